@@ -246,7 +246,7 @@ def _open_trainer(
             read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
-            patience=config.launch.disk_seconds,
+            timeout=config.launch.disk_seconds,
             several=config.launch.trainers > 1 and placement.mpi is None,
             delta=_may_send_delta(config, layout),
         )
@@ -452,18 +452,18 @@ def _join(
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
     """Shards of the searchers whose numbers are ``among`` these."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
-    return PendingShards(run, searchers=expected, patience=config.launch.timeout_seconds, among=among)
+    return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
 
 
 def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -> ShardWriter:
-    first, patience = progress.cursors.get(index, 0), config.launch.disk_seconds
-    return ShardWriter(run, index, first_index=first, patience=patience)
+    first, timeout = progress.cursors.get(index, 0), config.launch.disk_seconds
+    return ShardWriter(run, index, first_index=first, timeout=timeout)
 
 
 def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
     """Write a part of an evaluation, waiting for room on the disk."""
-    patience = config.launch.disk_seconds
-    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=patience)
+    timeout = config.launch.disk_seconds
+    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=timeout)
 
 
 def _online_evaluator(

@@ -393,7 +393,7 @@ def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_stil
 
 def trainer(run: RunDir, **more: object) -> FileTrainerExchange:
     arguments: dict[str, object] = {
-        "read_pending": PendingShards(run, patience=60).read,
+        "read_pending": PendingShards(run, timeout=60).read,
         "progress": Progress(),
         "evaluated": lambda split, step: False,
     }
@@ -415,8 +415,8 @@ def visitor(
     return ElasticSearcherExchange(
         run.weights,
         FIRST_ELASTIC,
-        patience=patience,
-        told=lambda: bool(told),
+        timeout=patience,
+        leaving=lambda: bool(told),
         finished=lambda: run.finished,
         evaluates=lambda: evaluates,
     )

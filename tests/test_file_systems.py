@@ -133,7 +133,7 @@ def test_a_hole_in_a_listing_costs_nothing_where_the_name_is_known(run: RunDir, 
     for _ in range(3):
         sealed(run, searcher=0, groups=1)
     moods.hides = lambda path: path.name == "000001.h5"
-    assert indices(PendingShards(run, patience=60).read({})) == [0, 1, 2]
+    assert indices(PendingShards(run, timeout=60).read({})) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE, errno.EIO])
@@ -144,7 +144,7 @@ def test_a_shard_that_is_seen_late_is_waited_for(run: RunDir, moods: Moods, erro
     moods.hides = lambda path: path == run.shard_file(0, 1)
     hidden = raises(error, "000001.h5", times=2)
     moods.opened = lambda path: hidden(path) if path.parent == run.shard_folder(0) else None
-    shards = PendingShards(run, patience=60)
+    shards = PendingShards(run, timeout=60)
     found = [(shard.searcher, shard.index) for shard in shards.read({})]
     assert found == [(0, 0), (1, 0), (1, 1), (1, 2)], "it stops there, and others go on"
     assert indices(shards.read({0: 1, 1: 3})) == []
@@ -157,7 +157,7 @@ def test_a_shard_that_stays_away_is_named_and_passed_over_in_the_end(
     for _ in range(3):
         sealed(run, searcher=0, groups=1)
     run.shard_file(0, 1).unlink()
-    shards = PendingShards(run, patience=0.1)
+    shards = PendingShards(run, timeout=0.1)
     assert indices(shards.read({})) == [0]
     began = time.monotonic()
     assert indices(shards.read_all({0: 1})) == [2]
@@ -171,7 +171,7 @@ def test_an_index_that_was_set_aside_is_no_gap(run: RunDir, moods: Moods) -> Non
         sealed(run, searcher=0, groups=1)
     run.shard_file(0, 1).rename(run.shard_file(0, 1).with_suffix(".h5.refused"))
     moods.hides = lambda path: path.name.endswith("refused")
-    assert indices(PendingShards(run, patience=60).read({})) == [0, 2]
+    assert indices(PendingShards(run, timeout=60).read({})) == [0, 2]
 
 
 def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> None:
@@ -190,7 +190,7 @@ def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> No
             path.write_bytes(whole)
 
     moods.opened = show
-    shards = PendingShards(run, searchers=range(2), patience=60)
+    shards = PendingShards(run, searchers=range(2), timeout=60)
     found = [(shard.searcher, shard.index) for shard in shards.read_all({})]
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -205,7 +205,7 @@ def test_an_index_that_is_not_listed_is_not_used_again(run: RunDir, moods: Moods
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_sealed_twice(run: RunDir, moods: Moods) -> None:
-    writer = ShardWriter(run, 0, patience=60)
+    writer = ShardWriter(run, 0, timeout=60)
     writer.append(*scored(0, 0))
     moods.synced = raises(errno.ENOSPC, ".tmp", times=3)
     first = writer.seal()
@@ -233,10 +233,10 @@ def trainer(run: RunDir, progress: Progress | None = None, **more: bool) -> File
     return FileTrainerExchange(
         run.weights,
         LAYOUT,
-        read_pending=PendingShards(run, patience=60).read,
+        read_pending=PendingShards(run, timeout=60).read,
         progress=progress or Progress(),
         evaluated=lambda split, step: True,
-        patience=60,
+        timeout=60,
         **more,
     )
 

@@ -156,7 +156,7 @@ class Channel(Generic[T]):
         self._write()
 
     def receive(self, seconds: float) -> list[T]:
-        """The messages that have come; waits up to ``seconds`` for news where there are none."""
+        """The messages that have come; waits up to ``seconds`` for news if there are none."""
         self._await_news(seconds)
         self._write()
         self._read()

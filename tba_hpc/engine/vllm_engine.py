@@ -71,10 +71,10 @@ CPU_ENVIRONMENT = {
 }
 
 ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Set whatever the site says of its network: an engine has its workers beside it, and nobody else calls."""
+"""Set whatever the site says of its network: an engine's workers are on its node, and nobody else calls."""
 
 YIELDS = 5
-"""Niceness of an engine that computes on the CPU: where it shares cores, ranks and trainer go first."""
+"""Niceness of an engine that computes on the CPU: if it shares cores, ranks and trainer go first."""
 
 HIGHEST_TEMPERATURE = 2.0
 """That vLLM takes when its parameters are made, though its samplers know no limit."""
@@ -171,9 +171,9 @@ class Engine:
         self._llm = llm
         self._settings = settings
         self._loads = 0  # of weights, so far
-        self._busy = 0.0  # seconds inside the step that the rank has not been told of
+        self._busy = 0.0  # seconds inside the step that the rank does not know of
         self._open = 0  # completions that have not ended, so far as the rank knows
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
 
     def serve(self) -> None:
         """Until the rank hangs up. Commands take effect between two steps, in their order."""
@@ -275,9 +275,9 @@ class Engine:
         """Send what is finished; now and then how much has ended, which is also a sign that it works."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
-        if finished or now - self._told >= BEAT_SECONDS:
+        if finished or now - self._reported >= BEAT_SECONDS:
             self._channel.send(Progress(self._busy, ended, finished))
-            self._busy, self._open, self._told = 0.0, still_open, now
+            self._busy, self._open, self._reported = 0.0, still_open, now
 
 
 class WeightLoader:
@@ -381,7 +381,7 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
     if isinstance(layer, VocabParallelEmbedding):  # it has rows that no checkpoint fills
         rows, real = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
         wanted = wanted // rows * real
-    return 0 < info.load_numel < wanted  # it counts anew once a layer is complete
+    return 0 < info.load_numel < wanted  # the count starts again once a layer is complete
 
 
 def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
@@ -421,7 +421,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
     policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
 
-    Tokens become text only where there are stop strings to be found in it.
+    Tokens become text only if there are stop strings to be found in it.
 
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
     and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.

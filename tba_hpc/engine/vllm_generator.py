@@ -64,7 +64,7 @@ KEYS = (
     "generator.gpu_memory_utilization",
     "generator.tensor_parallel",
 )
-"""Keys of the config that may be at fault where vLLM refuses the policy."""
+"""Keys of the config that may be at fault if vLLM refuses the policy."""
 
 BEFORE_TORCH = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask whether there is a GPU must not start CUDA, ...
@@ -101,7 +101,7 @@ class VllmGenerator:
         start_seconds: float = LaunchSection().start_seconds,
         silence_seconds: float = LaunchSection().silence_seconds,
     ) -> None:
-        """keys: of the config, that of the path first, then those to look at where vLLM refuses.
+        """keys: of the config, that of the path first, then those to look at if vLLM refuses.
 
         start_seconds, silence_seconds: as an EngineProcess has them.
         """

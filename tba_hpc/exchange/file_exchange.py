@@ -153,7 +153,7 @@ class FileTrainerExchange:
     how far the run is. evaluated: whether the evaluation of a split with the weights of a version is
     complete. several: whether other trainer ranks write their parts of the weights, each right into the file;
     otherwise weights stay in memory until they are on disk. delta: whether weights may be stored as what has
-    changed, unless ``several`` write. patience: how long a full disk is waited for, s.
+    changed, unless ``several`` write. timeout: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class FileTrainerExchange:
         evaluated: Callable[[Split, int], bool],
         several: bool = False,
         delta: bool = False,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._insist = partial(insist, seconds=patience)
+        self._insist = partial(insist, seconds=timeout)
         self._several = several
         self._delta = DeltaMemory(layout.nbytes) if delta else None
         self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
@@ -605,9 +605,9 @@ class FileSearcherExchange:
         self._looked, manifest = now, self._read_manifest()
         if manifest != self._manifest:
             self._manifest, self._changed = manifest, now
-        elif not self._ended and now - self._changed > self._patience:
+        elif not self._ended and now - self._changed > self._timeout:
             raise ExchangeError(
-                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: "
+                f"the trainer has not changed {self._folder / 'latest.json'} for {self._timeout:g} s: "
                 f"{self._remedy}"
             )
 
@@ -622,7 +622,7 @@ class FileSearcherExchange:
     _remedy = "it has ended or hangs; see its log, and start the same run again"
 
     @property
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         """Seconds that the trainer may go without a change: to start, or between two rounds."""
         running = self._manifest is not None and not self._manifest.closed
         return self._deadline * IDLE_DEADLINES if running else self._start_deadline
@@ -631,7 +631,7 @@ class FileSearcherExchange:
 class ElasticSearcherExchange(FileSearcherExchange):
     """The end of an elastic searcher: a stop is its own, and the trainer may be away for a while.
 
-    patience: for how long, s. told: whether this searcher is to leave. finished: whether the run is.
+    timeout: for how long, s. leaving: whether this searcher is to leave. finished: whether the run is.
     evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
     """
 
@@ -642,20 +642,20 @@ class ElasticSearcherExchange(FileSearcherExchange):
         folder: Path,
         searcher: int,
         *,
-        patience: float,
-        told: Callable[[], bool],
+        timeout: float,
+        leaving: Callable[[], bool],
         finished: Callable[[], bool],
         evaluates: Callable[[], bool],
     ) -> None:
-        self._told = told
+        self._leaving = leaving
         self._finished = finished
         self._evaluates = evaluates
         self._run_is_over = False
         self._away = ""  # the attempt whose trainer was reported to have stopped
         self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
-        super().__init__(folder, searcher, deadline=patience)
+        super().__init__(folder, searcher, deadline=timeout)
         if self._manifest is None:
-            log.info("no trainer has started on this run yet: waiting up to %g s for one", patience)
+            log.info("no trainer has started on this run yet: waiting up to %g s for one", timeout)
 
     @property
     def attempt(self) -> str:
@@ -680,20 +680,20 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return self._manifest is not None and self._manifest.attempt == attempt
 
     def request_stop(self) -> None:
-        """Nothing: ``told`` says so already, and the run goes on."""
+        """Nothing: ``leaving`` says so already, and the run goes on."""
 
     @property
     def closed(self) -> bool:
-        """Whether this searcher is to leave: told so, or the run is finished."""
+        """Whether this searcher is to leave, or the run is finished."""
         self._look()
         return self._ended
 
     @property
     def _ended(self) -> bool:
-        return self._told() or self._run_is_over
+        return self._leaving() or self._run_is_over
 
     @property
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         return self._deadline
 
     def _next_entry(self) -> Entry | None:

@@ -242,7 +242,7 @@ class ShardWriter:
 
     Indices go up by one and are never used twice in a run. ``first_index``: the trainer's cursor of this
     searcher, since shards may have been merged, checkpointed and pruned; files on disk, those set aside
-    included, count as well. patience: how long a full disk is waited for, s.
+    included, count as well. timeout: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ShardWriter:
         searcher: int,
         *,
         first_index: int = 0,
-        patience: float = 0.0,
+        timeout: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         folder = run.shard_folder(searcher)
@@ -261,7 +261,7 @@ class ShardWriter:
         self._run = run
         self._searcher = searcher
         self._index = max(first_index, _next_free_index(run, searcher))
-        self._patience = patience
+        self._timeout = timeout
         self._clock = clock
         self._open: list[_Scored] = []
         self._since = 0.0
@@ -313,7 +313,7 @@ class ShardWriter:
             end_if_superseded()  # else whoever takes over from here on finds the shard
 
         try:
-            insist(write, seconds=self._patience)
+            insist(write, seconds=self._timeout)
         except FileExistsError:
             raise ExchangeError(
                 f"{path} is sealed already, by a process that was searcher {self._searcher} before and was "
@@ -357,7 +357,7 @@ class PendingShards:
     """Reads the shards of a run that are not merged yet, in order per searcher, one in memory at a time.
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
-    one before it. A file that others follow is waited for ``patience`` seconds, and only then passed over,
+    one before it. A file that others follow is waited for ``timeout`` seconds, and only then passed over,
     with a warning. A file that cannot be used is set aside, logged, and left out; several ranks may read at
     once. searchers: looked for even if the listing of their folders lags. among: no others are read.
     """
@@ -367,13 +367,13 @@ class PendingShards:
         run: RunDir,
         *,
         searchers: Sequence[int] = (),
-        patience: float = 0.0,
+        timeout: float = 0.0,
         among: range = EVERYBODY,
     ) -> None:
         self._run = run
         self._searchers = searchers
         self._among = among
-        self._patience = patience
+        self._timeout = timeout
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
         self._given_up: set[Path] = set()
 
@@ -466,14 +466,14 @@ class PendingShards:
     def _gives_up(self, path: Path, error: OSError) -> bool:
         """Whether something has been missed for so long that the run goes on without it."""
         since = self._missed.setdefault(path, time.monotonic())
-        if path not in self._given_up and time.monotonic() - since < self._patience:
+        if path not in self._given_up and time.monotonic() - since < self._timeout:
             return False
         del self._missed[path]
         if path not in self._given_up:
             self._given_up.add(path)
             log.warning(
                 "%s could not be read for %g s (%s), and others follow it: the run goes on without it",
-                *(path, self._patience, error.strerror),
+                *(path, self._timeout, error.strerror),
             )
         return True
 

@@ -177,8 +177,8 @@ class MpiTrainerExchange:
 
         delta: as exchange.delta. Raises ExchangeError naming who is not set up.
         """
-        told = progress.to_bytes()
-        return cls(world, world.connect_peers(layout, progress=told, bucket_mb=bucket_mb, delta=delta))
+        memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb, delta=delta)
+        return cls(world, memory)
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
@@ -315,9 +315,9 @@ class _Peer:
     def _next_header(self) -> np.void:
         header = np.zeros(1, HEADER)
         request = self._world.receive(header, LEADER, Tag.HEADER)
-        patience = IDLE_DEADLINES * self._world.deadline
+        idle = IDLE_DEADLINES * self._world.deadline
         self._world.wait_for(
-            [request], "did not start a round", seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
+            [request], "did not start a round", seconds=idle, pause=IDLE_PAUSE, longest=IDLE_PAUSE
         )
         return header[0]
 
@@ -337,11 +337,12 @@ class _Peer:
 
     def _until_free(self, write: int) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
-        told = time.monotonic()
+        reported = time.monotonic()
         while not (self._is_free() and self._memory.has_room(write)):
             time.sleep(IDLE_PAUSE)
-            if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
-                told = time.monotonic()
+            now = time.monotonic()
+            if self._last_call > reported and now - reported > self._world.deadline / 4:
+                reported = now
                 self._send_status(Status.BUSY)
 
     def _send_status(self, status: Status) -> None:
@@ -406,8 +407,8 @@ class MpiSearcherExchange(_Peer):
     @classmethod
     def open(cls, world: MpiWorld) -> MpiSearcherExchange:
         """Connect to the leader, with an engine that is ready for weights. Raises ExchangeError."""
-        memory, told = world.connect()
-        return cls(world, memory, Progress.from_bytes(told))
+        memory, progress = world.connect()
+        return cls(world, memory, Progress.from_bytes(progress))
 
     def progress(self) -> Progress:
         """How far the run was when the ranks connected."""

@@ -77,7 +77,7 @@ FILES, ORDER_BYTES = 3, 16
 """Files of a node's weights: two in use, and a spare that takes no memory; size of the table that says
 which."""
 
-PATIENCE_SECONDS = 1.0
+RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""
 
 
@@ -351,7 +351,7 @@ class NodeMemory:
             self._crowded = None
             return True
         self._crowded = self._crowded or time.monotonic()
-        if self._spare_is_full or time.monotonic() - self._crowded < PATIENCE_SECONDS:
+        if self._spare_is_full or time.monotonic() - self._crowded < RELEASE_SECONDS:
             return False
         try:
             self._files[spare].allocate()

@@ -167,8 +167,8 @@ class Visit:
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
             self.searcher,
-            patience=self.config.launch.elastic_seconds,
-            told=lambda: self.told() or self._placeless,
+            timeout=self.config.launch.elastic_seconds,
+            leaving=lambda: self.told() or self._placeless,
             finished=lambda: self.run.finished,
             evaluates=lambda: not self._launch().searchers and self._seat.taken(),
         )

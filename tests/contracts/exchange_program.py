@@ -436,8 +436,8 @@ def run_visitor(scenario: str, folder: Path) -> None:
     exchange = ElasticSearcherExchange(
         run.weights,
         1,
-        patience=PATIENCE,
-        told=lambda: False,
+        timeout=PATIENCE,
+        leaving=lambda: False,
         finished=lambda: True,
         evaluates=lambda: False,
     )
@@ -450,7 +450,7 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int, *, delta: b
     run, flags = make_run(folder), Flags(folder)
     lead, search = SCENARIOS[scenario]
     if rank == 0:
-        shards = PendingShards(run, patience=PATIENCE)
+        shards = PendingShards(run, timeout=PATIENCE)
         trainer = open_board(run, shards, delta=delta, several=trainers > 1)
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
@@ -495,7 +495,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         )
         if transport == BOTH:
             run = make_run(folder)
-            board = open_board(run, PendingShards(run, patience=PATIENCE, among=range(1, 2)), delta=True)
+            board = open_board(run, PendingShards(run, timeout=PATIENCE, among=range(1, 2)), delta=True)
             flags.wait("open-1")
             trainer = HybridTrainerExchange(trainer, board, visited=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
