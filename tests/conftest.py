@@ -20,11 +20,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # --- Several workers: make test ---
 
 EACH_BY_ITSELF = ("tests/system/", "tests/slurm/")
-"""Tests that share nothing but a cluster, which each worker has for itself. Those of another file share what
-its fixtures have made."""
+"""Tests that share nothing but a cluster, of which each worker has its own. Tests of other files share fixtures."""
 
 TOGETHER = ("tests/slurm/test_cluster.py", "tests/slurm/test_status.py")
-"""Files whose tests take less long than a cluster takes to come up."""
+"""Files whose tests are shorter than the start of a cluster."""
 
 LONGEST_FIRST = (
     "tests/slurm/test_chaos.py",
@@ -38,7 +37,7 @@ LONGEST_FIRST = (
     "tests/test_local_launch.py",
     "tests/test_references.py",
 )
-"""In the order in which they start: in the end no worker waits long for another."""
+"""They start in this order, so that in the end no worker waits long for another."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -63,7 +62,7 @@ def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _scope(nodeid: str) -> str:
-    """What a worker gets at once: a file, or a single test where each goes by itself."""
+    """What a worker gets at once: a file, or a single test."""
     if nodeid.startswith(TOGETHER):
         return TOGETHER[0]
     return nodeid if nodeid.startswith(EACH_BY_ITSELF) else nodeid.split("::")[0]
@@ -123,7 +122,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tool = Path(__file__).parents[1] / "tools" / "make_tiny_model.py"
     with (shared / "models.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # The tool makes nothing where the model is there already.
+        # The tool makes nothing if the model is there already.
         subprocess.run(
             [sys.executable, tool, "--steps", "60", "--out", folder], check=True, capture_output=True
         )

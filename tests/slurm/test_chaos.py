@@ -1,6 +1,6 @@
-"""A short storm: every kind of fault at least once, over a run that comes to its end with nothing lost.
+"""A short storm: every kind of fault at least once, over a run that ends with nothing lost.
 
-The model is the enumerable one, which has no engines; ``make storm`` brews longer ones over a language model.
+The model is the enumerable one, which has no engines; ``make storm`` runs longer ones over a language model.
 """
 
 import json

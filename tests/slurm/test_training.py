@@ -1,7 +1,7 @@
 """The main job on the cluster: stories of what users and sites do to a run.
 
 One of them has a language model, real engines and a real trainer, the others the enumerable one. Faults are
-the business of ``test_chaos.py``.
+``test_chaos.py``'s.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def assert_same_training(run: RunDir, other: RunDir) -> None:
 def test_the_script_edited_by_hand_outlives_its_wall_time(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    """Two minutes are too short for the run. What was done in them is kept, and the job goes on by itself."""
+    """Two minutes are too short for the run: what was done is kept, and the job goes on by itself."""
     run = checkout(tmp_path, model, time="00:02:00")
     job = sbatch(cluster, tmp_path, CONFIG="mine.yaml")
     reach_the_wall_time(cluster, run)
@@ -249,31 +249,31 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     ],
     ids=["model-without-eos", "wrong-mpi"],
 )
-def test_what_only_the_user_can_mend_ends_the_job_at_once(
+def test_a_users_mistake_ends_the_job_at_once(
     cluster: Cluster, tmp_path: Path, eos: bool, mpi: str, sentence: str
 ) -> None:
     run = checkout(tmp_path, make_random_model(tmp_path / "model", tied=False, eos=eos))
     job = sbatch(cluster, tmp_path, CONFIG="mine.yaml", MPI=mpi)
     assert cluster.wait(job, seconds=START_SECONDS) == "FAILED", said(run)
     assert sentence in (tmp_path / f"tba-math-{job}.log").read_text(), said(run)
-    assert len(events(run, "start")) == 1, "started again, although that mends nothing"
+    assert len(events(run, "start")) == 1, "started again, although nothing has changed"
 
 
-def test_a_job_of_a_trainer_alone_is_fed_by_a_lent_node(cluster: Cluster, tmp_path: Path) -> None:
-    """Which searches, evaluates, and ends by itself once the run is finished."""
+def test_a_job_of_a_trainer_alone_is_fed_by_an_elastic_node(cluster: Cluster, tmp_path: Path) -> None:
+    """The elastic node searches, evaluates, and ends by itself once the run is finished."""
     places = ("--trainer-nodes", "1", "--set", "launch.elastic=1")
     patient = ("--set", f"launch.timeout_seconds={START_SECONDS}")
     run, job = submit(cluster, tmp_path, *places, *patient, nodes=1)
     words = [sys.executable, "tools/submit.py", "--elastic", str(run.path), "--nodes", "1", "--json"]
-    lent = subprocess.run(
+    elastic = subprocess.run(
         [*words, "--site", f"{tmp_path}/site.yaml"],
         cwd=REPOSITORY,
         env=_environment(cluster),
         capture_output=True,
         text=True,
     )
-    assert lent.returncode == 0, lent.stderr
+    assert elastic.returncode == 0, elastic.stderr
     finish(cluster, run, job)
-    assert cluster.wait(int(json.loads(lent.stdout)["job"])) == "COMPLETED", said(run)
+    assert cluster.wait(int(json.loads(elastic.stdout)["job"])) == "COMPLETED", said(run)
     merged = [r["searcher"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "merged"]
     assert set(merged) == {5000}
