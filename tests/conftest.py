@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # --- Several workers: make test ---
 
 EACH_BY_ITSELF = ("tests/system/", "tests/slurm/")
-"""Tests that share nothing but a cluster, of which each worker has its own. Tests of other files share fixtures."""
+"""Tests that share nothing but a cluster, of which each worker has its own."""
 
 TOGETHER = ("tests/slurm/test_cluster.py", "tests/slurm/test_status.py")
 """Files whose tests are shorter than the start of a cluster."""

@@ -262,8 +262,8 @@ def test_a_users_mistake_ends_the_job_at_once(
 def test_a_job_of_a_trainer_alone_is_fed_by_an_elastic_node(cluster: Cluster, tmp_path: Path) -> None:
     """The elastic node searches, evaluates, and ends by itself once the run is finished."""
     places = ("--trainer-nodes", "1", "--set", "launch.elastic=1")
-    patient = ("--set", f"launch.timeout_seconds={START_SECONDS}")
-    run, job = submit(cluster, tmp_path, *places, *patient, nodes=1)
+    timeout = ("--set", f"launch.timeout_seconds={START_SECONDS}")
+    run, job = submit(cluster, tmp_path, *places, *timeout, nodes=1)
     words = [sys.executable, "tools/submit.py", "--elastic", str(run.path), "--nodes", "1", "--json"]
     elastic = subprocess.run(
         [*words, "--site", f"{tmp_path}/site.yaml"],
