@@ -172,7 +172,7 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled.
 
-    A problem that is misread is read anew each time: else the model learns by heart how each was read.
+    A problem that is misread is read again each time: else the model learns by heart how each was read.
     """
     for step in range(recipe.steps):
         rng = np.random.default_rng([recipe.seed, step])
@@ -286,9 +286,9 @@ def publish(
 
 
 def cached(recipe: Recipe, out: Path) -> dict[str, object] | None:
-    """The manifest of ``out`` where it is what ``recipe`` would make.
+    """The manifest of ``out`` if it is what ``recipe`` would make.
 
-    Raises FileExistsError where ``out`` is something else than a tiny model.
+    Raises FileExistsError if ``out`` is something else than a tiny model.
     """
     if not out.exists():
         return None

@@ -53,7 +53,7 @@ class Examiner(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Evaluate where it is due."""
+        """Evaluate if it is due."""
         if state.global_step % self._config.evaluate.every:
             return
         now = time.perf_counter()
@@ -76,7 +76,7 @@ class Examiner(TrainerCallback):
 
 
 def trl_config(config: Config, folder: str) -> GRPOConfig:
-    """B prompts with K completions in one optimizer step, generated anew for each."""
+    """B prompts with K completions in one optimizer step, generated for each."""
     train, generator = config.train, config.generator
     return GRPOConfig(
         output_dir=folder,
@@ -131,7 +131,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, then write the curve in one go: where the file is, the run is complete."""
+    """Train, then write the curve in one go: if the file exists, the run is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

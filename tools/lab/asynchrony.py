@@ -42,7 +42,7 @@ SETTINGS = (*skill.SAMPLING, skill.BETA, "buffer.duplicates=none", "evaluate.tes
 
 QUEUE = ("exchange.sync_every=1", "buffer.replay_limit=1", "exchange.max_staleness=8")
 """Of the asynchronous arm: it learns from each trajectory once, at most eight steps after its policy sampled
-it, which is what a run without replay has where nothing else is set."""
+it, the default of a run without replay."""
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
 TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
@@ -169,7 +169,7 @@ def named(arm: str, rate: float) -> str:
 
 
 def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) -> float:
-    """The first to reach the highest threshold that any reaches; where none does, the one that ends best."""
+    """The first to reach the highest threshold that any reaches; if none does, the one that ends best."""
     for threshold in reversed(thresholds):
         times = {rate: time_to(course.over_seconds, threshold) for rate, course in courses.items()}
         reached = {rate: seconds for rate, seconds in times.items() if seconds is not None}

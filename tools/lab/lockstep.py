@@ -1,7 +1,6 @@
 """Trainer and searchers in lockstep on an enumerable policy: real buffer, objectives, generator and learner.
 
-So staleness and the number of searchers are exact, not the outcome of a race for the cores. It must not know
-which experiment it serves.
+So staleness and the number of searchers are exact, not the outcome of a race for the cores.
 
 Shape letters as in tools/lab/tabular.py, and: M words of a prompt that are rewarded.
 """

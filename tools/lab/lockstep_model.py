@@ -206,7 +206,7 @@ class Learner:
         return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
     def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
-        """One optimizer step; none where the gradient is not finite."""
+        """One optimizer step; none if the gradient is not finite."""
         power = schedules.reference_power(self._train, step)
         batch = with_reference_power(self._with_reference(batch, step), power)
         beta = schedules.beta(self._train, step)

@@ -67,7 +67,7 @@ NOTES = (
 class Paced:
     """One run: the seconds that its steps were done at, and the mean age of its data in steps.
 
-    tokens: generated in a second of engines' work; None where nobody counted.
+    tokens: generated in a second of engines' work; None if nobody counted.
     """
 
     done: Sequence[tuple[float, float]]

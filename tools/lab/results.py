@@ -39,7 +39,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Spread:
-    """One value per seed; None where a seed has none, such as a threshold that it never reached."""
+    """One value per seed; None if a seed has none, such as a threshold that it never reached."""
 
     values: Sequence[float | None]
 

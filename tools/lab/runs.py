@@ -87,7 +87,7 @@ class Study:
     def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:
         """Every arm with every seed, seeds outermost, so that a machine's moods meet all arms alike.
 
-        SystemExit where a run would end before its first evaluation.
+        SystemExit if a run would end before its first evaluation.
         """
         self.require_curves(options)
         for seed in options.seeds:
@@ -95,7 +95,7 @@ class Study:
                 yield arm, seed, self.run(arm, seed, options)
 
     def require_curves(self, options: Options) -> None:
-        """SystemExit where a run of some arm would end before its first evaluation."""
+        """SystemExit if a run of some arm would end before its first evaluation."""
         for arm in self.arms:
             config = self.config(arm, options.seeds[0], options)
             if config.train.steps < config.evaluate.every:
@@ -120,7 +120,7 @@ class Study:
 
 
 def run(*command: str) -> None:
-    """Run a command in the repository, its output thrown away. SystemExit with a sentence where it fails."""
+    """Run a command in the repository, its output thrown away. SystemExit with a sentence if it fails."""
     log.print("$", *command, style="dim", soft_wrap=True)
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -134,5 +134,5 @@ def slug(arm: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """A JSON object, None where there is no such file."""
+    """A JSON object, None if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None

@@ -150,7 +150,7 @@ class TabularTokenizer:
         self._texts = [*lower, "", *upper]
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [T]. ValueError where a character is none of the table's."""
+        """int32 [T]. ValueError if a character is none of the table's."""
         return np.array([self._texts.index(character) for character in text], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -255,7 +255,7 @@ class TabularGenerator:
         return sum(decoding.open for decoding in self._decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ValueError where it asks for other completions than the table has."""
+        """Queue a request. ValueError if it asks for other completions than the table has."""
         sampling, length = request.sampling, self._table.length
         if sampling.max_tokens != length or sampling.top_p != 1:
             raise ValueError(

@@ -67,7 +67,7 @@ class TabularLearner:
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """One optimizer step; metrics: as DeepSpeedLearner's.
 
-        Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
+        If loss or norm is not finite, nothing changes. Raises ConfigError if that goes on.
         """
         output = self._objective(Groups.of(self._logprobs(batch), batch), beta)
         self._optimizer.zero_grad()

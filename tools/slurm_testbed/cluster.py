@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def missing() -> str | None:
-    """Why no cluster can be brought up here and how to change that; None where it can."""
+    """Why no cluster can be brought up here and how to change that; None if it can."""
     absent = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
@@ -111,7 +111,7 @@ class Cluster:
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
 
     def state(self, job: int) -> str:
-        """State of a job: of its leader, or ``A+B`` where the components differ."""
+        """State of a job: of its leader, or ``A+B`` if the components differ."""
         return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job)))
 
     def wait(self, job: int, *states: str, seconds: float = 480) -> str:
@@ -168,7 +168,7 @@ class Cluster:
         )
 
     def _registered(self, node: str) -> str | None:
-        """When the slurmd of a node started, as slurmctld knows it; None where the node takes no job."""
+        """When the slurmd of a node started, as slurmctld knows it; None if the node takes no job."""
         seen = self.run("scontrol", "-o", "show", "node", node)
         fields = dict(re.findall(r"(\S+?)=(\S*)", seen))
         return fields["SlurmdStartTime"] if fields["State"] in ("IDLE", "MIXED", "ALLOCATED") else None

@@ -134,7 +134,7 @@ def fill_disk(folder: Path, seconds: float) -> None:
 
 
 def refused(cluster: Cluster, *words: str, seconds: float = 120) -> str:
-    """What ``tba WORDS`` says on the login node as it is refused. Raises AssertionError where it is not."""
+    """What ``tba WORDS`` says on the login node as it is refused. Raises AssertionError if it is not."""
     done = subprocess.run(
         [sys.executable, "-m", "tba_hpc", *words],
         env=cluster.environment,
