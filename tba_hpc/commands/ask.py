@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,58 +72,49 @@ def ask(
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
-    refuse_missing(name)
-    from tba_hpc.learner.hf_answers import HfAnswers
-
-    if config or (Path(name) / "config.yaml").is_file():
-        target = find_target(name, config=config, task=None, overrides=overrides or [], reference=None)
-        settings: Config | None = target.config
-        model = HfAnswers(target.config.model.path, target.config.model.dtype)
-    elif overrides:
-        raise ConfigError(f"--set {overrides[0]} has no config to change: name one with --config")
-    else:
-        settings, model = None, HfAnswers(name)
-    tokens = _encode(settings, model.tokenizer, question, _chats(settings, model) if chat is None else chat)
+    settings, model = _load(name, config, overrides or [])
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
+    if chat is None and settings is None:
+        chat = model.tokenizer.has_chat
+    tokens = _encode(settings, model.tokenizer, question, chat)
+    length = max_tokens or section.max_tokens
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else section.temperature
     sampling = Sampling(
-        temperature=(0.0 if samples == 1 else section.temperature) if temperature is None else temperature,
-        top_p=section.top_p,
-        max_tokens=max_tokens or section.max_tokens,
+        temperature, section.top_p, _room(settings, len(tokens), length) if settings else length
     )
-    if settings:
-        sampling = replace(sampling, max_tokens=_room(settings, len(tokens), sampling.max_tokens))
     began = time.monotonic()
-    answers = model.answer(
-        tokens,
-        sampling,
-        samples=samples,
-        stop=section.stop,
-        seed=settings.run.seed if settings else 0,
-    )
+    seed = settings.run.seed if settings else 0
+    answers = model.answer(tokens, sampling, samples=samples, stop=section.stop, seed=seed)
+    decode = model.tokenizer.decode
     return Asked(
         model=settings.model.path if settings else name,
         dtype=model.dtype,
         device=model.device,
-        prompt=model.tokenizer.decode(tokens),
-        temperature=sampling.temperature,
+        prompt=decode(tokens),
+        temperature=temperature,
         max_tokens=sampling.max_tokens,
-        replies=[
-            Reply(model.tokenizer.decode(a.tokens), a.finish_reason == "length", len(a.tokens))
-            for a in answers
-        ],
+        replies=[Reply(decode(a.tokens), a.finish_reason == "length", len(a.tokens)) for a in answers],
         seconds=time.monotonic() - began,
     )
 
 
-def _chats(settings: Config | None, model: HfAnswers) -> bool | None:
-    """Whether a question goes into the chat template; None if that is up to the task."""
-    return None if settings else model.tokenizer.has_chat
+def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
+    """The config of a run or of ``config``, if there is one, and the model. Raises ConfigError."""
+    refuse_missing(name)
+    from tba_hpc.learner.hf_answers import HfAnswers
+
+    if config or (Path(name) / "config.yaml").is_file():
+        found = find_target(name, config=config, task=None, overrides=overrides, reference=None).config
+        return found, HfAnswers(found.model.path, found.model.dtype)
+    if overrides:
+        raise ConfigError(f"--set {overrides[0]} has no config to change: name one with --config")
+    return None, HfAnswers(name)
 
 
 def _encode(settings: Config | None, tokenizer: Tokenizer, question: str, chat: bool | None) -> np.ndarray:
     """Tokens int32 [T] of the prompt. chat: None as the task has it."""
-    if chat is None:
-        assert settings is not None
+    if chat is None and settings:
         task = make_task(settings.task, tokenizer, _serve)
         if isinstance(task, Asking):
             return task.encode_question(question)
