@@ -231,7 +231,7 @@ def test_shipped_sites_load(path: Path) -> None:
         ("time: 1:20:00", "time=4800 is a number, as YAML reads 1:20:00, too: quote it, as '1:20:00'"),
         ("{time: '10:00', signal_seconds: 900}", "signal_seconds=900 leaves nothing of time=10:00"),
         ("{container: {image: a.sif}, venv: /v}", "container and venv exclude each other"),
-        ("- a", "must hold keys"),
+        ("- a", "must hold keys and values, not a list"),
         ("a: [", "is not valid YAML"),
     ],
 )

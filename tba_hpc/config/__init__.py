@@ -15,6 +15,7 @@ from tba_hpc.config.loading import (
     load_config,
     may_change,
     parse_config,
+    read_tree,
 )
 from tba_hpc.config.rules import OWN_DEEPSPEED_SETTINGS, OWN_ENGINE_ARGUMENTS, value_text
 from tba_hpc.config.sections import (

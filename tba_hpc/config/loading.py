@@ -25,20 +25,23 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     path: a file, or the name of a shipped config. Raises ConfigError with one sentence: missing or
     unreadable file, unknown key (nearest valid name), wrong type, impossible combination.
     """
+    return parse_config(read_tree(path, "configs"), overrides)
+
+
+def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
+    """Keys of a YAML file, or of the shipped one of that name. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(shipped.find(path, "configs").read_text()) or {}
+        tree = yaml.safe_load(shipped.find(path, kind).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(
-            f"cannot read the config {path}: {error.strerror}; check the path, or name one of those shipped: "
-            f"{', '.join(shipped.files('configs'))}"
+            f"cannot read the {kind.removesuffix('s')} {path}: {error.strerror}; check the path, or name one "
+            f"of those shipped: {', '.join(shipped.files(kind))}"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} must hold sections such as 'model:' and 'train:', not a {type(tree).__name__}"
-        )
-    return parse_config(tree, overrides)
+        raise ConfigError(f"{path} must hold keys and values, not a {type(tree).__name__}")
+    return tree
 
 
 def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tba_hpc.config import Config, ConfigError, Section, explain, shipped
+from tba_hpc.config import Config, ConfigError, Section, explain, read_tree
 from tba_hpc.core.types import Role
 from tba_hpc.core.wording import count
 
@@ -245,17 +244,7 @@ def load_site(path: Path, **keys: object) -> Site:
 
     Raises ConfigError with one sentence: value, rule, remedy.
     """
-    try:
-        tree = yaml.safe_load(shipped.find(path, "sites").read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the site {path}: {error.strerror}; check the path, or name one of those shipped: "
-            f"{', '.join(shipped.files('sites'))}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold keys such as 'partition:', not a {type(tree).__name__}")
+    tree = read_tree(path, "sites")
     try:
         return Site.model_validate({**tree, **keys})
     except ValidationError as error:
