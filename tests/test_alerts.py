@@ -108,194 +108,127 @@ def test_records_without_the_figures_raise_no_alert() -> None:
     assert alerts(trends_of(old), config(), SOLVED) == []
 
 
-STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
+def after(step: int, value: float, before: float) -> Callable[[int], float]:
+    """A series that changes at a step."""
+    return lambda at: before if at < step else value
 
 
-@pytest.mark.parametrize(
-    ("changes", "scores", "sections", "words"),
-    [
-        (
-            {"train/skipped_steps": lambda step: (step >= 50) + (step >= 60)},
-            None,
-            {},
-            "2 of 80 optimizer steps skipped, the last at step 60: .* train.learning_rate.peak=1e-05",
-        ),
-        (
-            {"search/kl": lambda step: 4.0 - step / 40},
-            None,
-            {},
-            "KL of 4 nats per completion at the start: .* not the model that the run began",
-        ),
-        (
-            {"search/kl": lambda step: None, "train/log_ratio": lambda step: 4.0},
-            None,
-            {},
-            "Log-ratio of 4 nats per completion at the start",
-        ),
-        (
-            {"search/reward": lambda step: 0.0, "search/flat_groups": lambda step: 1.0},
-            evaluated({10: 0.0}),
-            {},
-            "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers",
-        ),
-        (
-            {"search/rejected": lambda step: 10 * step},
-            None,
-            {},
-            r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k",
-        ),
-        (
-            {},
-            evaluated({10: 0.6, 20: 0.62, 40: 0.3, 60: 0.1}),
-            {},
-            "Pass@1 fell from 62 % at step 20 to 10 % at step 60, now 10 %: .* train.learning_rate",
-        ),
-        (
-            {},
-            evaluated({10: 0.6, 20: 0.1, 40: 0.7}),
-            {},
-            "Pass@1 fell from 60 % at step 10 to 10 % at step 20, now 70 %",
-        ),
-        (
-            {"search/reward": lambda step: 0.5 if step < 20 else 0.03 * (step % 2)},
-            [],
-            {},
-            "Reward fell from 0.5 at step ([0-9]|1[0-9]) to 0.0.* at step",
-        ),
-        (
-            {"train/better_log_weight": lambda step: 0.5 if step < 41 else -4.0},
-            evaluated({10: 0.5, 70: 0.6}),
-            {
-                "train": {
-                    "objective": {"name": "trajectory_balance", "log_z": "policy"},
-                    "ratio_bound": "none",
-                }
-            },
-            "above their group's mean reward 4 nats less likely .* \\(0.2 per token\\) since step 38: "
-            ".* Set train.objective.log_z=behaviour and train.ratio_bound=taper, or bound exchange.max_stal",
-        ),
-        (
-            {"search/kl": lambda step: 0.5 * step, "search/reward": lambda step: 0.4 + 0.02 * (step % 2)},
-            [],
-            {},
-            "KL of .* per token .*β·KL is .* since step .* train.learning_rate.peak",
-        ),
-        (
-            {
-                "search/entropy": lambda step: 0.4 if step < 30 else 0.004,
-                "search/reward": lambda step: min(0.5, 0.3 + step / 100),
-                "search/flat_groups": lambda step: min(0.95, step / 40),
-            },
-            evaluated({10: 0.3, 40: 0.5, 70: 0.5}),
-            {},
-            "Entropy of 0.004 nats per token, from 0.4 at first.* since step 30: .*Raise train.beta",
-        ),
-        (
-            {"train/ess": lambda step: 0.9 if step < 40 else 0.02},
-            None,
-            STALE,
-            "Effective sample size 2 % of a batch since step 40: .* Bound exchange.max_staleness",
-        ),
-        (
-            {"search/engine_gap": lambda step: 0.004 if step < 60 else 0.03},
-            None,
-            {},
-            "differ by 0.03 nats per token, from 0.004 at first, since step 60: .* model.dtype to float32",
-        ),
-        (
-            {"train/engine_gap": lambda step: 0.2 if step == 1 else None},
-            None,
-            {"model": {"path": "m", "dtype": "float32"}},
-            "differ by 0.2 nats per token .* the engine loads all weights",
-        ),
-        (
-            {"train/engine_gap": lambda step: 0.2 if step == 1 else None},
-            None,
-            {"train": {"objective": "dr_grpo"}},
-            r"differ by 0.2 nats per token .* model.dtype to float32 \(it is bfloat16\)",
-        ),
-        (
-            {},
-            None,
-            {"train": {"objective": "rloo"}, "generator": {"top_p": 0.9, "min_tokens": 5}},
-            "by generator.top_p=0.9 and generator.min_tokens=5 and buffer.duplicates=equal .*=rloo .*biased",
-        ),
-        (
-            {},
-            None,
-            {"train": {"objective": "grpo"}, "buffer": {"reward_temperature": 2}},
-            "Samples filtered by buffer.duplicates=equal and buffer.reward_temperature=2.0: the gradient",
-        ),
-        (
-            {},
-            None,
-            {"train": {"objective": "dr_grpo"}, "buffer": {"most_on_policy": 1}},
-            "filtered by buffer.duplicates=equal: the gradient of train.objective=dr_grpo .* biased",
-        ),
-        (
-            {"train/flat_groups": lambda step: 0.95, **EXPLORING},
-            evaluated({10: 0.2, 40: 0.21}),
-            {},
-            "95 % of the groups have one reward .* generator.completions_per_prompt",
-        ),
-        (
-            {"search/truncated_share": lambda step: step / 200},
-            None,
-            {},
-            "completions cut off at generator.max_tokens=512, from 0 % at first, since step ",
-        ),
-        (
-            {"train/wait_share": lambda step: 0.7},
-            None,
-            {},
-            "Trainer has waited 70 % of its time: .* launch.searchers",
-        ),
-        (
-            {"search/paused_share": lambda step: 0.8},
-            None,
-            {},
-            "Searchers idle 80 % of their time since step .*launch.trainers",
-        ),
-    ],
-)
-def test_what_goes_wrong_is_said_in_one_sentence_first(
-    changes: Values, scores: list[Evaluation] | None, sections: dict[str, Any], words: str
-) -> None:
+def always(value: float | None) -> Callable[[int], float | None]:
+    return lambda at: value
+
+
+Case = tuple[Values, list[Evaluation] | None, dict[str, Any]]
+
+
+def case(changes: Values | None = None, scores: list[Evaluation] | None = None, **sections: Any) -> Case:
+    return changes or {}, scores, sections
+
+
+OLD_LOG_Z = {"objective": {"name": "trajectory_balance", "log_z": "policy"}, "ratio_bound": "none"}
+FIRST_GAP: Values = {"train/engine_gap": lambda step: 0.2 if step == 1 else None}
+DULL: Values = {
+    "search/reward": lambda step: min(0.5, 0.3 + step / 100),
+    "search/flat_groups": lambda step: min(0.95, step / 40),
+}
+IN_TURNS = {"max_staleness": 0, "sync_every": 1}
+
+WRONG: dict[str, Case] = {
+    "2 of 80 optimizer steps skipped, the last at step 60: .* train.learning_rate.peak=1e-05": case(
+        {"train/skipped_steps": lambda step: (step >= 50) + (step >= 60)}
+    ),
+    "KL of 4 nats per completion at the start: .* not the model that the run began": case(
+        {"search/kl": lambda step: 4.0 - step / 40}
+    ),
+    "Log-ratio of 4 nats per completion at the start": case(
+        {"search/kl": always(None), "train/log_ratio": always(4.0)}
+    ),
+    "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers": case(
+        {"search/reward": always(0.0), "search/flat_groups": always(1.0)}, evaluated({10: 0.0})
+    ),
+    r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k": case(
+        {"search/rejected": lambda step: 10 * step}
+    ),
+    "Pass@1 fell from 62 % at step 20 to 10 % at step 60, now 10 %: .* train.learning_rate": case(
+        {}, evaluated({10: 0.6, 20: 0.62, 40: 0.3, 60: 0.1})
+    ),
+    "Pass@1 fell from 60 % at step 10 to 10 % at step 20, now 70 %": case(
+        {}, evaluated({10: 0.6, 20: 0.1, 40: 0.7})
+    ),
+    "Reward fell from 0.5 at step ([0-9]|1[0-9]) to 0.0.* at step": case(
+        {"search/reward": lambda step: 0.5 if step < 20 else 0.03 * (step % 2)}, []
+    ),
+    "4 nats less likely .* since step 38: .* Set train.objective.log_z=behaviour and "
+    "train.ratio_bound=taper, or bound exchange.max_stal": case(
+        {"train/better_log_weight": after(41, -4.0, 0.5)}, evaluated({10: 0.5, 70: 0.6}), train=OLD_LOG_Z
+    ),
+    "KL of .* per token .*β·KL is .* since step .* train.learning_rate.peak": case(
+        {"search/kl": lambda step: 0.5 * step, "search/reward": lambda step: 0.4 + 0.02 * (step % 2)}, []
+    ),
+    "Entropy of 0.004 nats per token, from 0.4 at first.* since step 30: .*Raise train.beta": case(
+        {
+            **DULL,
+            "search/entropy": after(30, 0.004, 0.4),
+            "search/flat_groups": lambda at: min(0.95, at / 40),
+        },
+        evaluated({10: 0.3, 40: 0.5, 70: 0.5}),
+    ),
+    "Effective sample size 2 % of a batch since step 40: .* Bound exchange.max_staleness": case(
+        {"train/ess": after(40, 0.02, 0.9)}, train={"objective": "grpo"}
+    ),
+    "differ by 0.03 nats per token, from 0.004 at first, since step 60: .* model.dtype to float32": case(
+        {"search/engine_gap": after(60, 0.03, 0.004)}
+    ),
+    "differ by 0.2 nats per token .* the engine loads all weights": case(
+        FIRST_GAP, model={"path": "m", "dtype": "float32"}
+    ),
+    r"differ by 0.2 nats per token .* model.dtype to float32 \(it is bfloat16\)": case(
+        FIRST_GAP, train={"objective": "dr_grpo"}
+    ),
+    "by generator.top_p=0.9 and generator.min_tokens=5 and buffer.duplicates=equal .*=rloo .*biased": case(
+        train={"objective": "rloo"}, generator={"top_p": 0.9, "min_tokens": 5}
+    ),
+    "filtered by buffer.duplicates=equal and buffer.reward_temperature=2.0: the gradient": case(
+        train={"objective": "grpo"}, buffer={"reward_temperature": 2}
+    ),
+    "95 % of the groups have one reward .* generator.completions_per_prompt": case(
+        {"train/flat_groups": always(0.95), **EXPLORING}, evaluated({10: 0.2, 40: 0.21})
+    ),
+    "completions cut off at generator.max_tokens=512, from 0 % at first, since step ": case(
+        {"search/truncated_share": lambda step: step / 200}
+    ),
+    "Trainer has waited 70 % of its time: .* launch.searchers": case({"train/wait_share": always(0.7)}),
+    "Searchers idle 80 % of their time since step .*launch.trainers": case(
+        {"search/paused_share": always(0.8)}
+    ),
+}
+"""Words of the first sentence → what makes it true."""
+
+
+@pytest.mark.parametrize(("words", "wrong"), WRONG.items())
+def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) -> None:
+    changes, scores, sections = wrong
     found = alerted(changes, scores, **sections)
     assert found and re.search(words, found[0]), found
 
 
 @pytest.mark.parametrize(
-    ("changes", "scores", "sections"),
+    "meant",
     [
-        ({"train/ess": lambda step: 0.001}, None, {}),  # trajectory balance does not reweight
-        ({}, None, {"generator": {"top_p": 0.9, "min_tokens": 5}}),  # and holds for any sampler
-        ({}, None, {"train": {"objective": "dr_grpo"}, "buffer": AS_SAMPLED}),
-        ({}, None, {"train": {"objective": "grpo"}, "exchange": {"max_staleness": 0, "sync_every": 1}}),
-        (
-            {"train/wait_share": lambda step: 0.7},
-            None,
-            {"exchange": {"max_staleness": 0, "sync_every": 1}},
-        ),  # in turns
-        (
-            {"search/kl": lambda step: 6.0},
-            None,
-            {"train": {"reference": "behaviour"}, "task": {"name": "math"}},
-        ),
-        ({"search/rejected": lambda step: step // 4}, None, {}),  # 40 of 16,000
-        ({"train/better_log_weight": lambda step: -4.0}, SOLVED, {}),
-        ({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93}), {}),  # a sag
-        ({"train/flat_groups": lambda step: 0.95}, SOLVED, {}),
-        (
-            {"search/reward": lambda step: 0.5 + 0.1 * ((7 * step) % 11) / 11, **EXPLORING},
-            [],
-            {},
-        ),  # noise alone
+        case({"train/ess": always(0.001)}),  # trajectory balance does not reweight
+        case(generator={"top_p": 0.9, "min_tokens": 5}),  # and holds for any sampler
+        case(train={"objective": "dr_grpo"}, buffer=AS_SAMPLED),
+        case(train={"objective": "grpo"}, exchange=IN_TURNS),
+        case({"train/wait_share": always(0.7)}, exchange=IN_TURNS),
+        case({"search/kl": always(6.0)}, train={"reference": "behaviour"}, task={"name": "math"}),
+        case({"search/rejected": lambda step: step // 4}),  # 40 of 16,000
+        case({"train/better_log_weight": always(-4.0)}, SOLVED),
+        case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
+        case({"train/flat_groups": always(0.95)}, SOLVED),
+        case({"search/reward": lambda at: 0.5 + 0.1 * ((7 * at) % 11) / 11, **EXPLORING}, []),  # noise
     ],
 )
-def test_what_is_meant_so_raises_no_alert(
-    changes: Values, scores: list[Evaluation] | None, sections: dict[str, Any]
-) -> None:
+def test_what_is_meant_so_raises_no_alert(meant: Case) -> None:
+    changes, scores, sections = meant
     assert alerted(changes, scores, **sections) == []
 
 

@@ -40,7 +40,7 @@ from tba_hpc.run.checkpoints import (
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
-from tba_hpc.run.inventory import READ_BYTES, SummedFile, damage, inventory, with_checksum
+from tba_hpc.run.inventory import READ_BYTES, SummedFile, inventory
 from tba_hpc.run.memory import free_memory
 from tba_hpc.run.metrics import number, read_metrics
 
@@ -60,21 +60,6 @@ def test_a_file_summed_up_while_written_has_the_checksum_of_one_read_back(tmp_pa
     assert sorted(inventory(tmp_path, known=file.line(tmp_path)).splitlines()) == sorted(
         inventory(tmp_path).splitlines()
     )
-
-
-def test_torch_writes_through_it_what_it_writes_to_a_path(tmp_path: Path) -> None:
-    state = {"large": torch.arange(20_000_000), "small": [torch.ones(3), {"a": 1}]}
-    with SummedFile(tmp_path / "file") as file:
-        torch.save(state, file)
-    (tmp_path / "COMPLETE").write_text(with_checksum(file.line(tmp_path)))
-    assert damage(tmp_path) == ""
-    loaded = torch.load(tmp_path / "file", weights_only=True)
-    assert torch.equal(loaded["large"], state["large"]) and torch.equal(loaded["small"][0], torch.ones(3))
-
-
-def test_a_disk_that_fills_up_is_an_error_of_the_file(small_disk: Path) -> None:
-    with pytest.raises(OSError, match="No space left"), SummedFile(small_disk / "file") as file:
-        file.write(bytes(3 << 20))
 
 
 # --- Kills ---
@@ -176,14 +161,6 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_no
 
 
 # --- Switched off, put off, failed ---
-
-
-def test_switched_off_a_checkpoint_is_complete_on_return(run: RunDir) -> None:
-    learner = learner_at(3)
-    files = {name: partial(dict, part) for name, part in arrays(3).items()}
-    saved = Checkpoints(run, 2, write_arrays).save(TrainerState(step=3, cursors={}), learner, files)
-    assert saved.done()
-    check_whole(run, 3)
 
 
 class InAFolder(TabularLearner):
@@ -361,17 +338,6 @@ def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training
     record = next(r for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "postponed")
     assert str(record["fault"]).endswith("buffer.h5 (7 bytes): No space left on device")
     assert "No space left on device: training goes on, and the next checkpoint is tried" in caplog.text
-
-
-def test_the_first_checkpoint_too_is_postponed_and_without_any_the_run_ends_in_a_sentence(
-    tmp_path: Path,
-) -> None:
-    disk = Disk()
-    disk.full_for = lambda step: True
-    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, deadline=2)
-    with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
-        trainer.run()
-    assert steps_of(run, None)[-1] == 40 and list(run.checkpoints.iterdir()) == []
 
 
 @pytest.mark.parametrize(("steps", "comes"), [(40, True), (7, True), (7, False)])

@@ -56,15 +56,6 @@ def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> N
     assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
 
 
-def test_a_key_that_one_of_three_changes_has_the_value_of_each(tmp_path: Path) -> None:
-    made = [
-        new_run(tmp_path / name, **train)
-        for name, train in (("a", {}), ("b", {"weight_decay": 0.5}), ("c", {"zero_stage": 1}))
-    ]
-    rows = {row["key"]: list(row.values())[1:] for row in config_rows(compare([run.path for run in made]))}
-    assert rows == {"train.weight_decay": ["0.0", "0.5", "0.0"], "train.zero_stage": ["2", "2", "1"]}
-
-
 def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir]) -> None:
     evaluate(runs[1], "test", 3, (25, 25))
     first, second = compare([run.path for run in runs])

@@ -23,7 +23,7 @@ from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
-from tba_hpc.evaluate.measure import assess, passes_at_k, samplings
+from tba_hpc.evaluate.measure import assess, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import bootstrap, pass_at_k, passes, wilson
@@ -90,7 +90,7 @@ def test_figures_of_known_completions() -> None:
         made = [completion(text, finish) for text, finish in texts]
         halved = tuple(Completion(c.tokens, c.logprobs - math.log(2), c.finish_reason) for c in made)
         groups.append(Group(request, halved, np.zeros((2, 2), np.int32)))
-    found = assess(Arithmetic(ByteTokenizer()), BehaviourReference(), groups, passes_at_k)
+    found = assess(Arithmetic(ByteTokenizer()), BehaviourReference(), groups)
     assert (found.temperature, found.samples) == (0.5, 2)
     assert {name: score.value for name, score in found.scores.items()} == {"pass@1": 1 / 4, "pass@2": 1 / 2}
     assert found.truncated_share == 1 / 4

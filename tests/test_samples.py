@@ -29,7 +29,6 @@ from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, 
 from tba_hpc.report.samples.page import shade
 from tba_hpc.report.samples.select import sealed_shards
 from tba_hpc.report.samples.texts import pieces
-from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 
@@ -120,13 +119,6 @@ def test_what_is_known_of_a_trajectory(run: RunDir) -> None:
     assert other.life.state == "waiting" and other.staleness is None
 
 
-def test_without_a_reference_there_is_no_ratio(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    seal(run, 0, (0, "four", 1.0, 0, 0.0), reference=BEHAVIOUR)
-    (sample,) = select(run, Query(order="changed"), BYTES.decode).samples
-    assert sample.log_ratio is None and "π_ref" not in shown(run, Query())
-
-
 def test_damaged_shards_are_left_out_and_kept_ones_are_found(run: RunDir) -> None:
     data = bytearray(run.shard_file(1, 0).read_bytes())
     data[-9] ^= 1
@@ -194,15 +186,6 @@ def test_control_characters_of_a_model_are_seen_and_not_obeyed(run: RunDir) -> N
     assert "1 of 5 that match, of 5 trajectories still on disk; no checkpoint tells what was used" in text
 
 
-def test_nor_are_they_in_a_pager(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    print_samples(
-        select(run, Query(order="worst", limit=1), BYTES.decode),
-        console=Terminal(force_terminal=True, width=99),
-    )
-    out = capsys.readouterr().out
-    assert r"no\x1b[31mne" in out and "\x1b[31m" not in out
-
-
 def test_a_run_without_trajectories_says_how_to_keep_them(tmp_path: Path) -> None:
     assert "--set exchange.keep_shards=1" in shown(new_run(tmp_path), Query())
 
@@ -245,11 +228,13 @@ def test_the_page_colours_each_token_and_escapes_what_it_is_told(run: RunDir, tm
         write_page(tmp_path / "no" / "page.html", run, selection, BYTES.decode)
 
 
-def test_where_the_trainer_scores_the_reference_nothing_is_coloured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ratio", "reference"), [(np.nan, 0), (0.0, BEHAVIOUR)])
+def test_without_a_scored_reference_nothing_is_coloured(tmp_path: Path, ratio: float, reference: int) -> None:
     run = new_run(tmp_path)
-    seal(run, 0, (0, "four", 1.0, 0, np.nan), (1, "five", 0.0, 2, np.nan))
+    seal(run, 0, (0, "four", 1.0, 0, ratio), (1, "five", 0.0, 2, ratio), reference=reference)
     selection = select(run, Query(order="changed"), BYTES.decode)
     assert [sample.log_ratio for sample in selection.samples] == [None, None]
+    assert "π_ref" not in shown(run, Query())
     write_page(tmp_path / "page.html", run, selection, BYTES.decode)
     text = (tmp_path / "page.html").read_text()
     assert "nan" not in text.lower() and "Each token by" not in text

@@ -235,22 +235,10 @@ def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run:
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
-    allocation(
-        run, "allocated", "orphan", "start", "failed", "start", ago=90.0
-    )  # the last has no end of its own
-    allocation(
-        run,
-        "allocated",
-        "unreachable",
-        "start",
-        "hung",
-        "failed",
-        "start",
-        "signal",
-        "stopped",
-        "requeue",
-        restarts=1,
-    )
+    first = "allocated orphan start failed start"  # the last has no end of its own
+    second = "allocated unreachable start hung failed start signal stopped requeue"
+    allocation(run, *first.split(), ago=90.0)
+    allocation(run, *second.split(), restarts=1)
     started = {"time": time.time(), "event": "started"}
     first, second = run.metrics_file("searcher", 0), run.metrics_file("searcher", 1)
     write(first, [started, search(1.0, 1, 1), search(2.0, 1, 1, rebuilds=2), started, search(3.0, 1, 1)])

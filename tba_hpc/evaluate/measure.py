@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +47,6 @@ ENVIRONMENT = {
 AHEAD = 2
 """Completions given to the engine, per one that it decodes."""
 
-Scores = Mapping[str, Estimate]
-
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -62,7 +60,7 @@ class Decoding:
 
     temperature: float
     samples: int
-    scores: Scores
+    scores: Mapping[str, Estimate]
     truncated_share: float
     tokens: float
     perplexity: float | None
@@ -136,8 +134,8 @@ def measure(
         split=split,
         prompts=len(prompts),
         score_name=score_name(task),
-        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task)), judged),
-        sampled=assess(task, reference, groups[len(prompts) :], passes_at_k) if samples else None,
+        single=assess(task, reference, groups[: len(prompts)], judged),
+        sampled=assess(task, reference, groups[len(prompts) :]) if samples else None,
         answers=tuple(
             Answer(
                 group.request.prompt.id,
@@ -194,31 +192,26 @@ def _answers(generator: Generator, requests: Sequence[Request], at_once: int) ->
     waiting = deque(requests)
     while waiting or generator.in_flight:
         while waiting and generator.in_flight < at_once:
-            _submit(generator, waiting.popleft())
+            try:
+                generator.submit(waiting.popleft())
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         yield from generator.step()
-
-
-def _submit(generator: Generator, request: Request) -> None:
-    try:
-        generator.submit(request)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def assess(
     task: Task,
     reference: Reference | None,
     groups: Sequence[Group],
-    scores_of: Callable[[np.ndarray], Scores],
     judged: Judged | None = None,
 ) -> Decoding:
-    """All figures of one way of decoding. scores_of: takes what is correct. judged: that, if it is known."""
+    """All figures of one way of decoding. judged: the task's verdicts, if they are known."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
-        scores=scores_of(judged.correct_PN),
+        scores=_scores(score_name(task), judged.correct_PN),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(len(c.tokens) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
@@ -250,13 +243,10 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     return Judged(np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape))
 
 
-def share(name: str, correct_P1: np.ndarray) -> Scores:
-    """The share of correct completions under ``name``, one of each prompt."""
-    return {name: wilson(int(correct_P1.sum()), correct_P1.size)}
-
-
-def passes_at_k(correct_PN: np.ndarray) -> Scores:
-    """pass@1, pass@2, pass@4, … up to N."""
+def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
+    """The share of correct completions under ``name``; of several per prompt pass@1, 2, 4, … N."""
+    if correct_PN.shape[1] == 1:
+        return {name: wilson(int(correct_PN.sum()), correct_PN.size)}
     found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])
     return {f"pass@{k}": estimate for k, estimate in found.items()}
 
