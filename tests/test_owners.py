@@ -59,10 +59,15 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def hold(run: RunDir, name: str = LAUNCH) -> subprocess.Popen[str]:
+def hold(run: RunDir, name: str = LAUNCH, **environment: str) -> subprocess.Popen[str]:
     """A holder in a process of its own."""
-    command = [sys.executable, "-c", HOLDER, str(run.path), name]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+        text=True,
+    )
 
 
 def said(holder: subprocess.Popen[str]) -> str:
@@ -321,6 +326,17 @@ def test_a_frozen_searcher_never_acknowledges_what_its_successor_makes_again(
     wanted = {int(request) for request in acknowledged.read_text().split()}
     assert len(wanted) > 100 and wanted <= set(trainer.merged), "lost"
     assert set(trainer.merged.values()) == {1}, "doubled"
+
+
+def test_a_rank_of_an_earlier_attempt_ends(run: RunDir) -> None:
+    """As one whose launcher died with its node, in a run that has fewer ranks now."""
+    attempt = run.begin_attempt().name
+    rank = hold(run, "searcher-0003", TBA_ATTEMPT=attempt)
+    assert said(rank) == "owner"
+    time.sleep(0.5)
+    assert rank.poll() is None
+    run.begin_attempt()
+    assert rank.wait(30) == 1
 
 
 def test_a_frozen_launcher_ends_even_if_its_standard_error_is_full(run: RunDir) -> None:

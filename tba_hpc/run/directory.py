@@ -327,8 +327,14 @@ class RunDir:
 
     @property
     def attempt_number(self) -> int:
-        """1 for the first attempt."""
+        """Of ``attempt``; 1 for the first."""
         return int(self.attempt.name.removeprefix("attempt-"))
+
+    @property
+    def newest_attempt(self) -> int:
+        """Number of the newest attempt; 0 if there was none."""
+        latest = self.logs / "latest"
+        return int(latest.readlink().name.removeprefix("attempt-")) if latest.is_symlink() else 0
 
 
 def _checksum(text: str) -> str:

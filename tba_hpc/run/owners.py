@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import publish, write_atomic
 from tba_hpc.run.notes import FAILED
 
@@ -198,13 +198,16 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
 
 
 def end_if_superseded() -> None:
-    """End this process if another has taken over a name of its.
+    """End this process if another has taken over a name of its, or it is a rank of an earlier attempt.
 
     To be called before something counts that it has written. Raises OSError if the file system cannot tell.
     """
     for mine in list(_ours):
+        run = RunDir(mine.parent.parent)
         if _highest(mine) > _number(mine):
-            _end(f"{mine.stem} of {mine.parent.parent} has another owner: this process ends\n")
+            _end(f"{mine.stem} of {run.path} has another owner: this process ends\n")
+        if ATTEMPT in os.environ and run.attempt_number < run.newest_attempt:
+            _end(f"{run.path} was started again: this process, {mine.stem} of {run.attempt}, ends\n")
 
 
 def clock(run: RunDir) -> float:
