@@ -214,56 +214,8 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 # --- Merging ---
 
 
-CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
 ALIKE = {"name": "embeddings", "limit": 0.9, "model": "counts"}
 KINDS = [{"duplicates": kind} for kind in ("equal", {"name": "edits", "limit": 0.25}, "none", ALIKE)]
-
-
-@pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, kind: dict[str, Any]) -> None:
-    rng = np.random.default_rng(per_prompt + capacity)
-    section = BufferSection(**kind)
-    naive = Naive(
-        per_prompt,
-        capacity,
-        near=section.near_duplicates,
-        deduplicate=section.deduplicate,
-        similarity=section.similarity_limit,
-    )
-    real = new_buffer(capacity_per_prompt=per_prompt, capacity=capacity, **kind)
-    merged = 0
-    for revision in range(60):
-        items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
-        assert real.merge(pack(items), revision) == naive.merge(items, revision)
-        merged += len(items)
-        assert items_of(real.trajectories()) == [item for item, _ in naive.live]
-        assert len(real) == len(naive.live)
-        assert real.prompts == len({item.prompt for item, _ in naive.live})
-        assert merged == len(real) + real.evicted + real.duplicates
-        assert real.added == merged - real.duplicates
-
-
-def test_dropping_equals_the_naive_model() -> None:
-    """Between merges; what is sampled afterwards is live."""
-    rng = np.random.default_rng(1)
-    buffer, naive = ReplayBuffer(BufferSection(capacity_per_prompt=9, capacity=60), 0), Naive(9, 60)
-    for revision in range(30):
-        items = random_items(rng, 20, 100 * revision)
-        assert buffer.merge(pack(items), revision) == naive.merge(items, revision)
-        modulus = int(rng.integers(2, 6))
-        kept = [entry for entry in naive.live if entry[0].uid % modulus]
-        gone, naive.live = len(naive.live) - len(kept), kept
-        before = buffer.evicted
-        assert buffer.evict_where(lambda record: record["uid"] % modulus == 0) == gone  # noqa: B023
-        assert buffer.evicted == before + gone
-        assert items_of(buffer.trajectories()) == [item for item, _ in naive.live]
-        assert buffer.prompts == len({item.prompt for item, _ in naive.live})
-        assert buffer.requests == len(naive.live)  # an item is a request of its own
-        sampled = chain.from_iterable(groups_of(buffer.sample(revision, groups=3, group_size=2)))
-        assert all(item.uid % modulus for item in sampled)
-    assert buffer.evict_where(lambda record: np.ones(len(record), bool)) == len(naive.live)
-    assert (len(buffer), buffer.prompts) == (0, 0)
 
 
 @dataclass
@@ -375,15 +327,6 @@ def test_any_history_equals_the_naive_model(kind: dict[str, Any], seed: int) -> 
         assert_equal_states(snapshot(), state)
 
 
-def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:
-    same, other = (1, 2), (3,)
-    real = filled([Item(0, 0, same, 0.25), Item(1, 0, other)], capacity_per_prompt=2)
-    assert real.merge(pack([Item(2, 0, same, 0.5)]), 1) == Merged(0, 1, 0)
-    assert items_of(real.trajectories()) == [Item(1, 0, other), Item(2, 0, same, 0.5)]
-    assert real.merge(pack([Item(3, 0, (4,))]), 2) == Merged(1, 0, 1)
-    assert [item.uid for item in items_of(real.trajectories())] == [2, 3]
-
-
 def test_of_near_completions_only_the_best_stays() -> None:
     """1 2 3 4 and 1 2 3 5 are 1 edit apart, below a quarter of 8; 1 2 6 7 is 2 from both, which is not."""
     far, low, high = (
@@ -404,15 +347,6 @@ def test_of_near_completions_only_the_best_stays() -> None:
     assert items_of(real.trajectories()) == [far, elsewhere, equal]
 
 
-def test_one_completion_may_replace_several_near_ones() -> None:
-    ends = [Item(0, 0, (1, 2, 3, 4, 0, 0), 0.5), Item(1, 0, (0, 0, 1, 2, 3, 4), 0.25)]
-    real = filled(ends, duplicates={"name": "edits", "limit": 0.2})
-    between = Item(2, 0, (0, 1, 2, 3, 4, 0), 0.75)
-    assert real.merge(pack([between]), 1) == Merged(-1, 2, 0)
-    assert items_of(real.trajectories()) == [between]
-    assert (len(real), real.added, real.duplicates, real.evicted) == (1, 1, 2, 0)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
 def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float) -> None:
     """Two at a time, of tokens over all that a vocabulary may have, among them what is no character."""
@@ -423,23 +357,6 @@ def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float)
         near = fewest_edits(one.tokens, other.tokens) < share * (len(one.tokens) + len(other.tokens))
         near_ones = {"name": "edits", "limit": share}
         assert len(filled([one, other], duplicates=near_ones)) == 2 - (near or one.tokens == other.tokens)
-
-
-def test_every_new_completion_is_compared_with_all_before_it_however_many_come_at_once() -> None:
-    """200 that no two of are near each other, then 200 of which each is near to one of them, in one merge."""
-    apart = [Item(i, 0, (i, i, i, i), 0.5) for i in range(200)]
-    near = [Item(200 + i, 0, (i, i, i, 999), 0.25) for i in range(200)]
-    real = ReplayBuffer(BufferSection(duplicates="edits", capacity_per_prompt=1000), 0)
-    assert real.merge(pack(apart + near), 0) == Merged(200, 200, 0)
-    assert items_of(real.trajectories()) == apart
-
-
-def test_equal_completions_of_different_prompts_are_different() -> None:
-    assert len(filled([Item(0, 0, (7,)), Item(1, 1, (7,))])) == 2
-
-
-def test_one_completion_that_continues_another_is_different() -> None:
-    assert len(filled([Item(0, 0, (7,)), Item(1, 0, (7, 0)), Item(2, 0, ())])) == 3
 
 
 def test_a_prompt_is_stored_once_whatever_the_number_of_shards() -> None:
@@ -470,17 +387,6 @@ def test_rounds_never_go_back() -> None:
 
 
 # --- Which prompts ---
-
-
-def test_prompts_come_in_passes_each_once() -> None:
-    real = filled(prompts_with(12), most_on_policy=0.0)
-    orders = []
-    for start in range(0, 30, 3):
-        batches = [real.sample(step, groups=4, group_size=1) for step in range(start, start + 3)]
-        order = [prompt for batch in batches for prompt in batch.prompt_id_B.tolist()]
-        assert sorted(order) == list(range(12))
-        orders.append(order)
-    assert len({tuple(order) for order in orders}) == 10  # in another order every time
 
 
 def test_no_prompt_twice_in_a_batch_across_passes() -> None:
@@ -516,14 +422,6 @@ def test_most_on_policy_share_of_groups() -> None:
     draws = 4000
     recent = sum(int(real.sample(step, groups=1, group_size=1).prompt_id_B[0] >= 10) for step in range(draws))
     assert abs(recent - 0.8 * draws) < 4 * np.sqrt(draws * 0.8 * 0.2)
-
-
-def test_m_one_takes_all_from_the_most_recent_round() -> None:
-    real = filled(prompts_with(10, 4), most_on_policy=1.0)
-    real.merge(pack([Item(5000 + 10 * p + i, p, (77, i)) for p in range(4) for i in range(3)]), 1)
-    for step in range(30):
-        for group in groups_of(real.sample(step, groups=4, group_size=3)):
-            assert all(item.uid >= 5000 for item in group)
 
 
 def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -> None:
@@ -575,13 +473,6 @@ def test_recent_means_live_and_a_regenerated_duplicate_counts_once() -> None:
     ]
     for step in range(10):
         assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {0, 1}
-
-
-def test_a_round_larger_than_the_buffer() -> None:
-    real = filled(prompts_with(3), most_on_policy=1.0, capacity=5)
-    assert real.merge(pack(prompts_with(9, first_prompt=20)), 1) == Merged(9, 0, 7)
-    batch = real.sample(0, groups=5, group_size=1)
-    assert set(batch.prompt_id_B.tolist()) == {24, 25, 26, 27, 28}
 
 
 def test_a_recent_draw_that_has_run_out_goes_on_among_all() -> None:
@@ -722,32 +613,6 @@ def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
     assert once.reward_N.mean() < 0.3
 
 
-def test_no_trajectory_is_in_more_batches_than_the_limit_and_no_leftovers_stay() -> None:
-    """Against counts by uid: what was in three batches leaves, and what it leaves of a prompt below K = 3."""
-    rng, size, limit = np.random.default_rng(7), 3, 3
-    config = BufferSection(
-        capacity_per_prompt=8, capacity=40, most_on_policy=0.5, replay_limit=limit, duplicates="none"
-    )
-    naive, real, uses = Naive(8, 40, deduplicate=False), ReplayBuffer(config, 0), Counter[int]()
-    leftovers = evicted = 0
-    for revision in range(60):
-        items = random_items(rng, 12, first_uid=100 * revision)
-        evicted += naive.merge(items, revision).evicted
-        real.merge(pack(items), revision)
-        batch = groups_of(real.sample(revision, groups=3, group_size=size))
-        uses.update({item.uid for item in chain.from_iterable(batch)})
-        used_up = {item for item, _ in naive.live if uses[item.uid] >= limit}
-        fresh = Counter(item.prompt for item, _ in naive.live if item not in used_up)
-        few = {item.prompt for item in used_up if fresh[item.prompt] < size}
-        kept = [entry for entry in naive.live if entry[0] not in used_up and entry[0].prompt not in few]
-        gone, naive.live = len(naive.live) - len(kept), kept
-        assert real.evict_used_up(size) == gone
-        assert items_of(real.trajectories()) == [item for item, _ in naive.live]
-        leftovers, evicted = leftovers + gone - len(used_up), evicted + gone
-        assert real.evicted == evicted
-    assert max(uses.values()) == limit and leftovers > 0
-
-
 def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
     """Prompts 0, 1, 2 … come two at a revision and leave one a step, in the order in which they came."""
     config = BufferSection(capacity_per_prompt=4, oldest_first=True, replay_limit=1, most_on_policy=1)
@@ -763,23 +628,6 @@ def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
         assert real.evict_used_up(2) == 2
     assert served == list(range(6))
     assert real.sample(7, groups=8, group_size=2).prompt_id_B.tolist() == [6, 7, 8, 9, 10, 11, 6, 7]
-
-
-def test_of_more_completions_than_a_group_takes_the_rest_leaves_with_them() -> None:
-    """S = 24, K = 20, once: after a step nothing of its prompts is left that would be a group of repeats."""
-    real = filled(prompts_with(3, completions=24), replay_limit=1)
-    real.sample(0, groups=2, group_size=20)
-    assert real.evict_used_up(20) == 48
-    assert (len(real), real.prompts) == (24, 1)
-
-
-def test_a_completion_that_is_sampled_again_may_be_learned_from_again() -> None:
-    real = filled([Item(0, 0, (1,))], replay_limit=1)
-    real.sample(0, groups=1, group_size=1)
-    real.merge(pack([Item(1, 0, (1,))]), 1)
-    assert real.evict_used_up(1) == 0
-    real.sample(1, groups=1, group_size=1)
-    assert real.evict_used_up(1) == 1
 
 
 @pytest.mark.parametrize(
@@ -818,18 +666,6 @@ def test_the_replay_ratio_counts_steps_of_distinct_trajectories() -> None:
     real.merge(pack(prompts_with(2, first_prompt=4)), 1)
     real.sample(2, groups=6, group_size=2)
     assert real.replay_ratio == pytest.approx((3 + 3 + 2 + 2 + 1 + 1) / 6)
-
-
-def test_samples_are_of_live_trajectories_only() -> None:
-    rng = np.random.default_rng(3)
-    naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
-    for revision in range(40):
-        items = random_items(rng, 12, first_uid=100 * revision, prompts=12)
-        naive.merge(items, revision)
-        real.merge(pack(items), revision)
-        live = {item for item, _ in naive.live}
-        for group in groups_of(real.sample(revision, groups=4, group_size=3)):
-            assert set(group) <= live
 
 
 # --- Values ---
@@ -987,14 +823,6 @@ def test_what_no_step_has_touched_costs_nothing_to_look_for_used_up_ones() -> No
     (few_lines, few_bytes), (many_lines, many_bytes) = costs
     assert many_lines < 1.2 * few_lines
     assert many_bytes < 1.5 * few_bytes
-
-
-def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> None:
-    empty = ReplayBuffer(BufferSection(), 0)
-    again = ReplayBuffer(BufferSection(), 0)
-    again.restore(empty.state())
-    assert again.merge(pack(prompts_with(3)), 0) == Merged(3, 0, 0)
-    assert all(array.dtype != object for array in again.state().values())
 
 
 def test_an_empty_buffer_with_embeddings_restores(tmp_path: Path) -> None:

@@ -44,16 +44,13 @@ from tiny_models import FAMILIES, make_family_model, make_random_model
 from tba_hpc.config import Config, TrainSection, parse_config
 from tba_hpc.config.variants import LossNormaliser
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import TrajectoryBatch, WeightLayout
+from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner import deepspeed_learner
 from tba_hpc.learner.deepspeed_learner import (
     DeepSpeedLearner,
-    _buckets,
-    _own_steps,
     _replacing,
     _require_known,
-    _without_a_compiler,
 )
 from tba_hpc.learner.hf_model import load_policy, load_tokenizer
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
@@ -292,30 +289,6 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case,
     assert leftovers == []
 
 
-def test_each_parameter_has_a_step_of_its_own_where_it_lies() -> None:
-    """As a fused AdamW on a GPU wants it, for which ``meta`` stands in here."""
-    here, there = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, device="meta"))
-    optimizer = torch.optim.AdamW([here, there])
-    shared = torch.tensor(7, dtype=torch.int64)
-    optimizer.state = {here: {"step": shared}, there: {"step": shared}}
-    _own_steps(optimizer)
-    first, second = optimizer.state[here]["step"], optimizer.state[there]["step"]
-    assert (first.dtype, first.device.type, second.device.type) == (torch.float32, "cpu", "meta")
-    first += 1
-    assert (int(first), int(shared)) == (8, 7)
-
-
-def test_a_compiler_is_kept_away_for_as_long_as_a_learner_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    with _without_a_compiler():
-        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in os.environ
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    with _without_a_compiler():
-        assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
-    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
-
-
 class Payload:
     """What a stranger's file would have a reader do."""
 
@@ -376,25 +349,10 @@ def test_a_trainer_needs_little_memory(runs: Runs) -> None:
     assert runs.whole(ONE_RANK).peak_bytes(0) < 1.2e9
 
 
-def test_a_full_disk_ends_a_save_with_one_sentence(runs: Runs, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    process = start(_save_beyond_a_limit, tmp_path, ONE_RANK.config(runs.model(False)))
-    assert join([process]) == [1]
-    assert f"DiskFullError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
-
-
-def _save_beyond_a_limit(folder: Path, config: Config) -> None:
-    log_to(folder / "log-0")
-    learner = DeepSpeedLearner.create(config, rank=0, ranks=1, store=folder / "store", deadline=60)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    learner.save(folder)()
-
-
 @pytest.mark.parametrize(
     "case, snapshot",
     [
-        *((ZERO_1, "memory"), (ZERO_2, "memory"), (ZERO_3, "memory"), (BF16[0], "memory")),
-        *((ONE_RANK, "memory"), (ZERO_2, "folder"), (ZERO_3, None)),
+        *((ZERO_1, "memory"), (ZERO_3, "memory"), (BF16[0], "memory"), (ZERO_2, "folder"), (ZERO_3, None)),
     ],
     ids=str,
 )
@@ -421,24 +379,6 @@ def test_a_checkpoint_written_beside_training_is_of_its_moment(
     restored = run(tmp_path / "restored", config, [("load", str(checkpoint)), *REST])
     assert restored.metrics == whole.metrics[2:]
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
-
-
-def test_of_each_bucket_every_rank_copies_about_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_learner, "BUCKET_BYTES", 40_000)
-    random = np.random.default_rng(0)
-    sizes = [50_000, *random.integers(1, 9_000, 300).tolist()]
-    layout = WeightLayout.of([(f"weight-{i}", (size // 4,)) for i, size in enumerate(sizes)], "F32")
-    for ranks in (1, 2, 3, 7):
-        parts = layout.parts(ranks)
-        buckets = list(_buckets(parts))
-        assert sorted(slot.start for bucket in buckets for slot in bucket) == [s.start for s in layout.slots]
-        for bucket in buckets:
-            assert len(bucket) == 1 or sum(slot.end - slot.start for slot in bucket) <= 40_000
-        for bucket in buckets[
-            len(buckets) // 4 : -len(buckets) // 4
-        ]:  # the largest one shifts the first ones
-            shares = [sum(s.end - s.start for s in bucket if s in part) for part in parts]
-            assert max(shares) - min(shares) <= 2 * 9_000
 
 
 def test_publishing_holds_a_bucket_of_parameters_at_a_time(runs: Runs, tmp_path: Path) -> None:
@@ -490,8 +430,7 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     (folder / f"peaks-{rank}").write_text(json.dumps(peaks))
 
 
-@pytest.mark.parametrize("full", [0, 1])
-@pytest.mark.parametrize("snapshot", ["memory", "folder", None])
+@pytest.mark.parametrize(("snapshot", "full"), [("memory", 0), ("folder", 1), (None, 1)])
 def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_save_has_room(
     runs: Runs, tmp_path: Path, full: int, snapshot: str | None
 ) -> None:
@@ -531,7 +470,7 @@ def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> N
         learner.follow(lambda: np.empty(0, np.uint8))
 
 
-@pytest.mark.parametrize("rank, nth", [(0, 1), (0, 5), (0, 12), (1, 2)])
+@pytest.mark.parametrize("rank, nth", [(0, 1), (0, 12), (1, 2)])
 def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
     runs: Runs, tmp_path: Path, rank: int, nth: int
 ) -> None:

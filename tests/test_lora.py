@@ -146,7 +146,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     ("lora", "sentence"),
     [
         ({"rank": 0}, "'model.lora.rank' has the value 0, but input should be greater than or equal to 1"),
-        ({"rank": -4}, "'model.lora.rank' has the value -4, but"),
         ({"alpha": 0}, "'model.lora.alpha' has the value 0, but"),
         ({"targets": []}, "'model.lora.targets' has the value"),
         ({"rnak": 4}, "unknown config key 'model.lora.rnak': did you mean 'model.lora.rank'?"),
@@ -244,7 +243,7 @@ def test_the_learner_equals_a_plain_loop(
         assert error < 1e-2 * moved, name
 
 
-@pytest.mark.parametrize("case", [ZERO_2, ZERO_3, BF16], ids=str)
+@pytest.mark.parametrize("case", [ZERO_3, BF16], ids=str)
 def test_a_restored_adapter_goes_on_bit_for_bit(
     case: Case, whole: Callable[[Case], Run], folder: Path, tmp_path: Path
 ) -> None:
@@ -253,18 +252,6 @@ def test_a_restored_adapter_goes_on_bit_for_bit(
     restored = run(tmp_path / "run", adapted(case, folder), [load, *REST])
     assert restored.metrics == done.metrics[2:]
     assert (restored.folder / "weights").read_bytes() == (done.folder / "weights").read_bytes()
-
-
-def test_a_checkpoint_loads_with_another_number_of_ranks(
-    whole: Callable[[Case], Run], folder: Path, tmp_path: Path
-) -> None:
-    done = whole(ZERO_3)
-    load = ("load", str(done.folder / "checkpoint"))
-    restored = run(tmp_path / "run", adapted(ZERO_3, folder, ranks=1), [load, *REST])
-    np.testing.assert_allclose(restored.losses(), done.losses()[2:], rtol=1e-5)
-    expected = done.weights("weights")
-    for name, value in restored.weights("weights").items():
-        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
 
 
 def test_a_checkpoint_for_another_base_is_refused(whole: Callable[[Case], Run], tmp_path: Path) -> None:
