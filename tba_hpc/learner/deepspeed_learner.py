@@ -152,6 +152,7 @@ class DeepSpeedLearner:
             if isinstance(config.train.reference, EmaReference)
             else None
         )
+        group.refuse_strangers()
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
         """None if no model is needed: the trainer scores nothing, or an adapter can be switched off."""

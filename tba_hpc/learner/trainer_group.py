@@ -23,6 +23,7 @@ from safetensors import numpy as wire
 
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.run.files import listing, write_atomic
+from tba_hpc.run.listeners import own_listeners, stop_listening
 
 IDLE_DEADLINE = timedelta(days=2)
 """Longest time between two commands: the leader may fill its first buffer for hours.
@@ -72,6 +73,7 @@ class TrainerGroup:
         self.ranks = ranks
         self.local_ranks = local_ranks
         self.device = device
+        self._listeners_before: set[int] = set()
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
 
@@ -95,6 +97,7 @@ class TrainerGroup:
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks)
+        before = own_listeners()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store.absolute() / 'group'}",
@@ -102,7 +105,18 @@ class TrainerGroup:
             rank=rank,
             world_size=ranks,
         )
-        return cls(rank=rank, ranks=ranks, local_ranks=local_ranks, device=device, deadline=deadline)
+        group = cls(rank=rank, ranks=ranks, local_ranks=local_ranks, device=device, deadline=deadline)
+        group._listeners_before = before
+        stop_listening(less=before)  # before there are sockets of NCCL's, which go on taking connections
+        return group
+
+    def refuse_strangers(self) -> None:
+        """Take no more connections at the ports that gloo has opened for other groups since.
+
+        It has all of its own, would keep a descriptor for each stranger, and abort for want of one.
+        """
+        if self.device.type == "cpu":
+            stop_listening(less=self._listeners_before)
 
     @property
     def leads(self) -> bool:

@@ -28,9 +28,14 @@ def drop_all(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
-def stop_listening() -> None:
-    """Let the sockets on which this process listens now take no connection any more."""
-    for connection in psutil.Process().net_connections("inet"):
-        if connection.status == psutil.CONN_LISTEN:
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as listener:
-                drop_all(listener)
+def own_listeners() -> set[int]:
+    """Descriptors of the sockets on which this process listens now."""
+    connections = psutil.Process().net_connections("inet")
+    return {connection.fd for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def stop_listening(*, less: set[int] | None = None) -> None:
+    """Let the sockets on which this process listens now, less some, take no connection any more."""
+    for descriptor in own_listeners() - (less or set()):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+            drop_all(listener)

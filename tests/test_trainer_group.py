@@ -1,0 +1,55 @@
+"""Trainer ranks as a group: strangers at its ports cost nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+
+import pytest
+
+from tba_hpc.launch.deafness import listeners
+
+FILES = 256
+"""Descriptors that each rank may have."""
+
+RANK = f"""
+import resource, sys
+from pathlib import Path
+import numpy as np
+from tba_hpc.learner.trainer_group import TrainerGroup
+resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
+folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+group = TrainerGroup.join(folder, rank=rank, ranks=ranks, deadline=60)
+
+print("ready", flush=True)
+sys.stdin.read()
+print(group.total(np.ones(1))[0])
+group.leave()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_connections_of_strangers_cost_no_descriptor(tmp_path: Path, ranks: int) -> None:
+    """Twice as many at every port as a rank may have descriptors; then the group still works."""
+    words = [sys.executable, "-c", RANK, str(tmp_path)]
+    processes = [
+        subprocess.Popen([*words, str(rank), str(ranks)], stdin=-1, stdout=-1, stderr=-1, text=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    ports = [place for process in processes for _, *place in listeners(process.pid, loopback=True)]
+    assert ports, "gloo listens"
+    for address, port in ports:
+        for _ in range(2 * FILES):
+            with suppress(OSError), socket() as call:
+                call.setblocking(False)
+                call.connect((address, port))
+    for process in processes:
+        assert process.stdin
+        process.stdin.close()
+    ended = [(process.wait(60), process.stdout.read() if process.stdout else "") for process in processes]
+    assert ended == [(0, f"{float(ranks)}\n")] * ranks
