@@ -48,5 +48,5 @@ def in_a_process(target: Callable[..., None], *arguments: object) -> int | None:
     context = multiprocessing.get_context("fork")
     process = context.Process(target=target, args=arguments)
     process.start()
-    process.join(60)
+    process.join(240)
     return process.exitcode

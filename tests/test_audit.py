@@ -304,7 +304,7 @@ def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], Ru
     corrupt, gone = corrupt_a_waiting_shard(run), waiting(run, 1)[-1]
     lost = corrupt.lost + len(read_shard(gone).trajectories)
     gone.unlink()
-    start(run, searchers=3).join(60)
+    start(run, searchers=3).join(240)
     verdict = audit(run)
     assert verdict.finished and (verdict.lost, verdict.doubled) == (lost, 0), verdict.problems
     aside, again = sorted(verdict.problems, key=lambda problem: "2 times" in problem)

@@ -149,9 +149,9 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_no
 
     run = RunDir.create(tabular_run.make_config(tmp_path, checkpoint={"every": 1, "snapshot": "memory"}))
     for nth in (12, 9):
-        tabular_run.start(run, searchers=2, sent=signal.SIGKILL, nth=nth).join(60)
+        tabular_run.start(run, searchers=2, sent=signal.SIGKILL, nth=nth).join(240)
         assert audit(run).problems == ()
-    tabular_run.start(run, searchers=2).join(60)
+    tabular_run.start(run, searchers=2).join(240)
     verdict = audit(run)
     assert verdict.finished and verdict.clean and verdict.steps == tabular_run.STEPS, verdict.problems
     events = [record for record in read_metrics(run.metrics_file("trainer")) if "event" in record]

@@ -244,14 +244,14 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_loses_nothing(run: RunDir)
 
     The searchers, which are there first, take their beginning from what the leader believes.
     """
-    tabular_run.start(run, searchers=2, sent=SIGTERM, nth=20).join(60)
+    tabular_run.start(run, searchers=2, sent=SIGTERM, nth=20).join(240)
     newest, before = reversed(checkpoint_folders(run, complete=True)[-2:])
     flip_a_bit(newest / "prompts.h5", np.random.default_rng(0))
     went_back = read_state(newest).step - read_state(before).step
     assert went_back > 0 and audit(run).problems == (
         f"{newest.name} is damaged: prompts.h5 is corrupt: its checksum does not match",
     )
-    tabular_run.start(run, searchers=2).join(60)
+    tabular_run.start(run, searchers=2).join(240)
 
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems

@@ -462,7 +462,7 @@ def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(tmp_path: Path) -
         run.begin_attempt()
         process = context.Process(target=live, args=(run.path, attempt, sent, nth))
         process.start()
-        process.join(80)
+        process.join(240)
         assert process.exitcode == (-sent if sent else 0)
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems

@@ -189,13 +189,13 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     before = total_variation(parts.learner.policy_PC, target_PC).max()
-    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20))
+    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240))
     thread = threading.Thread(target=searcher.run)
     thread.start()
     exchange = parts.file_exchange()
     finished = parts.build(exchange).run()
     exchange.close()
-    thread.join(20)
+    thread.join(240)
 
     assert finished and not thread.is_alive()
     after = total_variation(parts.learner.policy_PC, target_PC).max()
@@ -208,7 +208,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
 def test_an_engine_step_longer_than_a_record_is_no_share_beyond_one(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run, generator = RunDir.create(config), TabularGenerator(TABLE)
-    exchange = FileSearcherExchange(run.weights, 0, deadline=20)
+    exchange = FileSearcherExchange(run.weights, 0, deadline=240)
     searcher = make_searcher(config, run, exchange, generator=generator)
     generator.busy_seconds = 25.0
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     thread = threading.Thread(
-        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20)).run
+        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240)).run
     )
     thread.start()
     exchange = parts.file_exchange()
@@ -233,7 +233,7 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     while find_evaluation(run, "test", 40) is None:
         time.sleep(0.01)
     exchange.close()
-    thread.join(20)
+    thread.join(240)
 
     last = find_evaluation(run, "test", 40)
     first = find_evaluation(run, "test", 0)
@@ -272,7 +272,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
     )
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    exchange = FileSearcherExchange(run.weights, 0, deadline=20)
+    exchange = FileSearcherExchange(run.weights, 0, deadline=240)
     thread = threading.Thread(target=make_searcher(config, run, exchange, generator=Skewed(nats)).run)
     thread.start()
     exchange_of_trainer = parts.file_exchange()
@@ -281,7 +281,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
     while find_evaluation(run, "test", config.train.steps) is None:
         time.sleep(0.01)
     exchange_of_trainer.close()
-    thread.join(20)
+    thread.join(240)
 
     searched = read_metrics(run.metrics_file("searcher"))
     found = [float(record["search/engine_gap"]) for record in searched if "search/engine_gap" in record]
@@ -624,7 +624,7 @@ def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
         time.sleep(0.01)
     time.sleep(0.3)
     exchange.closes = True
-    thread.join(10)
+    thread.join(240)
     assert not thread.is_alive()
     assert bool(exchange.offered) == (version == 7)
     prompts = len(TabularTask(TABLE).prompts("test"))
@@ -820,7 +820,7 @@ def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> No
     time.sleep(0.5)
     still = len(exchange.offered)
     exchange.closes = True
-    thread.join(10)
+    thread.join(240)
     assert not thread.is_alive()
     # What is in flight when the bound is met may still fill a few shards.
     assert 3 <= paused_at == still <= 6

@@ -162,7 +162,7 @@ def test_a_killed_run_keeps_all_that_it_has_trained_on_and_its_audit_is_clean(tm
     run = RunDir.create(config)
     for sent, nth in ((signal.SIGKILL, 25), (None, 0)):
         process = tabular_run.start(run, searchers=2, sent=sent, nth=nth)
-        process.join(80)
+        process.join(240)
         assert process.exitcode == (-sent if sent else 0)
     verdict = audit(run)
     assert verdict.clean and verdict.finished, verdict.problems

@@ -71,14 +71,14 @@ def record(root: Path, **sections: dict[str, object]) -> tuple[RunDir, TabularLe
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     thread = threading.Thread(
-        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20)).run
+        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240)).run
     )
     thread.start()
     Keeping.run = run
     exchange = parts.file_exchange(Keeping)
     assert parts.build(exchange).run()
     exchange.close()
-    thread.join(20)
+    thread.join(240)
     return run, parts.learner
 
 

@@ -49,7 +49,7 @@ def go(config: Config, task: TabularTask) -> list[int]:
         assert parts.build(exchange).run()
     finally:
         exchange.close()
-        thread.join(20)
+        thread.join(240)
         assert not thread.is_alive()
     records = step_records(read_metrics(run.metrics_file("trainer")))
     return [int(str(record["staleness/max"])) for record in records]

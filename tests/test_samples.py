@@ -148,7 +148,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = RunDir.create(config)
     for sent, nth in ((signal.SIGKILL, 25), (None, 0)):
         process = tabular_run.start(run, searchers=2, sent=sent, nth=nth)
-        process.join(80)
+        process.join(240)
         assert process.exitcode == (-sent if sent else 0)
     return run
 
