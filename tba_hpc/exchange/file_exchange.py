@@ -134,11 +134,6 @@ class Manifest:
         """Replace the manifest of a run."""
         publish(folder / "latest.json", msgspec.json.encode(self))
 
-    @property
-    def files(self) -> set[str]:
-        """Names of all files that it lists."""
-        return {self.progress, *(entry.file for entry in self.entries)}
-
     def chain(self, sequence: int) -> tuple[Entry, ...]:
         """The entries that make the weights of a sequence: whole ones, and all changes from there on."""
         until = [entry for entry in self.entries if entry.sequence <= sequence]
@@ -284,19 +279,15 @@ class FileTrainerExchange:
         fsync(self._folder / INCOMING)
         self._sync(self._entry(publication))
 
-    def _name_incoming(self, name: str) -> None:
-        """Give the incoming weights, which are durable, the name that is listed."""
-        self._insist(lambda: (self._folder / INCOMING).replace(self._folder / name))
-        self._insist(lambda: fsync(self._folder))
-
     # --- A round ---
 
     def _sync(self, new: Entry | None) -> None:
         """Make the incoming weights visible, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
-            if not new.changes:
-                self._name_incoming(new.file)
+            if not new.changes:  # they are durable already
+                self._insist(lambda: (self._folder / INCOMING).replace(self._folder / new.file))
+                self._insist(lambda: fsync(self._folder))
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
         # What cannot be seen now will be in another round.
@@ -331,7 +322,11 @@ class FileTrainerExchange:
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
-        waiting = [entry for entry in entries if self._to_evaluate(entry)]
+        waiting = [
+            entry
+            for entry in entries
+            if (split := entry.publication.evaluate) and not self._evaluated(split, entry.publication.version)
+        ]
         going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
         for entry in going:
             log.warning(
@@ -343,19 +338,15 @@ class FileTrainerExchange:
         needed = {link for entry in kept for link in self._manifest.chain(entry.sequence)}
         return [entry for entry in entries if entry in needed]
 
-    def _to_evaluate(self, entry: Entry) -> bool:
-        """Whether the evaluation that an entry is for is not complete yet."""
-        split = entry.publication.evaluate
-        return split is not None and not self._evaluated(split, entry.publication.version)
-
     def _remove_superseded(self, seen: list[str]) -> None:
         """Weights and answers that are not listed any more, and the notes seen that are answered by now."""
         joined = self._manifest.joined.items()
         answered = {name for name in seen if name.startswith(JOIN) and _joining(name) in joined}
+        needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
                 ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
-                if name in answered or (ours and name not in self._manifest.files):
+                if name in answered or (ours and name not in needed):
                     (self._folder / name).unlink(missing_ok=True)
 
     # --- The beginning of an attempt ---
@@ -534,15 +525,12 @@ class FileSearcherExchange:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         for link in links:
             if link.sequence > self._own_sequence:
-                apply_changes(self._read_changes(link), self._own.map("r+"))
+                changes = np.fromfile(self._folder / link.file, np.uint8)
+                if crc32(changes.data) != link.checksum:
+                    raise DamagedError(f"{self._folder / link.file} is not what was written")
+                apply_changes(changes, self._own.map("r+"))
                 self._own_sequence = link.sequence
         return layout, self._own
-
-    def _read_changes(self, link: Entry) -> np.ndarray:
-        changes = np.fromfile(self._folder / link.file, np.uint8)
-        if crc32(changes.data) != link.checksum:
-            raise DamagedError(f"{self._folder / link.file} is not what was written")
-        return changes
 
     def _hold(self, entry: Entry) -> tuple[Path, Path | None]:
         """A path to weights, and the name of our own among its names, if it has one.
