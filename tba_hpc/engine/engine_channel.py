@@ -1,6 +1,6 @@
 """What a searcher's rank and the process of its engine share: messages, and their socket.
 
-It must not know vLLM or torch, so that the rank's end stays light. A message is its length and msgpack;
+Nothing here needs vLLM or torch, so that the rank's end stays light. A message is its length and msgpack;
 arrays travel as raw bytes.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -157,19 +156,23 @@ class Channel(Generic[T]):
 
     def receive(self, seconds: float) -> list[T]:
         """The messages that have come; waits up to ``seconds`` for news if there are none."""
-        self._await_news(seconds)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.poll(seconds * 1000)
         self._write()
         self._read()
-        return list(self._whole_messages())
+        messages: list[T] = []
+        while (start := LENGTH_BYTES) <= len(self._incoming):
+            end = start + int.from_bytes(self._incoming[:start], "little")
+            if end > len(self._incoming):
+                break
+            messages.append(self._decoder.decode(self._incoming[start:end]))
+            del self._incoming[:end]
+        return messages
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
-
-    def _await_news(self, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        poll.poll(seconds * 1000)
 
     def _write(self) -> None:
         # The end of a broken connection is found when reading, after the peer's last messages.
@@ -186,12 +189,3 @@ class Channel(Generic[T]):
                     data = b""
                 self._incoming += data
                 self.closed = not data
-
-    def _whole_messages(self) -> Iterator[T]:
-        while (start := LENGTH_BYTES) <= len(self._incoming):
-            end = start + int.from_bytes(self._incoming[:start], "little")
-            if end > len(self._incoming):
-                return
-            payload = bytes(self._incoming[start:end])
-            del self._incoming[:end]
-            yield self._decoder.decode(payload)
