@@ -149,7 +149,7 @@ def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
         f"launch.trainers={4 * nodes}",
         "launch.searchers=0",
     ]
-    assert "8 places for elastic searchers" in split.why
+    assert "8 slots for elastic searchers" in split.why
     assert not parse_config(config.model_dump(mode="json"), split.overrides).one_world
     with pytest.raises(ConfigError, match="at most 12 ranks of 16 trainer nodes: use --trainer-nodes 12"):
         plan(config, Site(), 16, 16)

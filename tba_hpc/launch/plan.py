@@ -371,7 +371,7 @@ def _trainers_alone(config: Config, site: Site, nodes: int, slots: int) -> Plan:
     """All nodes train; all searchers are elastic."""
     trainer = _trainers(config, site, nodes, slots)
     nobody = replace(trainer, role="searcher", nodes=0, ranks=0, ranks_per_node=0)
-    why = f"{count(nodes, 'node')} to train, {count(config.launch.elastic, 'place')} for elastic searchers"
+    why = f"{count(nodes, 'node')} to train, {count(config.launch.elastic, 'slot')} for elastic searchers"
     split = Plan(form="homogeneous", nodes=nodes, trainer=trainer, searcher=nobody, why=why)
     return _told(split, site, idle=_idle(config, site, nodes * slots, trainer.ranks))
 
