@@ -24,7 +24,7 @@ from .test_run import ROOT, finish, tba
 pytestmark = pytest.mark.system
 
 WAYS: dict[str, tuple[str, ...]] = {
-    "qwen2": ("generator.tensor_parallel=2", "exchange.transport=mpi"),
+    "qwen2": ("exchange.transport=mpi",),
     "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
     "qwen3_moe": (
         *("train.zero_stage=3", "launch.trainers=2", "exchange.transport=files"),
