@@ -56,12 +56,12 @@ def end_run(
         from tba_hpc.report.page import write_report  # matplotlib costs every start a second
 
         write_report(run, size_of_shard)
-    else:  # drawing takes longer than a job may have to stop: whoever started the ranks draws
+    else:  # drawing takes longer than a job may have to stop: the launcher draws
         write_summary(run, summarise(run, config, size_of_shard))
 
 
 def size_of_shard(path: Path) -> ShardSize:
-    """What a shard file holds; nothing where it cannot be read."""
+    """What a shard file holds; nothing if it cannot be read."""
     from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 
     try:

@@ -35,7 +35,7 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable: "1" if MPI numbers searchers before trainers."""
 
 OF_A_START = ("launch.", "run.root")
-"""Config keys that every start may set anew: numbers of ranks, and the place."""
+"""Config keys that every start may set: numbers of ranks, and the place."""
 
 SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Begins config.yaml, before a checksum of all that follows the line."""

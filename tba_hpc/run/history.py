@@ -65,14 +65,6 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction:
-    """Trajectories that the trainer dropped between merges: stale, of an old reference, or used up."""
-
-    revision: int
-    evicted: int
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """An optimizer step.
 
@@ -93,12 +85,13 @@ class Step:
 class History:
     """The surviving past of the trainer.
 
-    merges, evictions, steps: in order. starts: how often a trainer began its loop. redone: per resume, the
-    steps that it took back.
+    merges, steps: in order. evictions: by revision, trajectories dropped between merges: stale, of an old
+    reference, or used up. starts: how often a trainer began its loop. redone: per resume, the steps that it
+    took back.
     """
 
     merges: list[Merge] = field(default_factory=list)
-    evictions: list[Eviction] = field(default_factory=list)
+    evictions: dict[int, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
@@ -114,29 +107,23 @@ class History:
         """Fold the records of the trainer's metrics."""
         history = cls()
         for record in records:
-            history.take(record)
+            history._take(record)
         return history
 
-    def take(self, record: Record) -> None:
-        """One more record."""
+    def _take(self, record: Record) -> None:
         match record.get("event"):
             case None:
-                self.steps.append(
-                    Step(
-                        step=whole(record, "step"),
-                        sync=whole(record, "sync/version"),
-                        added=whole(record, "buffer/added"),
-                        duplicates=whole(record, "buffer/duplicates"),
-                        evicted=whole(record, "buffer/evicted"),
-                        merges=len(self.merges),
-                        dropped=self._dropped,
-                    )
-                )
+                counts = {
+                    name: whole(record, f"buffer/{name}") for name in ("added", "duplicates", "evicted")
+                }
+                step, sync = whole(record, "step"), whole(record, "sync/version")
+                merges, dropped = len(self.merges), self._dropped
+                self.steps.append(Step(step=step, sync=sync, merges=merges, dropped=dropped, **counts))
             case "merged":
                 self.merges.append(Merge.of(record))
             case "evicted":
-                self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
-                self._dropped += self.evictions[-1].evicted
+                self.evictions[whole(record, "revision")] = evicted = whole(record, "evicted")
+                self._dropped += evicted
             case "started" | "resumed":
                 self._go_back(whole(record, "step"), whole(record, "revision"))
 
@@ -147,7 +134,7 @@ class History:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
         self.steps, self.merges = steps, self.until(revision)
-        self.evictions = [eviction for eviction in self.evictions if eviction.revision <= revision]
+        self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
         self._dropped = self.dropped()
 
     def until(self, revision: int) -> list[Merge]:
@@ -156,12 +143,12 @@ class History:
 
     def revisions(self, last: float = math.inf) -> list[int]:
         """The revisions of merges and evictions, up to the last, ascending."""
-        found = [*(merge.revision for merge in self.merges), *(drop.revision for drop in self.evictions)]
+        found = (*(merge.revision for merge in self.merges), *self.evictions)
         return sorted(revision for revision in found if revision <= last)
 
     def dropped(self, last: float = math.inf) -> int:
         """Trajectories evicted between merges, up to a revision."""
-        return sum(eviction.evicted for eviction in self.evictions if eviction.revision <= last)
+        return sum(count for revision, count in self.evictions.items() if revision <= last)
 
     @property
     def last_step(self) -> int:
