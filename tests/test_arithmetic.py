@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
@@ -23,13 +20,6 @@ from tba_hpc.tasks.arithmetic import (
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 EXAMPLE = Problem("Gus", "apples", 17, (-3, 9), ("loses", "finds"))
-
-
-def test_the_example_of_the_docstring() -> None:
-    assert EXAMPLE.question == "Gus has 17 apples. Gus loses 3. Gus finds 9. How many apples?\n"
-    assert EXAMPLE.solution == "17-3=14;14+9=23;#### 23"
-    assert EXAMPLE.bare_answer == "#### 23"
-    assert EXAMPLE.expression == "17-3+9"
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -110,12 +100,6 @@ def load(**fields: object) -> object:
     return load_task(TaskSection(**fields), ByteTokenizer())  # type: ignore[arg-type]
 
 
-def test_load_task_passes_options_on() -> None:
-    task = load(name="arithmetic", options={"train_problems": 3})
-    assert isinstance(task, Arithmetic)
-    assert len(task.prompts("train")) == 3
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -148,34 +132,3 @@ def test_bad_input_gets_one_sentence(fields: dict[str, object], sentence: str) -
         load(**fields)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-OWN_TASK = '''
-import numpy as np
-from tba_hpc import Prompt
-
-class Echo:
-    """Say the word again."""
-
-    def __init__(self, tokenizer, *, train_file=None, test_file=None, word: str, times: int = 1):
-        self.tokens, self.word, self.times = tokenizer.encode(word), word, times
-
-    def prompts(self, split):
-        return [Prompt(i, self.tokens, self.word) for i in range(self.times)]
-
-    def rewards(self, prompt, completions):
-        return [0.0 for _ in completions]
-
-    def correct(self, prompts, completions):
-        return [False for _ in completions]
-'''
-
-
-def test_a_task_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "users_own_task.py").write_text(OWN_TASK)
-    monkeypatch.syspath_prepend(tmp_path)
-    task = load(name="users_own_task:Echo", options={"word": "hi", "times": 2})
-    assert [p.target for p in task.prompts("train")] == ["hi", "hi"]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"needs the option 'word': set task\.options\.word"):
-        load(name="users_own_task:Echo")
-    sys.modules.pop("users_own_task")

@@ -43,28 +43,6 @@ def test_every_gold_answer_counts_and_no_perturbed_or_truncated_one(grader: str)
     assert task.rewards(prompts[0], both) == [1.0, 0.0]
 
 
-@needs_data
-def test_splits_of_the_local_files_are_disjoint_and_whole() -> None:
-    train, test = str(DATA / "train.jsonl"), str(DATA / "test.jsonl")
-    both = GSM8K(ByteTokenizer(), train_file=train, test_file=test)
-    assert [len(both.prompts(s)) for s in ("train", "validation", "test")] == [7473 - 256, 256, 1319]
-    alone = GSM8K(ByteTokenizer(), train_file=train, validation_problems=100)
-    parts = [alone.prompts(s) for s in ("train", "test", "validation")]
-    assert [len(part) for part in parts] == [7473 - 200, 100, 100]
-    texts = [prompt.tokens.tobytes() for part in parts for prompt in part]
-    assert texts == [prompt.tokens.tobytes() for s in ("train", "validation") for prompt in both.prompts(s)]
-    assert all(prompt.id == i for part in parts for i, prompt in enumerate(part))
-
-
-@needs_data
-def test_the_prompt_is_the_papers() -> None:
-    task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"))
-    text = ByteTokenizer().decode(task.prompts("test")[0].tokens)
-    assert text.startswith("[MATH_TASK] Problem:\nJanet’s ducks lay 16 eggs per day.")
-    assert text.endswith("at the farmers' market?\n\nSolution:")
-    assert task.prompts("test")[0].target == "18"
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [

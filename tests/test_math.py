@@ -163,15 +163,3 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"lines 101, 102: cannot be used \(found no field\); write .* \(2 of 102 "
     ):
         load_task(TaskSection(name="math", train_file=file), ByteTokenizer())
-
-
-def test_another_form_of_data_is_named_with_what_was_found(tmp_path: Path) -> None:
-    file = write(tmp_path / "train.jsonl", {"question": "Which?", "answer": "#### 12"})
-    with pytest.raises(ConfigError) as caught:
-        load_task(TaskSection(name="math", train_file=file), ByteTokenizer())
-    sentence = str(caught.value)
-    assert (
-        "line 1: cannot be used (found question, answer); write a JSON object with a text 'problem'"
-        in sentence
-    )
-    assert "\n" not in sentence

@@ -146,16 +146,6 @@ def test_a_trial_that_stays_queued_is_cancelled(cluster: Cluster, tmp_path: Path
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_no_requeue_is_a_warning(doctor: Doctor, running_cluster: Cluster) -> None:
-    with Cluster(nodes=2, gpus=0, settings={"JobRequeue": "0"}) as other:
-        status, findings = doctor(other)
-    assert status == 0
-    assert findings["requeue"]["level"] == "warning"
-    assert "JobRequeue=0" in findings["requeue"]["found"]
-    assert "requeue: false" in findings["requeue"]["remedy"]
-    assert findings["request"]["level"] == "ok"
-
-
 def test_a_read_only_run_root_is_a_problem_and_starts_no_job(
     cluster: Cluster, read_only: Path, doctor: Doctor
 ) -> None:
