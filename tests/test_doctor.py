@@ -445,6 +445,15 @@ def test_the_doctor_on_a_laptop(tmp_path: Path) -> None:
     assert "sbatch, srun, scontrol, squeue, scancel, sinfo not on PATH" in done.stdout
     assert "problems: 1, warnings: 0" in done.stdout
 
+    for name in ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo"):  # of a cluster that is away
+        (tmp_path / name).write_text("#!/bin/sh\necho no cluster >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    command = [TBA, "doctor", "--run-root", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    first, *others = json.loads(done.stdout)
+    assert first["level"] == "warning" and "no cluster" in first["found"]
+    assert {"mpiexec", "machine"} <= {found["name"] for found in others}
+
 
 def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) -> None:
     config = parse_config({"model": {"path": "org/m"}, "task": {"name": "arithmetic"}})

@@ -181,6 +181,10 @@ def test_a_bad_file_gets_one_sentence(tmp_path: Path, rows: list[object], senten
     [
         ({"train_file": "no/such.jsonl"}, "cannot read task.train_file=no/such.jsonl (No such file"),
         ({"options": {"grader": "judge"}}, "task.options.grader has the value 'judge', but input should be"),
+        (
+            {"options": {"template": {"question": None}}},
+            "valid string: put a text that begins with { in quot",
+        ),
         ({"options": {"template": "Solve."}}, "task.options.template='Solve.' has no place for the problem"),
         ({"options": {"validation_problems": 0}}, "task.options.validation_problems has the value 0, but"),
     ],

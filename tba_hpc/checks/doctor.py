@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tba_hpc.checks import machine, mpi_checks, trial
 from tba_hpc.checks.cluster import SlurmFacts
-from tba_hpc.checks.facts import NO_SITE, Facts, Finding, job_environment, judge, ok, problem
+from tba_hpc.checks.facts import NO_SITE, Facts, Finding, job_environment, judge, ok, problem, warning
 from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
@@ -36,23 +36,33 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     starts none.
     """
     if site is None and shutil.which("sbatch") is None:
-        alone = ok(SLURM, "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'")
-        library, no_library = mpi_checks.find_library(NO_SITE)
-        facts = Facts(root=root, model=model, library=library, no_library=no_library)
-        return [alone, *judge(LAPTOP, facts)]
+        alone = "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"
+        return [ok(SLURM, alone), *_this_machine(root, model)]
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         remedy = "log in to the cluster or load its Slurm module; or train here: tba run"
         return [problem(SLURM, f"{', '.join(missing)} not on PATH", remedy)]
-    findings = _login_node(site or NO_SITE, root, model)
-    problems = {finding.name for finding in findings if finding.level == "problem"}
-    if site is None or SLURM in problems:
+    try:
+        asked = SlurmFacts.look()
+    except SlurmError as error:
+        remedy = "check SLURM_CONF, ask the administrators whether slurmctld is up; or train here: tba run"
+        if site is None:
+            return [warning(SLURM, str(error), remedy), *_this_machine(root, model)]
+        return [problem(SLURM, str(error), remedy)]
+    findings = _login_node(site or NO_SITE, root, model, asked)
+    if site is None:
         return findings
-    if seconds is None or machine.RUN_ROOT in problems:
+    if seconds is None or any(f.name == machine.RUN_ROOT and f.level == "problem" for f in findings):
         return [*findings, _check_request(site, root)]
     return _seen_from_nodes(findings, trial.attempt(site, root, model, seconds=seconds))
 
 
-def _login_node(site: Site, root: Path, model: str | None) -> list[Finding]:
+def _this_machine(root: Path, model: str | None) -> list[Finding]:
+    library, no_library = mpi_checks.find_library(NO_SITE)
+    facts = Facts(root=root, model=model, library=library, no_library=no_library)
+    return list(judge(LAPTOP, facts))
+
+
+def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) -> list[Finding]:
     """What can be told of a cluster without a job."""
     library, no_library = mpi_checks.find_library(site)
     facts = Facts(
@@ -60,17 +70,14 @@ def _login_node(site: Site, root: Path, model: str | None) -> list[Finding]:
         root=root,
         shared=True,
         model=model,
+        slurm=asked,
+        partitions=asked.used(site),
         library=library,
         no_library=no_library,
         environment=job_environment(site),
     )
-    try:
-        asked = SlurmFacts.look()
-    except SlurmError as error:
-        remedy = "check SLURM_CONF, ask the administrators whether slurmctld is up; or train here: tba run"
-        return [problem(SLURM, str(error), remedy), *judge(LOGIN_NODE, facts)]
     known = ok(SLURM, f"{asked.settings.get('SLURM_VERSION')}, cluster {asked.settings.get('ClusterName')}")
-    return [known, *judge(LOGIN_NODE, replace(facts, slurm=asked, partitions=asked.used(site)))]
+    return [known, *judge(LOGIN_NODE, facts)]
 
 
 def _check_request(site: Site, root: Path) -> Finding:

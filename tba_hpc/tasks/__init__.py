@@ -144,7 +144,8 @@ def _check_value(key: str, value: object, annotation: Any) -> None:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
         rule = error.errors()[0]["msg"]
-        raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}") from None
+        hint = ": put a text that begins with { in quotes" if isinstance(value, dict) else ""  # YAML
+        raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}{hint}") from None
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:
