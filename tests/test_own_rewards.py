@@ -533,6 +533,10 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
 
     bad = do("run", "deep/config.yaml", "--dry-run", "--set", "task.reward=beside:g")
     assert bad.returncode == 2 and "no function 'g' there" in bad.stderr, bad
+    away = do(
+        "run", "deep/config.yaml", "--dry-run", "--set", "task.reward={j: {url: 'http://127.0.0.1:9/'}}"
+    )
+    assert away.returncode == 2 and "refused): start the judge first" in away.stderr, away
     assert do("run", "deep/config.yaml", "--dry-run").returncode == 0
     run = Path(do("create", "deep/config.yaml").stdout.strip())
     assert (run / "modules/beside.py").read_text() == (here / "beside.py").read_text()

@@ -161,7 +161,8 @@ class ReasoningGym(Rows[Item]):
         """Problems of a generator for the split of this number. Raises ConfigError where they run out."""
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
         seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place to it
-        generator = _make(name, self._configs[name], seed=seed, size=TRIES * size)
+        config = replace(self._configs[name], seed=seed, size=TRIES * size)
+        generator = _library("factory").DATASETS[name][0](config=config)
         for place in range(TRIES * size):
             with redirect_stdout(StringIO()):  # some print
                 entry = generator[place]
@@ -245,10 +246,6 @@ def _at_level(key: str, name: str, level: object) -> Any:
     for attribute in curriculum.attributes.values():
         curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
     return curriculum.generate_configuration()
-
-
-def _make(name: str, config: Any, *, seed: int, size: int) -> Any:
-    return _library("factory").DATASETS[name][0](config=replace(config, seed=seed, size=size))
 
 
 def _library(module: str) -> ModuleType:

@@ -7,7 +7,7 @@ user's judges the answers. No prompt and no model comes with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,9 +20,8 @@ from tba_hpc.core.ports import Serve, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options, refuse_files
 
-if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
-    from tba_hpc.tasks.guard import Guard
-    from tba_hpc.tasks.text_models import Classifier, Embedder
+if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
+    from tba_hpc.tasks.text_models import Embedder
 
 PLACE = "{attack}"
 """Where the attack stands in the victim's template."""
@@ -153,14 +152,9 @@ class RedTeam:
     def _logprob_NA(self, completions: Sequence[Completion]) -> np.ndarray:
         """float64 [N, answers]: log p(bad) of each answer to each attack."""
         attacks = [self._attack(completion) for completion in completions]
-        asked = [self._template.replace(PLACE, attack) for attack in attacks]
-        answers_NA = self._victim.answers(asked)
-        answers = [answer for answers in answers_NA for answer in answers]
-        if self._guard_name is None:
-            logprobs = self._classifier(answers)
-        else:
-            questions = [attack for attack, heard in zip(attacks, answers_NA, strict=True) for _ in heard]
-            logprobs = self._guard(questions, answers)
+        answers_NA = self._victim.answers([self._template.replace(PLACE, attack) for attack in attacks])
+        pairs = [(attack, one) for attack, heard in zip(attacks, answers_NA, strict=True) for one in heard]
+        logprobs = self._judge([attack for attack, _ in pairs], [answer for _, answer in pairs])
         return logprobs.astype(np.float64).reshape(len(completions), -1)
 
     def _attack(self, completion: Completion) -> str:
@@ -171,24 +165,22 @@ class RedTeam:
         return self._serve(self._victim_model, self._victim_generator, chat=self._chat, keys=VICTIM_KEYS)
 
     @cached_property
-    def _classifier(self) -> Classifier:
+    def _judge(self) -> Callable[[Sequence[str], Sequence[str]], np.ndarray]:
+        """log p(bad) of each answer to the attack beside it."""
+        from tba_hpc.tasks.guard import Guard
         from tba_hpc.tasks.text_models import Classifier
 
+        if self._guard_name is not None:
+            return Guard(self._guard_name, batch=self._guard_batch, key="task.options.guard")
         assert self._classifier_name is not None and self._label is not None
-        return Classifier(
+        classifier = Classifier(
             self._classifier_name,
             label=self._label,
             batch=self._batch,
             key="task.options.classifier",
             label_key="task.options.label",
         )
-
-    @cached_property
-    def _guard(self) -> Guard:
-        from tba_hpc.tasks.guard import Guard
-
-        assert self._guard_name is not None
-        return Guard(self._guard_name, batch=self._guard_batch, key="task.options.guard")
+        return lambda attacks, answers: classifier(answers)
 
     @cached_property
     def _embedder(self) -> Embedder:
