@@ -214,7 +214,7 @@ def test_variables_that_a_site_fills_in_should_be_known_here(monkeypatch: pytest
     assert list(slurm_checks.check_variables(Facts(site=site))) == []
 
 
-def test_one_allocation_goes_to_the_trainers_partition() -> None:
+def test_one_allocation_uses_the_trainers_partition() -> None:
     site = Site.model_validate({"hetjob": False, "trainer": {"partition": "low"}})
     assert [partition["PartitionName"] for partition in ASKED.used(site)] == ["low"]
     split = plan(parse_config({"model": {"path": "none"}}), site, 7)
@@ -253,7 +253,7 @@ def test_what_het_jobs_and_requeues_need_of_a_cluster(
     _says(check(_facts(_asked(**settings), site)), level, words)
 
 
-def test_a_job_that_slurm_took_without_leave_to_requeue_is_told() -> None:
+def test_a_job_that_slurm_will_not_requeue_is_a_warning() -> None:
     def check(requeue: str, *, asked: bool = True) -> list[Finding]:
         facts = Facts(site=Site(requeue=asked), job={"Requeue": requeue})
         return list(slurm_checks.check_job_requeue(facts))

@@ -93,7 +93,7 @@ def test_a_function_gets_the_text_and_the_fields_that_it_names(own: Path) -> Non
     assert task.reward_parts() == {}
 
 
-def test_several_are_added_up_by_their_weights_and_told_by_name(own: Path) -> None:
+def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> None:
     reward = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": -2.0}}
     task = make(own, reward, template="Q: {prompt} {nothing}{prompt}".replace("{nothing}", ""))
     prompt = task.prompts("train")[3]
@@ -419,7 +419,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_memory_and_files_are_bounded_and_failures_are_told(own: Path) -> None:
+def test_a_program_has_bounded_memory_and_files_and_its_failure_is_reported(own: Path) -> None:
     with pytest.raises(ProgramError, match="status 1 and no reward: MemoryError"):
         program(own, "bytearray(300 << 20); print(1)", memory_mb=200)([({}, "a")])
     assert program(own, "bytearray(100 << 20); print(1)", memory_mb=400)([({}, "a")]) == [1.0]

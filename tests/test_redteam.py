@@ -331,7 +331,7 @@ def test_attacks_of_several_modes_are_more_diverse_than_of_one(
     assert diversity_of("xxxx", "yyyy", "zzzz") > 2 * diversity_of("xxxx", "xxxxx", "xxxxxx")
 
 
-def test_the_buffer_tells_near_attacks_by_embeddings_of_their_texts(tmp_path: Path, embedder: str) -> None:
+def test_the_buffer_compares_attacks_by_embeddings_of_their_texts(tmp_path: Path, embedder: str) -> None:
     """Spaces around it and its end are no part of an attack, as in what its victim is asked."""
     policy = make_random_model(tmp_path / "policy", tied=True)
     texts = ["aaaa", "abca", " xyzz", "xyzz "]

@@ -127,7 +127,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_needs_no_engine_is_said_at_once_and_leaves_nothing(folder: Path, mistake: str) -> None:
+def test_a_mistake_is_reported_before_anything_starts(folder: Path, mistake: str) -> None:
     """By the command, within two seconds of a core's time; a mistake takes no run's name."""
     (folder / "config.yaml").write_text(
         "model: {path: m, context_length: 128}\ngenerator: {max_tokens: 40}\n"
@@ -150,14 +150,14 @@ def test_prompts_are_read_as_the_model_would_and_their_number_counts(folder: Pat
 
 
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])
-def test_what_is_well_and_what_cannot_be_told_is_not_refused(folder: Path, name: str) -> None:
+def test_a_good_task_and_one_that_cannot_be_checked_are_not_refused(folder: Path, name: str) -> None:
     command = [sys.executable, "-m", "tba_hpc.checks.task_check"]
     text = config_of(folder, name=f"own:{name}").model_dump_json()
     done = subprocess.run(command, input=text, cwd=folder, capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.returncode) == ("", int(name == "Broken"))
 
 
-def test_a_model_that_tells_near_duplicates_must_be_there(
+def test_a_model_for_near_duplicates_must_exist(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

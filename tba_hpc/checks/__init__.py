@@ -1,1 +1,1 @@
-"""What will go wrong, told before it does: the machine, the cluster, the task, the memory."""
+"""What will go wrong, found before it does: the machine, the cluster, the task, the memory."""

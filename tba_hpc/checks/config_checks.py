@@ -20,7 +20,7 @@ from tba_hpc.run.notes import REFUSED
 def check_files(facts: Facts) -> Iterator[Finding]:
     """Whether the local files that a config names exist, as seen from here.
 
-    What the options of a task of the user's own name is the task's affair. Raises ConfigError for a bad task.
+    Options of a task of the user's own are not looked at. Raises ConfigError for a bad task.
     """
     if facts.config is None or facts.in_container:
         return
@@ -80,13 +80,13 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:
-    """Whether data may be too old for the learning rate, as far as the shipped configs tell."""
+    """Whether data may be too old for the learning rate, judged by the shipped configs."""
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Whether the ranks would refuse the task, as far as can be told in ``facts.seconds``.
+    """Whether the ranks would refuse the task, as far as ``facts.seconds`` allow to see.
 
     In a process of its own (``task_check.py``), for a task's code is the user's.
     """
@@ -105,7 +105,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
             text=True,
             timeout=facts.seconds,
         )
-    except (OSError, subprocess.TimeoutExpired):  # what cannot be told here, the ranks will
+    except (OSError, subprocess.TimeoutExpired):  # then the ranks find out
         return
     said = done.stdout.strip().splitlines()
     if done.returncode == REFUSED and said:

@@ -63,7 +63,7 @@ def _this_machine(root: Path, model: str | None) -> list[Finding]:
 
 
 def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) -> list[Finding]:
-    """What can be told of a cluster without a job."""
+    """What is known of a cluster without a job."""
     library, no_library = mpi_checks.find_library(site)
     facts = Facts(
         site=site,

@@ -255,7 +255,7 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """Which network MPI and gloo should take, and whether they must be told."""
+    """Which network MPI and gloo should use, and whether it must be configured."""
     speeds: dict[str, int] = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():

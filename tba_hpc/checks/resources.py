@@ -40,7 +40,7 @@ def is_here(resource: Resource) -> bool:
 
 
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Where a resource lies, whole, as far as files tell; None if it would have to be fetched.
+    """Where a resource lies, complete as far as file names show; None if it must be fetched.
 
     environment: the variables HF_… of those who will load it.
     """
@@ -81,7 +81,7 @@ def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]
 
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Whether the Hugging Face libraries are told to ask no hub."""
+    """Whether the Hugging Face libraries may not ask the hub."""
     return environment.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
 

@@ -1,7 +1,7 @@
 """Whether a run's task can be what its config says, found out before anything of the run is made.
 
 In a process of its own, ``python -m tba_hpc.checks.task_check`` with a config on its input, since a task's
-code is the user's; see ``config_checks.check_task``. It uses no GPU: what it cannot tell, the ranks will.
+code is the user's; see ``config_checks.check_task``. It uses no GPU; what it cannot see, the ranks refuse.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if a folder that is to be the model holds none; of a hub name the ranks tell."""
+    """Raise ConfigError if a folder that is to be the model holds none."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "

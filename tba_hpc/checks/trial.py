@@ -61,7 +61,7 @@ TROUBLE = re.compile(
 """What in the log of a job says what went wrong."""
 
 PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
-"""What ranks under PMIx say that could not start, or not read what their peers told PMIx."""
+"""Errors of ranks that PMIx could not start or connect."""
 
 _FINDINGS = TypeAdapter(list[Finding])
 

@@ -7,7 +7,7 @@ A task is a class with the methods of ports.Task and this constructor:
 where ``options`` stands for named, annotated keyword arguments; ``task.options`` of the config is
 checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served, and
 an argument ``reward`` what task.reward names, as config.RewardSection by name.
-A classmethod ``resources(section)`` tells the models, hub data and files that a TaskSection names, as
+A classmethod ``resources(section)`` lists the models, hub data and files that a TaskSection names, as
 types.Resource: ``tba fetch`` brings them to a cluster, ``tba submit`` looks whether they are there.
 Task modules are imported when asked for: none costs another's libraries.
 """
@@ -95,11 +95,11 @@ def make_task(
 
 
 def task_resources(config: TaskSection) -> list[Resource]:
-    """The models, hub data and files of a task, as far as it tells them. Raises ConfigError as make_task."""
+    """The models, hub data and files that a task declares. Raises ConfigError as make_task."""
     task_class = _find(config.name)
     _check_options(config.options, task_class, config.name)
-    told = getattr(task_class, "resources", None)
-    return list(told(config)) if told else []
+    declare = getattr(task_class, "resources", None)
+    return list(declare(config)) if declare else []
 
 
 def _find(name: str) -> type:

@@ -43,7 +43,7 @@ Size = Annotated[int, Field(ge=0, le=100_000)]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``name`` has ``start`` pieces of ``item`` and gains or loses ``changes``, told with ``verbs``."""
+    """``name`` has ``start`` pieces of ``item`` and gains or loses ``changes``, by these ``verbs``."""
 
     name: str
     item: str

@@ -54,7 +54,7 @@ class Guard(TextModel):
             )
 
     def __call__(self, questions: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        """float32 [N], at most 0: log p("unsafe") of each answer to the question beside it."""
+        """float32 [N], at most 0: log p("unsafe") of each answer to its question."""
         turns = zip(questions, answers, strict=True)
         return self.read([self._template(*turn, in_parts=self._in_parts) for turn in turns]).numpy()
 

@@ -32,8 +32,8 @@ LARGEST_FILE = 16 << 20
 OPEN_FILES = 64
 """Files that it may have open."""
 
-TOLD = 200
-"""Bytes of the end of its error output that an error tells."""
+QUOTED = 200
+"""Bytes of the end of its error output that an error quotes."""
 
 # In a process of its own: what runs between fork and exec in one of several threads may wait for ever.
 LIMITER = """
@@ -96,7 +96,7 @@ class Program:
                 _end(process)
             if status < 0:
                 return math.nan if self._section.when_killed is None else self._section.when_killed
-            return self._reward(status, _end_of(said, LARGEST_FILE), _end_of(errors, TOLD))
+            return self._reward(status, _end_of(said, LARGEST_FILE), _end_of(errors, QUOTED))
 
     @property
     def _limiter(self) -> list[str]:
@@ -115,8 +115,8 @@ class Program:
                 return float(last)
         except ValueError:
             pass
-        told = errors.strip().rpartition("\n")[2] or f"its last line was {last[:TOLD]!r}"
-        raise ProgramError(f"{self._key}: {self._words[0]} ended with status {status} and no reward: {told}")
+        why = errors.strip().rpartition("\n")[2] or f"its last line was {last[:QUOTED]!r}"
+        raise ProgramError(f"{self._key}: {self._words[0]} ended with status {status} and no reward: {why}")
 
 
 def _found(key: str, word: str) -> str:

@@ -209,10 +209,10 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     key, factory = f"task.options.generators.{name}", _library("factory")
     if name not in factory.DATASETS or name == "composite":
         close = get_close_matches(name, factory.DATASETS, n=1)
-        told = (
+        hint = (
             f": did you mean {close[0]!r}?" if close else f", which has {', '.join(sorted(factory.DATASETS))}"
         )
-        raise ConfigError(f"{key} is no generator of reasoning-gym{told}")
+        raise ConfigError(f"{key} is no generator of reasoning-gym{hint}")
     if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
             f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
@@ -224,8 +224,8 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     for option in own:
         if option not in known:
             close = get_close_matches(option, known, n=1)
-            told = f": did you mean {close[0]!r}?" if close else f": it has {', '.join(known)}"
-            raise ConfigError(f"{key} has no option {option!r}{told}")
+            hint = f": did you mean {close[0]!r}?" if close else f": it has {', '.join(known)}"
+            raise ConfigError(f"{key} has no option {option!r}{hint}")
     try:
         made = replace(made, **own)
         made.validate()

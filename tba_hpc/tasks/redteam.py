@@ -166,7 +166,7 @@ class RedTeam:
 
     @cached_property
     def _judge(self) -> Callable[[Sequence[str], Sequence[str]], np.ndarray]:
-        """log p(bad) of each answer to the attack beside it."""
+        """log p(bad) of each answer to its attack."""
         from tba_hpc.tasks.guard import Guard
         from tba_hpc.tasks.text_models import Classifier
 

@@ -20,7 +20,7 @@ Row = TypeVar("Row")
 
 
 class Rows(ABC, Generic[Row]):
-    """Prompts, each with its row, which tells what an answer is worth. room: most tokens of a prompt."""
+    """Prompts, each with the row that says what an answer is worth. room: most tokens of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False) -> None:
         """chat: prompts are a user's messages in the model's chat template."""

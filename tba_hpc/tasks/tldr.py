@@ -102,7 +102,7 @@ class TLDR(Rows[None]):
         """Whether the gold model likes each better than the person's summary of the same post.
 
         A person's summary is judged once, and so is a copy of it: a number's last digits change with the
-        texts beside it in a batch.
+        other texts in its batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]

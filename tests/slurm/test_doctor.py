@@ -230,7 +230,7 @@ def test_what_may_fail_is_said_with_the_job(
     assert cluster.jobs(int(answer["job"]))[0]["Requeue"] == "1", "as the script asks"
 
 
-def test_nodes_are_lent_with_the_same_foresight(
+def test_elastic_jobs_are_checked_before_submission(
     cluster: Cluster,
     submit: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,
