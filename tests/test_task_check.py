@@ -157,9 +157,7 @@ def test_a_good_task_and_one_that_cannot_be_checked_are_not_refused(folder: Path
     assert (done.stdout, done.returncode) == ("", int(name == "Broken"))
 
 
-def test_a_model_for_near_duplicates_must_exist(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_for_near_duplicates_must_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     section = {"duplicates": {"name": "embeddings", "model": "nobody/nothing"}}
     config = parse_config({"model": {"path": str(folder / "m")}, "buffer": section})

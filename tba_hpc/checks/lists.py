@@ -65,8 +65,7 @@ NODE = (
     machine.check_model,
     machine.check_network,
 )
-WORLD = (mpi_checks.check_library,)
-"""By the nodes of a trial start, and by its leader."""
+"""By the nodes of a trial start."""
 
 
 def before_submission(config: Config, split: Plan, site: Site) -> Facts:

@@ -10,10 +10,10 @@ import zlib
 
 import numpy as np
 
-from tba_hpc.checks import trial
+from tba_hpc.checks import mpi_checks, trial
 from tba_hpc.checks.facts import Facts, judge, ok
 from tba_hpc.checks.library import describe
-from tba_hpc.checks.lists import NODE, WORLD
+from tba_hpc.checks.lists import NODE
 from tba_hpc.checks.machine import model_bytes
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
@@ -44,7 +44,7 @@ def greet(directory: RunDir, role: Role) -> None:
             took = weights * seconds / NBYTES
             found += f"; the {weights / 1e9:.1f} GB of {model} take about {took:.1f} s"
         loaded = Facts(site=facts.site, library=describe(library_version()))
-        findings = [*judge(WORLD, loaded), ok(trial.BROADCAST, found)]
+        findings = [*mpi_checks.check_library(loaded), ok(trial.BROADCAST, found)]
         trial.write_findings(directory, trial.WORLD, findings)
         directory.mark_finished()
 

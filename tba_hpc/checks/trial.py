@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tba_hpc.checks import machine
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.config import Config, parse_config
@@ -140,7 +141,7 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
     hosts: dict[Finding, list[str]] = {}
     for host, findings in left.items():
         for finding in findings:
-            if finding.level != "ok" or finding.name in ("GPUs", "network"):
+            if finding.level != "ok" or finding.name in (machine.GPUS, machine.NETWORK):
                 hosts.setdefault(finding, []).append(host)
     return [replace(finding, found=f"{', '.join(on)}: {finding.found}") for finding, on in hosts.items()]
 
