@@ -68,26 +68,18 @@ NODE = (
 """By the nodes of a trial start."""
 
 
-def before_submission(config: Config, split: Plan, site: Site) -> Facts:
-    """The facts of a run as a job. Raises SlurmError."""
-    slurm_facts = SlurmFacts.look()
+def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:
+    """The facts of a run as a job; without ``split``, of one-node jobs of searchers. Raises SlurmError."""
+    asked = SlurmFacts.look()
+    searchers = asked.partition(site.searcher.partition or site.partition)
     return Facts(
         site=site,
         config=config,
         split=split,
         root=Path(config.run.root),
-        shared=split.nodes > 1,
-        slurm=slurm_facts,
-        partitions=slurm_facts.used(site),
-        library=mpi_checks.find_library(site)[0],
+        shared=split is not None and split.nodes > 1,
+        slurm=asked,
+        partitions=asked.used(site) if split else (searchers,) if searchers else (),
+        library=mpi_checks.find_library(site)[0] if split else None,
         environment=job_environment(site),
     )
-
-
-def before_elastic(config: Config, site: Site) -> Facts:
-    """The facts of one-node jobs of searchers, for a run that exists. Raises SlurmError."""
-    slurm_facts = SlurmFacts.look()
-    partition = slurm_facts.partition(site.searcher.partition or site.partition)
-    partitions = (partition,) if partition else ()
-    environment = job_environment(site)
-    return Facts(site=site, config=config, slurm=slurm_facts, partitions=partitions, environment=environment)

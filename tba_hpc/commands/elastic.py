@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
-from tba_hpc.checks.lists import ELASTIC, before_elastic
+from tba_hpc.checks.lists import ELASTIC, job_facts
 from tba_hpc.commands.submit import tell
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
@@ -85,7 +85,7 @@ def submit_elastic(
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
     """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
-    facts = replace(before_elastic(config, site), fetched_by=fetch)
+    facts = replace(job_facts(config, site), fetched_by=fetch)
     return [finding.sentence for finding in refuse(ELASTIC, facts)]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_hpc.checks.facts import Facts, Finding, login_python, refuse, warning
-from tba_hpc.checks.lists import SUBMIT, before_submission
+from tba_hpc.checks.lists import SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.order import Order, last_job, script_of
 from tba_hpc.config import Config, ConfigError, shipped
@@ -109,7 +109,7 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
     """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
     settings = [word for setting in order.overrides for word in ("--set", setting)]
     facts = replace(
-        before_submission(config, split, site),
+        job_facts(config, site, split),
         python=login_python(site),
         fetched_by=shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings]),
         beside=order.beside,
