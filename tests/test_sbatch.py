@@ -110,11 +110,13 @@ def test_a_het_job_never_asks_for_no_kill() -> None:
 
 def test_hostile_names_stay_words() -> None:
     run = '/runs/it\'s; $(touch x) "here"'
-    site = Site(environment={"GREETING": 'a "b" `c` $(d) $HOME'})
+    site = Site(environment={"GREETING": 'a "b" `c` $(d) $[1+1] $HOME'})
     script = _script(site, 2, run=run)
     settings = script[script.index("export RUN") : script.index("set -u")]
     supervised = settings.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", str(SUPERVISOR))
-    assert _bash(supervised + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) /h|'
+    assert (
+        _bash(supervised + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) $[1+1] /h|'
+    )
 
 
 @pytest.mark.parametrize(
