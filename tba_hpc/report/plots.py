@@ -69,6 +69,10 @@ EARLY_LATE = 0.2
 """Share of the weights' versions that the first and the last rewards of a histogram are of."""
 
 
+REWARD_TICKS = (-1000, -100, -30, -10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100, 1000)
+"""Rewards that are named on an axis, as far as it goes."""
+
+
 class Plot(NamedTuple):
     """A captioned figure."""
 
@@ -252,18 +256,22 @@ def _both(what: str, **options: Any) -> Lines:
     return Lines((fresh, (f"train/{what}", BLUE, "training batch")), **options)
 
 
+def _values(ax: Axes) -> list[float]:
+    """All that is drawn."""
+    return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
+
+
 def _log_scale(ax: Axes) -> None:
     """So that float32's 1e-5 and bfloat16's 1e-2 both show."""
+    drawn = [value for value in _values(ax) if value > 0]
+    ax.set_ylim(min([1e-5, *drawn]) / 2, max([1e-1, *drawn]))
     ax.set_yscale("log")
-    low, high = ax.get_ylim()
-    ax.set_ylim(min(low / 2, 1e-5), max(high, 1e-1))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _small_share(ax: Axes) -> None:
     """From 0 to a little above the largest value, 5 % at least."""
-    values = [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
-    ax.set_ylim(0, max(0.05, 1.15 * max(values, default=0.0)))
+    ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
     _percent_axis(ax)
 
 
@@ -283,8 +291,10 @@ def _rewards(ax: Axes, data: RunData, train: TrainSection) -> bool:
         (late, ORANGE, f"from step {last - part:.0f}"),
     ):
         shares = counts[1 + low : 1 + high] / max(1, counts.sum())
-        ax.stairs(shares, REWARD_EDGES[low : high + 1], fill=True, color=color, alpha=0.55, label=label)
-    ax.set_xscale("asinh")
+        edges = np.arcsinh(REWARD_EDGES[low : high + 1])
+        ax.stairs(shares, edges, fill=True, color=color, alpha=0.55, label=label)
+    shown = [at for at in REWARD_TICKS if REWARD_EDGES[low] <= at <= REWARD_EDGES[high]]
+    ax.set_xticks(np.arcsinh(shown), [f"{at:g}" for at in shown])
     ax.set_xlabel("reward")
     _percent_axis(ax)
     _legend(ax)
