@@ -102,8 +102,10 @@ def _text(value: object) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    values = [f"`{_text(value)}`" for value in _values(field.annotation)]
-    return _words(field) + (f" One of {', '.join(values)}." if values else "")
+    words, values = _words(field), [_text(value) for value in _values(field.annotation)]
+    if all(value in words for value in values):
+        return words
+    return f"{words} One of {', '.join(f'`{value}`' for value in values)}."
 
 
 def _words(field: FieldInfo) -> str:
