@@ -78,7 +78,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     config, closed = config_of(), config_of(launch={"elastic": 0})
     assert comes_by_itself(config, None) and not comes_by_itself(config, 0)
-    with pytest.raises(ConfigError, match=r"launch.elastic=0 leaves no place .* --set launch.elastic=N"):
+    with pytest.raises(ConfigError, match=r"launch.elastic=0 leaves no slot .* --set launch.elastic=N"):
         comes_by_itself(closed, None)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     assert not comes_by_itself(closed, None)
@@ -119,7 +119,7 @@ def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(run
     placed = {answer: rival for answer, rival in zip(answers, rivals, strict=True) if answer[0].isdigit()}
     assert sorted(answer.split()[0] for answer in placed) == ["5000", "5001", "5002"]
     refused = [answer for answer in answers if answer not in placed]
-    assert len(refused) == 3 and all(f"all places of {run.path} for" in answer for answer in refused)
+    assert len(refused) == 3 and all(f"all slots of {run.path} for" in answer for answer in refused)
 
     killed = next(answer for answer in placed if answer.startswith("5001"))
     placed[killed].kill()

@@ -31,7 +31,7 @@ from tba_hpc.run.owners import Lease, clock, holders, take_lease
 from tba_hpc.run.signals import StopFlag
 
 NO_PLACE = 3
-"""Exit status of a searcher that found all places taken."""
+"""Exit status of a searcher that found all slots taken."""
 
 EVALUATOR = "evaluator"
 """The name that the evaluating searcher owns in a run without searchers of its own."""
@@ -47,7 +47,7 @@ MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 class NoPlaceError(ValueError):
-    """All places are taken; the message is one sentence."""
+    """All slots are taken; the message is one sentence."""
 
 
 def comes_by_itself(config: Config, index: int | None) -> bool:
@@ -56,7 +56,7 @@ def comes_by_itself(config: Config, index: int | None) -> bool:
         return False
     if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
         raise ConfigError(
-            "launch.elastic=0 leaves no place for an elastic searcher: stop the run if it is at work, and go "
+            "launch.elastic=0 leaves no slot for an elastic searcher: stop the run if it is at work, and go "
             "on with --set launch.elastic=N, for as many as may join"
         )
     return config.launch.elastic > 0
@@ -72,12 +72,12 @@ class Place:
 
 @contextmanager
 def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
-    """Hold the lowest free place while the block runs. Raises NoPlaceError."""
+    """Hold the lowest free slot while the block runs. Raises NoPlaceError."""
     searchers = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
     lease = take_lease(run, searchers)
     if lease is None:
         raise NoPlaceError(
-            f"all places of {run.path} for elastic searchers are taken (launch.elastic="
+            f"all slots of {run.path} for elastic searchers are taken (launch.elastic="
             f"{config.launch.elastic}): let one of them leave, or start the run with more"
         )
     try:

@@ -300,7 +300,7 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     second = join()
     wait_for(lambda: any(run.owners.glob("searcher-5001.*")), process)
     code, out, err = finish(join())
-    assert code == 3 and "all places of" in out + err, out + err
+    assert code == 3 and "all slots of" in out + err, out + err
     wait_for(lambda: said(5000, "sealed") and said(5001, "sealed"), process)
     first.send_signal(signal.SIGUSR1)
     code, out, err = finish(first)
