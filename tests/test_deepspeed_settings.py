@@ -6,23 +6,12 @@ import torch
 from deepspeed import DeepSpeedConfig
 
 from tba_hpc.config import Config, parse_config
-from tba_hpc.learner.deepspeed_settings import deepspeed_settings, merged
+from tba_hpc.learner.deepspeed_settings import deepspeed_settings
 from tba_hpc.learner.hf_model import use_tensor_cores
 
 
 def config_with(*changes: str) -> Config:
     return parse_config({"model": {"path": "m"}}, [f"train.deepspeed.{change}" for change in changes])
-
-
-def test_sections_are_merged_and_values_replaced() -> None:
-    ours = {"a": 1, "section": {"b": 2, "deeper": {"c": 3}}}
-    theirs = {"section": {"deeper": {"d": 4}, "b": 5}, "new": {"e": 6}}
-    assert merged(ours, theirs) == {
-        "a": 1,
-        "section": {"b": 5, "deeper": {"c": 3, "d": 4}},
-        "new": {"e": 6},
-    }
-    assert merged(ours, {}) == ours
 
 
 def test_deepspeed_reads_both() -> None:

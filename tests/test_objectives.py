@@ -408,14 +408,6 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_a_ratio_cap_leaves_the_optimum_where_it_is() -> None:
-    safe = bounded(partial(trajectory_balance, log_z="policy"), RatioCap(cap=2.0, of="sequence"))
-    groups, beta = random_groups(3, 5), 0.5
-    reward_BKL = (groups.reward_BK / beta)[..., None] * (torch.arange(6) == 1)  # all on the first token
-    optimum = replace(groups, policy_BKL=(groups.reference_BKL + reward_BKL).requires_grad_())
-    assert gradient(safe, optimum, beta).abs().max() < 1e-12
-
-
 def test_behaviour_and_equation_7_differ_by_what_a_groups_log_ratios_have_in_common() -> None:
     """A − β·m, m the mean of log π_θ/π_μ: all completions of a group are pulled back together."""
     groups, beta = random_groups(4, 5), 0.3

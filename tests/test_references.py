@@ -1,6 +1,6 @@
-"""What may be trained on: whole runs with bounded staleness and with every kind of reference, killed and
+"""What may be trained on: whole runs with bounded staleness and every kind of reference, killed and resumed.
 
-resumed. ``tabular_run``'s learner refuses every batch that is too stale or scored by the wrong reference.
+``tabular_run``'s learner refuses every batch that is too stale or scored by the wrong reference.
 """
 
 from __future__ import annotations

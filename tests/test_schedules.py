@@ -57,16 +57,6 @@ def test_a_run_may_stop_within_the_horizon_of_its_schedule() -> None:
     assert rate == [learning_rate(whole, step) for step in range(700)]
 
 
-def test_a_decay_at_the_end_may_be_half_a_cosine() -> None:
-    rate = rates(12, schedule="cosine", warmup_steps=2, decay_steps=4)
-    assert rate[:9] == [0.5, *[1] * 8]
-    assert rate[9:] == pytest.approx([(2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4])
-
-
-def test_a_run_of_warm_up_alone() -> None:
-    assert rates(3, schedule="linear", warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
-
-
 def test_a_schedule_is_linear_between_its_points_and_constant_after() -> None:
     assert at(((0, 0.3),), 1000) == 0.3
     linear = ((0, 0.012), (500, 0.004))
@@ -80,11 +70,6 @@ def test_the_schedule_of_the_published_tldr_code() -> None:
     beta = load_config(Path("tldr_pythia410m")).train.beta
     expected = [1 - 0.95 * step / 128 if step < 31 else 0.05 for step in range(256)]
     assert [at(beta, step) for step in range(256)] == pytest.approx(expected, rel=1e-15)
-
-
-def test_an_untempered_target_is_the_configs_own() -> None:
-    train = TrainSection(beta=0.3)
-    assert (beta(train, 7), reference_power(train, 7)) == (0.3, 1)
 
 
 def test_tempering_is_that_of_the_log_reward() -> None:

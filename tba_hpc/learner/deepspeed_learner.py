@@ -390,13 +390,8 @@ class DeepSpeedLearner:
             return self._average.whole()
         if self._reference:
             return self._reference.visiting(self._group.device, step)
-        return self._base(step)
-
-    @contextmanager
-    def _base(self, step: int) -> Iterator[nn.Module]:
         assert self._lora and step == 0
-        with self._lora.off():
-            yield self._engine
+        return self._lora.off(self._engine)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._group.device)
@@ -565,10 +560,6 @@ def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: s
             state.pop(prefix + name, None)
 
 
-def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def _load_policy(config: Config) -> PreTrainedModel:
     """The policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
 
@@ -636,14 +627,15 @@ def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
 def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
     train = config.train
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        _trained(model),
+        trained,
         train.learning_rate.peak,
         train.adam_betas,
         weight_decay=train.weight_decay,
         fused=is_fused(device),
     )
-    settings = deepspeed_settings(config, sum(_unsharded(parameter).numel() for parameter in _trained(model)))
+    settings = deepspeed_settings(config, sum(_unsharded(parameter).numel() for parameter in trained))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
 

@@ -64,13 +64,13 @@ class Lora:
         assert len(self.adapter) == 2 * len(layers), "peft takes the same layers for the targets"
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """Have the policy compute without its adapter."""
+    def off(self, policy: nn.Module) -> Iterator[nn.Module]:
+        """``policy``, what wraps it, computing without the adapter."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
         try:
-            yield
+            yield policy
         finally:
             for layer in layers:
                 layer.enable_adapters(True)

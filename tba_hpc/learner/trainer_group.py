@@ -63,19 +63,28 @@ class Command:
 class TrainerGroup:
     """One rank's view of the group; one per process, because torch.distributed is.
 
-    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine.
+    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine. others:
+    sockets that listened before the group did.
     """
 
     def __init__(
-        self, *, rank: int, ranks: int, local_ranks: int, device: torch.device, deadline: float
+        self,
+        *,
+        rank: int,
+        ranks: int,
+        local_ranks: int,
+        device: torch.device,
+        deadline: float,
+        others: set[int],
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.local_ranks = local_ranks
         self.device = device
-        self._listeners_before: set[int] = set()
+        self._others = others
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+        stop_listening(less=others)  # before there are sockets of NCCL's, which go on taking connections
 
     @classmethod
     def join(
@@ -97,7 +106,7 @@ class TrainerGroup:
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks)
-        before = own_listeners()
+        others = own_listeners()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store.absolute() / 'group'}",
@@ -105,10 +114,8 @@ class TrainerGroup:
             rank=rank,
             world_size=ranks,
         )
-        group = cls(rank=rank, ranks=ranks, local_ranks=local_ranks, device=device, deadline=deadline)
-        group._listeners_before = before
-        stop_listening(less=before)  # before there are sockets of NCCL's, which go on taking connections
-        return group
+        places = {"rank": rank, "ranks": ranks, "local_ranks": local_ranks}
+        return cls(**places, device=device, deadline=deadline, others=others)
 
     def refuse_strangers(self) -> None:
         """Take no more connections at the ports that gloo has opened for other groups since.
@@ -116,7 +123,7 @@ class TrainerGroup:
         It has all of its own, would keep a descriptor for each stranger, and abort for want of one.
         """
         if self.device.type == "cpu":
-            stop_listening(less=self._listeners_before)
+            stop_listening(less=self._others)
 
     @property
     def leads(self) -> bool:
