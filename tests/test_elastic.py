@@ -29,7 +29,6 @@ from tba_hpc.core.types import Group, Publication, Split, WeightLayout
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.loops.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
-from tba_hpc.loops.ending import Watch
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger, by_tenths
 from tba_hpc.report.monitor import RunMonitor
@@ -482,28 +481,6 @@ def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
 
 
 # --- The end ---
-
-
-def test_the_last_evaluation_of_a_run_without_searchers_says_whom_it_waits_for(tmp_path: Path) -> None:
-    config = config_of(tmp_path, launch={"searchers": 0})
-    run = RunDir.create(config)
-    watch = Watch(run, config.launch, 20)
-    assert watch.silence < 1 and watch.missing == [0]
-    assert watch.missing_words == "elastic searchers"
-    assert watch.remedy == f"if no searcher is at work, add one: tba search {run.path}"
-    before = watch._heard
-    MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC + 2)).log({"search/tokens": 7})
-    watch._looked = -60.0
-    assert watch.silence < 1 and watch._heard > before
-
-
-def test_a_wait_without_searchers_says_how_to_add_one(tmp_path: Path) -> None:
-    config = config_of(tmp_path, launch={"searchers": 0})
-    freshness = Freshness(config, ReplayBuffer(config.buffer, 0))
-    with pytest.raises(
-        ExchangeError, match=r"for 5 s: .*\(none belongs .* add one: tba search \S+run-seed0$"
-    ):
-        freshness.exclude_unresponsive(0, 5.0)
 
 
 STARTING = """

@@ -37,7 +37,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.events import log_event, read_events
-from tba_hpc.run.files import DiskFullError, write_atomic
+from tba_hpc.run.files import write_atomic
 from tba_hpc.run.signals import StopFlag
 
 
@@ -215,30 +215,6 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
             ConfigError, match=r"cannot write to the run directory .*: Not a directory; choose"
         ):
             RunDir.create(config_in(root))
-
-
-FILE_SIZE_LIMIT = """
-import resource, sys
-from pathlib import Path
-from tba_hpc.run.files import DiskFullError, publish
-path = Path(sys.argv[1])
-publish(path, b"old")
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    publish(path, bytes(1001))
-except DiskFullError as error:
-    print(isinstance(error, ValueError), error)
-"""
-
-
-def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    done = subprocess.run(
-        [sys.executable, "-c", FILE_SIZE_LIMIT, path], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"True cannot write {path} (1001 bytes): File too large; free space")
-    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-    assert issubclass(DiskFullError, OSError)
 
 
 # --- A run that goes on with another config ---

@@ -16,7 +16,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Completion, Group, Prompt
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_shard
-from tba_hpc.loops.scorer import TOLD_EVERY, Judged, Scorer
+from tba_hpc.loops.scorer import Judged, Scorer
 from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
@@ -101,17 +101,6 @@ def test_one_group_with_a_reward_is_enough_to_go_on(tmp_path: Path, unusable: fl
     run = search(tmp_path, Faulty(fault), wanted=20, limit=3)
     kept = sum(len(read_shard(path).trajectories) for path in run.shard_files().values())
     assert kept >= 20 and rejected(run) >= 20 * (3 * S - 1)
-
-
-def test_the_log_tells_of_one_in_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    task = Faulty(lambda prompt, rewards, groups: [math.inf, *rewards[1:]])
-    run = search(tmp_path, task, wanted=11 * 210)
-    assert rejected(run) == task.groups >= 210
-    told = [
-        record.message for record in caplog.records if "gave 1 of 12 that are not finite" in record.message
-    ]
-    assert len(told) == math.ceil(task.groups / TOLD_EVERY)
-    assert "(200 like it before; one in 100 is logged)" in told[2]
 
 
 @pytest.mark.parametrize(
