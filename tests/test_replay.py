@@ -29,7 +29,8 @@ from tba_hpc.commands.replay import read_recorded, replay_config
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.exchange.replay_exchange import Recording
+from tba_hpc.exchange.hdf5_shards import ShardError
+from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
@@ -147,6 +148,23 @@ def test_a_run_that_was_resumed_is_replayed_as_what_survived(tmp_path: Path) -> 
     made, learner, _ = again(run)
     assert _losses(made) == _losses(run)
     np.testing.assert_array_equal(learner.policy_logits, second.learner.policy_logits)
+
+
+def test_what_is_moved_while_it_is_replayed_is_found_again(tmp_path: Path) -> None:
+    """A run at work keeps what it deletes; of what it does not keep nothing is left."""
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    first, second = ((shard.searcher, shard.index) for shard in _sealed(config, run, 2))
+    read = RecordedShards(run)
+    whole = read(first)
+    keep(run)
+    for file in run.shard_files().values():
+        file.unlink()
+    np.testing.assert_array_equal(read(first).trajectories.logprobs, whole.trajectories.logprobs)
+    for path in run.kept_files().values():
+        path.unlink()
+    with pytest.raises(ShardError, match=r"000001.h5 is gone, as its run is at work: record with"):
+        read(second)
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:

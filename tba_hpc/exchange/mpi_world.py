@@ -401,6 +401,11 @@ class NodeMemory:
                     file.truncate(nbytes)
         self._node.Bcast(name.view(np.uint8), 0)
         folder = Path(name[0].decode())
+        if not folder.exists():
+            raise ConfigError(
+                f"the ranks of {socket.gethostname()} do not share {SHARED_MEMORY}: have their containers "
+                "share it, or start another run (run.name) with exchange.transport=files"
+            )
         *files, last = [
             WeightFile.open(folder / str(number), nbytes, write=True) for number, nbytes in enumerate(sizes)
         ]
