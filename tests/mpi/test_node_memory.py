@@ -1,0 +1,65 @@
+"""The weights of a node: two files that take turns, and a third while somebody still reads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi.launch import ENVIRONMENT
+
+PROGRAM = """
+import os, time
+import numpy as np
+from mpi4py import MPI
+from tba_hpc.core.types import WeightLayout
+from tba_hpc.exchange import mpi_world
+
+mpi_world.RELEASE_SECONDS = 0.2
+layout = WeightLayout.of([("weight", (1 << 20,))], "F32")
+alone = {"trainers": 1, "searchers": 0, "deadline": 60.0, "node_split": lambda comm: comm}
+world = mpi_world.MpiWorld(MPI.COMM_SELF, 0, **alone)
+memory = mpi_world.NodeMemory(world, layout, 1 << 20)
+copies = lambda: sum(os.stat(file.path).st_blocks * 512 for file in memory._files) / layout.nbytes
+assert copies() == 2
+
+readers = {}
+def write(number):
+    memory.slot(number)[:] = number
+    readers[number] = memory.reader(number)
+    for still, reader in readers.items():
+        assert (reader.map("r") == still).all(), (number, still)
+
+write(0)
+assert memory.has_room(1)
+write(1)
+began = time.monotonic()
+while not memory.has_room(2):
+    time.sleep(0.01)
+assert time.monotonic() - began >= 0.2 and copies() == 3, "somebody reads 0"
+write(2)
+del readers[1]
+assert memory.has_room(3)
+write(3)
+del readers[2]
+assert memory.has_room(4) and copies() == 3
+write(4)
+time.sleep(0.3)
+assert not memory.has_room(5) and not memory.has_room(5), "0 and 3 are read"
+del readers[0]
+time.sleep(0.3)
+while not memory.has_room(5):
+    time.sleep(0.01)
+assert copies() == 3
+readers.clear()
+assert memory.has_room(6) and copies() == 2
+print("held")
+"""
+
+
+@pytest.mark.mpi
+def test_what_somebody_reads_is_not_overwritten_and_two_copies_are_the_rule(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0 and "held" in done.stdout, done.stderr
