@@ -361,6 +361,33 @@ def test_one_step_of_a_component_tells_which_nodes_answer(
     assert sorted(told["answers"].split()) == sorted(["node2", "node4"] * int(het))
 
 
+WATCHDOG = """
+say() { :; }; allocated() { printf 'n1\\nn2\\n'; }; WATCH_SECONDS=0.05
+squeue() { echo "n[$FIRST-3]"; }; scancel() { echo "scancel $1" >> "$RUN/done"; }
+scontrol() { [ $1 = show ] && seq -f n%g "$FIRST" 3 || echo "requeue $2" >> "$RUN/done"; }
+srun() { while [ "$1" != bash ]; do shift; done; timeout 0.6 "$@"; }
+export RUN FIRST; export -f squeue scontrol scancel
+watch_leader; watch_leader; wait; sort -u "$RUN/done" 2>/dev/null; true
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "requeue", "het", "done"),
+    [
+        ("2", "yes", "1", "requeue 7\n"),
+        ("2", "no", "1", "scancel 7\n"),
+        ("1", "yes", "1", ""),  # the first node is there
+        ("2", "yes", "2", ""),  # Slurm itself requeues a het job
+    ],
+)
+def test_a_watchdog_requeues_a_job_that_has_lost_its_first_node(
+    tmp_path: Path, first: str, requeue: str, het: str, done: str
+) -> None:
+    facts = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": het, "FIRST": first, "REQUEUE": requeue}
+    facts["RUN"] = str(tmp_path)
+    assert _bash(f"source {SUPERVISOR}; {WATCHDOG}", **facts) == done
+
+
 QUEUE = """
 say() { echo "$1"; }; event() { :; }; ANSWER_SECONDS=9 ANSWER_PAUSE=0
 nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
