@@ -570,7 +570,7 @@ def _load_policy(config: Config) -> PreTrainedModel:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
     _require_known(settings, config.train.deepspeed)
-    # An adapter is told apart by its base, of which a rank must see all.
+    # With LoRA a rank must see all of the base to compute its identity.
     in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
     return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
 

@@ -1,7 +1,4 @@
-"""Regression of log-ratios on optimal advantages: OAPL, for data of any age.
-
-It must not know where the completions come from.
-"""
+"""Regression of log-ratios on optimal advantages: OAPL, for data of any age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all objectives share: input, signature and result. It must not know any particular loss."""
+"""What all objectives share: input, signature and result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a batch's completions relate to the policy that learns from them, whatever the objective.
 
 ``moments`` are means over completions, so that those of micro-batches and ranks add up; ``figures`` are made
-of the moments of a whole batch. It must not know any loss.
+of the moments of a whole batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A reference that lags behind the policy, from the policy and what sampled alone: no model computes it.
-
-It must not know any loss.
-"""
+"""A reference that lags behind the policy, from the policy and what sampled alone: no model computes it."""
 
 from __future__ import annotations
 

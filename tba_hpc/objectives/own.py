@@ -24,9 +24,8 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
 def own_objective(section: OwnObjective) -> Objective:
     """The function as an objective.
 
-    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion).
-    Raises ConfigError where there is none, or where it does not take what it is given; the objective raises
-    it where what comes back is no loss of each completion.
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion). Raises ConfigError if there is none, or
+    it does not take its arguments; the objective does if what comes back is no loss of each completion.
     """
     key = f"train.objective={section.name}"
     function = find_function(key, section.name)

@@ -1,6 +1,6 @@
 """Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO, Dr. GRPO, GSPO, TOPR.
 
-They are right on-policy, or nearly so. It must not know where the completions come from.
+They are right on-policy, or nearly so.
 
 baseline_shift, δ, is added to the baseline V of the advantages R − V. On-policy that changes nothing but the
 variance. On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]: with V below the mean under μ

@@ -1,7 +1,4 @@
-"""Preference losses over the best and the worst completion of a group: online DPO.
-
-It must not know where the completions come from.
-"""
+"""Preference losses over the best and the worst completion of a group: online DPO."""
 
 from __future__ import annotations
 
