@@ -13,8 +13,8 @@ from tba_hpc.commands.submit import tell
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
-from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
-from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, elastic_script
+from tba_hpc.launch.plan import Component, Site, load_site, searchers_of_a_node
+from tba_hpc.launch.sbatch import elastic_script, job_of
 from tba_hpc.run.directory import RunDir
 
 
@@ -34,26 +34,9 @@ def submit_elastic(
     """
     run = RunDir.open(path)
     config, site = run.config(), _searchers_site(site_file, partition, time)
-    if nodes < 1:
-        raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
-    searcher = searchers_of_a_node(config, site)
-    wanted, most = nodes * searcher.ranks, config.launch.elastic
-    if wanted > most:
-        raise ConfigError(
-            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes, "
-            f"launch.elastic={most}: "
-            + (f"ask for --nodes {most // searcher.ranks}, or " if most >= searcher.ranks else "")
-            + f"stop the run and go on with --set launch.elastic={wanted}"
-        )
+    searcher = _searchers(config, site, nodes)
     code = snapshot.place(run.path)
-    job = Job(
-        name=f"tba-search-{config.run.name}",
-        run=run.path,
-        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
-        code=None if site.container else code,
-        rank=[*site.python, *TBA[1:]],
-        tba=[*site.python, *TBA[1:]],
-    )
+    job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
     text = elastic_script(job, nodes, searcher, site)
     if dry_run:
         print(text, end="")
@@ -80,6 +63,21 @@ def submit_elastic(
         print(json.dumps(done))
     else:
         tell(done)
+
+
+def _searchers(config: Config, site: Site, nodes: int) -> Component:
+    """The searchers of a node. Raises ConfigError if those of all nodes are more than the run takes."""
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
+    searcher, most = searchers_of_a_node(config, site), config.launch.elastic
+    if nodes * searcher.ranks > most:
+        raise ConfigError(
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes, "
+            f"launch.elastic={most}: "
+            + (f"ask for --nodes {most // searcher.ranks}, or " if most >= searcher.ranks else "")
+            + f"stop the run and go on with --set launch.elastic={nodes * searcher.ranks}"
+        )
+    return searcher
 
 
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
-from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
-from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
+from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 
@@ -120,18 +119,10 @@ def script_of(config: Config, split: Plan, site: Site, *, after: str | None, cod
     after: id of the job that is to end first. code: a snapshot of the package, once there is a run directory;
     a container brings code of its own.
     """
-    rank = RANK
     if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
-        rank, site = TBA, site.model_copy(update={"mpi": "none"})
-    job = Job(
-        name=f"tba-{config.run.name}",
-        run=config.run_dir.absolute(),
-        after=after,
-        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent) if code else SUPERVISOR,
-        code=None if site.container else code,
-        rank=[*site.python, *rank[1:]],
-        tba=[*site.python, *TBA[1:]],
-    )
+        site = site.model_copy(update={"mpi": "none"})
+    run = config.run_dir.absolute()
+    job = job_of(f"tba-{config.run.name}", run, site, code, after=after, mpi=config.one_world)
     return batch_script(job, split, site)
 
 

@@ -52,6 +52,21 @@ class Job:
     tba: Sequence[str] = TBA
 
 
+def job_of(
+    name: str, run: Path, site: Site, code: Path | None, *, after: str | None = None, mpi: bool = True
+) -> Job:
+    """The job of a run by the site's Python and a copy of the code, unless a container brings its own."""
+    return Job(
+        name=name,
+        run=run,
+        after=after,
+        supervisor=code / "tba_hpc/launch" / SUPERVISOR.name if code else SUPERVISOR,
+        code=None if site.container else code,
+        rank=[*site.python, *(RANK if mpi else TBA)[1:]],
+        tba=[*site.python, *TBA[1:]],
+    )
+
+
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
     """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``.
 
