@@ -269,7 +269,10 @@ def ended(turn: Turn) -> str:
 def leave(turn: Turn) -> str:
     """The job is about to go back to the queue, unless that is of no use or not wanted."""
     if _for_good(turn):
-        _draw(turn)
+        try:
+            _draw(turn)
+        except Exception as error:  # a stop is a stop, with or without a picture
+            say(f"no report was drawn ({error}): try tba report {turn.run}")
         return "exit 0"
     if turn.requeue == "no":
         if not _progress(turn, "allocated"):
