@@ -75,7 +75,6 @@ def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: 
 )
 def test_a_run_that_does_not_exist_is_refused_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
     """Without asking a hub for a model of that name."""
-    (tmp_path / "runs").mkdir()
     done = subprocess.run([TBA, *command], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     said = "tba: runs/absent does not exist, as a run or a model's folder: check the path\n"
     assert (done.returncode, done.stderr) == (2, said)

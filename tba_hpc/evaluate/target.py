@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba_hpc.checks.config_checks import check_files
 from tba_hpc.checks.facts import Facts, refuse
-from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.config import Config, ConfigError, RunSection, is_local, load_config, parse_config
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 
@@ -51,11 +51,13 @@ def find_target(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise ConfigError if ``name`` is a path below a folder that is here, and leads nowhere.
+    """Raise ConfigError if ``name`` is a path below ``runs`` or a folder that is here, and leads nowhere.
 
     Any other name may be a model on a hub.
     """
-    if not Path(name).exists() and Path(name).parts[0] != name and Path(Path(name).parts[0]).is_dir():
+    path, first = Path(name), name.partition("/")[0]
+    below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())
+    if (is_local(name) or below_a_folder) and not path.exists():
         raise ConfigError(f"{name} does not exist, as a run or a model's folder: check the path")
 
 
