@@ -68,8 +68,8 @@ def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_pa
     first.
     """
     settings = (
-        *("exchange.transport=files", "exchange.delta=always", "model.dtype=bfloat16", "train.steps=40"),
-        *("train.learning_rate.peak=1e-6", "evaluate.every=30"),
+        *("exchange.transport=files", "exchange.delta=always", "exchange.max_staleness=8"),
+        *("model.dtype=bfloat16", "train.learning_rate.peak=1e-6", "train.steps=24", "evaluate.every=20"),
     )
     process = start(model, tmp_path, *settings)
     run = RunDir(tmp_path / NAME)
@@ -83,14 +83,14 @@ def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_pa
     wait_for(lambda: 1 in series(searched(run), "search/rebuilds"), process)
     stop(process)
     stopped_at = steps_done(tmp_path)
-    assert 4 < stopped_at < 40
+    assert 4 < stopped_at < 24
 
     code, out, err = finish(start(model, tmp_path, *settings))
     assert code == 0, out + err
-    assert_whole(RunDir.open(run.path), 40, SAMPLES)
+    assert_whole(RunDir.open(run.path), 24, SAMPLES)
     assert "resumed" in trainer_events(tmp_path) and trainer_events(tmp_path)[-1] == "finished"
     assert max(series(searched(run), "search/rebuilds")) == 1
-    assert max(series(searched(run), "search/version")) == 40
+    assert max(series(searched(run), "search/version")) == 24
     policy = AutoModelForCausalLM.from_pretrained(run.export)
     assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
     old = AutoModelForCausalLM.from_pretrained(model).state_dict()

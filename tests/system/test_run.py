@@ -137,33 +137,59 @@ def trainer_events(root: Path, name: str = NAME) -> list[object]:
     return [record["event"] for record in records if "event" in record]
 
 
-def test_stopped_by_ctrl_c_and_resumed(tmp_path: Path) -> None:
-    """While the ranks start, while they train, and in the last evaluation."""
-    process = start(tmp_path)
+def flip_a_bit(path: Path) -> None:
+    """In the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_stopped_by_ctrl_c_damaged_and_resumed(tmp_path: Path) -> None:
+    """While ranks start, while they train, and in the last evaluation; the newest checkpoint is damaged.
+
+    The run is told late how long it is, and its searcher held, so that it is stopped where it should be.
+    """
+    process = start(tmp_path, "train.steps=100000")
     wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
     assert "nothing is lost" in stop(process)
     run = RunDir.open(tmp_path / NAME)
     assert latest_checkpoint(run) is None
 
-    process = start(tmp_path)
+    process = start(tmp_path, "train.steps=100000")
     wait_for(lambda: steps_done(tmp_path) >= 5, process)
     stop(process)
     folder = latest_checkpoint(run)
     assert folder is not None
     stopped_at = read_state(folder).step
-    assert 5 <= stopped_at == steps_done(tmp_path) < STEPS
+    assert 5 <= stopped_at == steps_done(tmp_path)
 
+    flip_a_bit(folder / "tabular.pt")
     (run.evaluations / "test-step-000000.json").unlink()  # as if it had been under way
-    process = start(tmp_path)
+    steps = stopped_at + 40
+    length = f"train.steps={steps}"
+    process = start(tmp_path, length)
+    wait_for(lambda: steps_done(tmp_path) > stopped_at, process)
+    (searcher,) = ranks(process, "search")
+    searcher.suspend()
     wait_for(lambda: "finished" in trainer_events(tmp_path), process)
-    stop(process)
+    process.send_signal(signal.SIGINT)
+    with suppress(psutil.NoSuchProcess):  # mpiexec may have let it go on, and it is gone
+        searcher.resume()
+    code, out, err = finish(process)
+    assert code == 0, out + err
     assert not run.finished and trainer_events(tmp_path)[-1] == "stopped"
+    assert (run.checkpoints / f"damaged-{folder.name}-1").is_dir()
+    _, out, _ = finish(tba("status", run.path, "--once"))
+    assert f"{folder.name}: tabular.pt is corrupt: its checksum does not match" in out
 
-    assert_whole(run_to_end(tmp_path))
-    assert "resumed" in trainer_events(tmp_path) and trainer_events(tmp_path)[-1] == "finished"
+    code, out, err = finish(start(tmp_path, length))
+    assert code == 0 and "1 × damaged checkpoint set aside" in out, out + err
+    assert_whole(run, steps)
+    events = trainer_events(tmp_path)
+    assert "resumed" in events and events.count("damaged") == 1 and events[-1] == "finished"
 
     # A finished run is not run again; its page needs nothing from outside.
-    code, out, _ = finish(start(tmp_path, more=["--json"]))
+    code, out, _ = finish(start(tmp_path, length, more=["--json"]))
     told, summary = json.loads(out), json.loads(run.summary.read_text())
     # The searchers' last records come after the summary; these do not depend on them.
     lasting = ("finished", "steps", "pass_at_1_before", "pass_at_1_after")
@@ -199,28 +225,6 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
 
     code, _, err = finish(tba("run", run.path.name, "--set", "train.steps=49", folder=tmp_path))
     assert code == 2 and "train.steps=49 lies behind step 50, which" in err, err
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """A bit of the learner's state."""
-    process = start(tmp_path)
-    wait_for(lambda: steps_done(tmp_path) >= 6, process)
-    stop(process)
-    run = RunDir.open(tmp_path / NAME)
-    newest = latest_checkpoint(run)
-    assert newest is not None
-    state = newest / "tabular.pt"
-    data = bytearray(state.read_bytes())
-    data[len(data) // 2] ^= 1
-    state.write_bytes(data)
-
-    code, out, err = finish(start(tmp_path))
-    assert code == 0 and "1 × damaged checkpoint set aside" in out, out + err
-    assert_whole(run)
-    assert trainer_events(tmp_path).count("damaged") == 1
-    assert (run.checkpoints / f"damaged-{newest.name}-1").is_dir()
-    _, out, _ = finish(tba("status", run.path, "--once"))
-    assert f"{newest.name}: tabular.pt is corrupt: its checksum does not match" in out
 
 
 def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
