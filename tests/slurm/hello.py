@@ -24,7 +24,7 @@ def work(role: str, run: Path) -> None:
     record = {
         "role": role,
         "rank": world.rank,
-        "size": world.trainers if world.role == "trainer" else world.searchers,
+        "size": world.size,
         "host": os.uname().nodename,
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
