@@ -179,6 +179,8 @@ def test_more_context_than_the_model_has_positions_is_refused(
     found = list(check_context_length(Facts(config=config)))
     assert [finding.level for finding in found] == ["problem"] * refused
     assert all("model.context_length=4096 is beyond the " in finding.found for finding in found)
+    (tmp_path / "config.json").write_text("")
+    assert list(check_context_length(Facts(config=config))) == []
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:

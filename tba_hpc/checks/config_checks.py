@@ -35,7 +35,10 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
     file = find_file(config.model.path, "config.json", facts.environment) if config else None
     if config is None or file is None:
         return
-    fields = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # the ranks refuse it
+        return
     fields |= fields.get("text_config", {})
     most = fields.get("max_position_embeddings") or fields.get("n_positions")
     stretched = fields.get("rope_scaling") or (fields.get("rope_parameters") or {}).get("factor")
