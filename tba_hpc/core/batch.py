@@ -50,7 +50,9 @@ def plan(
 
     ZeRO moves weights and gradients between the ranks in every micro-batch, so they compute in step.
     A micro-batch has at most ``budget`` tokens (None: as the largest group), padding included; with
-    ``share_prompts`` there is none, and a group's completions share its prompt. Groups that exceed the budget
+    ``share_prompts`` there is none, and a group's completions share its prompt. Attention reads that prompt
+    once per completion: of these tokens, too, it has no more than the budget or the largest group. Groups
+    that exceed the budget
     come first, in one part of several micro-batches; ranks with fewer of them add smaller ones. Each further
     part is one micro-batch of whole groups. Large ones come first, so that a lack of memory shows at once.
     Raises ConfigError if a single sequence exceeds the budget.
@@ -68,9 +70,13 @@ def plan(
     _require_room(batch, most)
     shares = [share[np.argsort(-tokens_B[share], kind="stable")] for share in balance(batch, ranks)]
     split = max(int((tokens_B[share] > most).sum()) for share in shares)
+    most_read = max(most, int(length_N[rows_BK].sum(1).max()))
+
+    def fits(rows: np.ndarray) -> bool:
+        return tokens(rows) <= most and (not share_prompts or int(length_N[rows].sum()) <= most_read)
 
     def runs(pieces: Callable[[np.ndarray], Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
-        filled = _alike([_filled(pieces(share), tokens, most) for share in shares])[rank]
+        filled = _alike([_filled(pieces(share), fits) for share in shares])[rank]
         return tuple(np.concatenate(run) for run in filled)
 
     def sequences(share: np.ndarray) -> Sequence[np.ndarray]:
@@ -95,13 +101,11 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
         )
 
 
-def _filled(
-    pieces: Sequence[np.ndarray], tokens: Callable[[np.ndarray], int], budget: int
-) -> list[list[np.ndarray]]:
-    """Runs of pieces of a batch's rows, in order, each of as many as fit into the budget."""
+def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
+    """Runs of pieces of a batch's rows, in order, each of as many as fit."""
     runs: list[list[np.ndarray]] = []
     for piece in pieces:
-        if runs and tokens(np.concatenate([*runs[-1], piece])) <= budget:
+        if runs and fits(np.concatenate([*runs[-1], piece])):
             runs[-1].append(piece)
         else:
             runs.append([piece])

@@ -228,10 +228,13 @@ class Judged(NamedTuple):
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean over prompts, if it says more than what is correct."""
-        mean_P = self.grade_PN.mean(1)
-        known = np.array_equal(self.correct_PN, self.grade_PN) or not np.isfinite(mean_P).all()
-        return None if known else mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P))
+        """Mean over prompts, of the answers that have a grade, if it says more than what is correct."""
+        graded_PN = np.isfinite(self.grade_PN)
+        some_P = graded_PN.any(1)
+        if np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN]) or not some_P.any():
+            return None
+        mean_P = np.nanmean(np.where(graded_PN, self.grade_PN, np.nan)[some_P], 1)
+        return mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P))
 
 
 def judge(task: Task, groups: Sequence[Group]) -> Judged:

@@ -12,6 +12,9 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 
+KILL_ROUNDS = 10
+"""Looks for what is left of a session that is to end."""
+
 _libc = ctypes.CDLL(None)
 
 
@@ -42,11 +45,24 @@ class StopFlag:
 
 
 def kill_session(leader: int) -> None:
-    """End all processes of the session that ``leader`` began, other process groups of it included."""
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError):
-            if os.getsid(pid) == leader:
-                os.kill(pid, signal.SIGKILL)
+    """End all processes of the session that ``leader`` began, other process groups of it included.
+
+    Its own group at once; then whatever is left, again while processes are found that fork as they are ended.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for _ in range(KILL_ROUNDS):
+        if not any([_kill_if_of(leader, pid) for pid in psutil.pids()]):
+            return
+
+
+def _kill_if_of(session: int, pid: int) -> bool:
+    """Whether a process was of that session, and is ended now; one that has ended is not."""
+    with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+        if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 def die_with(parent: int, number: int) -> None:

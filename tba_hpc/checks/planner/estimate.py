@@ -20,7 +20,6 @@ MARGIN = 0.03
 
 TRAINER_REMEDIES = (
     "train.gradient_checkpointing=true",
-    "train.groups_per_micro_batch=1",
     *(f"train.tokens_per_micro_batch={size << 10}" for size in (16, 4)),
     "train.zero_stage=3",
     *(f"launch.trainers={ranks}" for ranks in (2, 4, 8, 16, 32)),

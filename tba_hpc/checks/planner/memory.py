@@ -107,8 +107,7 @@ def searcher_items(work: Workload, gpu: Gpu) -> Items:
     options, items = work.config.task.options, engine_items(work, gpu)
     if work.config.train.searcher_has_reference:
         tokens = work.config.generator.completions_per_prompt * (work.prompt + work.longest)
-        cache = tokens * work.policy.kv_bytes(work.weight_bytes)
-        items |= {"reference": work.policy_bytes, "reference: a group": _scoring_bytes(work, tokens) + cache}
+        items |= {"reference": work.policy_bytes, "reference: a group": _scoring_bytes(work, tokens)}
     for option, reader in work.readers.items():
         batch = options.get(f"{option}_batch") or options.get("batch") or READERS[option]
         items[f"task.options.{option}"] = _reader_bytes(reader, int(batch))
