@@ -548,6 +548,7 @@ def take_snapshot(run: RunPath) -> None:
 def prepare(run: RunPath, overrides: Overrides = None) -> None:
     """Set how many ranks RUN has and begin new logs; before every start of its ranks."""
     run_dir = RunDir.open(run)
+    refuse_owned(run_dir)
     run_dir.adapt(overrides or [])
     launch, logs = run_dir.config().launch, run_dir.begin_attempt()
     log_event(run_dir, "start", attempt=logs.name, trainers=launch.trainers, searchers=launch.searchers)

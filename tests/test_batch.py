@@ -229,6 +229,17 @@ def test_micro_batches_by_hand(share: bool, split: list[list[int]]) -> None:
     assert (first.groups.tolist(), second.groups.tolist()) == ([0], [1])
 
 
+def test_micro_batches_are_bounded_by_what_attention_reads_of_shared_prompts() -> None:
+    """One group of long completions, and short ones of which many fit into its tokens in a row."""
+    completions = np.array([[100, 1, 1, 1], *[[1, 1, 1, 1]] * 5])
+    batch = batch_of(np.full(24, 50), completions.ravel(), 4, np.random.default_rng(0))
+    first, *others = plan(batch, rank=0, ranks=1, budget=None, share_prompts=True)
+    assert first.groups.tolist() == [0] and int(batch.length_N[:4].sum()) == 303
+    assert [part.groups.tolist() for part in others] == [[group] for group in range(1, 6)]  # two read 408
+    enough = plan(batch, rank=0, ranks=1, budget=1000, share_prompts=True)
+    assert [len(part.groups) for part in enough] == [4, 2]  # 303 + 3 × 204 tokens, then 2 × 204
+
+
 def test_a_sequence_that_does_not_fit_is_named_by_its_lengths() -> None:
     batch = batch_of(np.full(4, 5), np.array([3, 9, 2, 4]), 2, np.random.default_rng(0))
     sentence = (

@@ -358,12 +358,13 @@ def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) 
 
 
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
-    with serving(lambda n, body: (401, 0) if n == 2 else (200, 1)) as server:
+    with serving(lambda n, body: ({2: 401, 3: 422}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.require_judges()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
         with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
             task.require_judges()
+        task.require_judges()  # it is there, and takes no empty completion
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.require_judges()  # it has gone
 
@@ -410,6 +411,23 @@ def test_a_program_that_runs_too_long_or_dies_is_killed_with_its_session(own: Pa
         time.sleep(0.01)
     answers = program(own, "time.sleep(600)", seconds=0.2)([({}, "a")])
     assert answers == pytest.approx([math.nan], nan_ok=True)
+
+
+def test_a_program_that_forks_for_ever_is_killed_to_the_last_child(own: Path) -> None:
+    seen = own / "seen"
+    text = f"""
+if os.fork():
+    time.sleep(600)
+while True:
+    if os.fork():
+        os._exit(0)
+    open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')
+"""
+    program(own, text, seconds=1.0, when_killed=0.0)([({}, "a")])
+    size = seen.stat().st_size
+    assert size
+    time.sleep(0.3)
+    assert seen.stat().st_size == size, "a child lives on"
 
 
 def _lives(pid: int) -> bool:

@@ -37,12 +37,12 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
         return
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # the ranks refuse it
+        fields |= fields.get("text_config") or {}
+    except (ValueError, TypeError, AttributeError):  # the ranks refuse it
         return
-    fields |= fields.get("text_config", {})
-    most = fields.get("max_position_embeddings") or fields.get("n_positions")
-    stretched = fields.get("rope_scaling") or (fields.get("rope_parameters") or {}).get("factor")
-    if most and not stretched and config.model.context_length > most:
+    most = fields.get("max_position_embeddings") or fields.get("n_positions") or 0
+    stretched = fields.get("rope_scaling") or "factor" in json.dumps(fields.get("rope_parameters"))
+    if most > 0 and not stretched and config.model.context_length > most:
         found = f"model.context_length={config.model.context_length} is beyond the {most} positions of "
         remedy = f"lower it to {most} at most"
         yield problem("context length", f"{found}model.path={config.model.path}", remedy)

@@ -221,9 +221,9 @@ class Learner(Protocol):
         """One optimizer step on the mean loss over all rows of ``batch``; returns its metrics.
 
         loss and the objective's own, means over the batch; the ``figures`` of the batch; grad_norm before
-        clipping; tokens of the completions; the learning_rate, which by_ess may have lowered; skipped_steps
-        so far. If loss or norm is not finite, weights and optimizer stay as they are, and the norm is not
-        finite; ConfigError if that happens too often in a row.
+        clipping; tokens of the completions; the learning_rate; skipped_steps so far. If loss or norm is not
+        finite, weights and optimizer stay as they are, and the norm is not finite; ConfigError if that
+        happens too often in a row.
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:

@@ -340,12 +340,32 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
     if _is_of_an_earlier_start(claim, me):
         return True
     # An MPI rank starts no processes, and its launcher has asked Slurm already.
-    at_work = _is_at_work(owner.job) if owner.job and claim.name == LAUNCH else None
+    at_work = _is_at_work(run, owner) if owner.job and claim.name == LAUNCH else None
     if at_work is False or (at_work and not owner.pid):
         return not at_work
-    # A job's launcher gives no signs of life, but its ranks do.
-    files = [claim.file] if owner.pid else run.owners.glob("trainer-*")
-    return abs(clock(run) - max(map(_last_sign, files), default=0.0)) > SILENT_SECONDS
+    return _is_silent(run, claim)
+
+
+def _is_silent(run: RunDir, claim: Claim) -> bool:
+    """Whether an owner gives no sign of life any more.
+
+    A sign that is far ahead was made by another clock, a client's, or one that was set: the owner is watched
+    for longer than it goes without one.
+    """
+
+    def sign() -> float:  # a job's launcher gives none, but its ranks do
+        files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
+        return max(map(_last_sign, files), default=0.0)
+
+    last = sign()
+    if clock(run) > last - SILENT_SECONDS:
+        return clock(run) - last > SILENT_SECONDS
+    end = time.monotonic() + 1.5 * BEAT_SECONDS
+    while time.monotonic() < end:
+        if sign() != last:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
@@ -374,9 +394,9 @@ def _machine() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _is_at_work(job: str) -> bool | None:
-    """Whether a job has processes, as Slurm says; None if it cannot be asked."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
+    """Whether the owner's job has processes, as Slurm says; None if it cannot be asked."""
+    command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         seen = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, env=plain)
@@ -384,4 +404,10 @@ def _is_at_work(job: str) -> bool | None:
         return None
     if seen.returncode:
         return False if "Invalid job id" in seen.stderr else None
-    return not AT_WORK.isdisjoint(seen.stdout.split())
+    parts = [line.partition(" ")[::2] for line in seen.stdout.splitlines()]
+    return any(state in AT_WORK and (owner.pid or _is_of(run, comment)) for state, comment in parts)
+
+
+def _is_of(run: RunDir, comment: str) -> bool:
+    """Whether a job's comment, if it has one, names the run: Slurm uses ids again."""
+    return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))

@@ -12,7 +12,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 
-KILL_ROUNDS = 10
+KILL_ROUNDS = 3
 """Looks for what is left of a session that is to end."""
 
 _libc = ctypes.CDLL(None)
@@ -47,12 +47,12 @@ class StopFlag:
 def kill_session(leader: int) -> None:
     """End all processes of the session that ``leader`` began, other process groups of it included.
 
-    Its own group at once; then whatever is left, again while processes are found that fork as they are ended.
+    Its own group at once, so that none escapes by forking; then other groups, while some are found.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for _ in range(KILL_ROUNDS):
-        if not any([_kill_if_of(leader, pid) for pid in psutil.pids()]):
+        if not sum(_kill_if_of(leader, pid) for pid in psutil.pids()):
             return
 
 

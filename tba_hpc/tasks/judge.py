@@ -39,6 +39,12 @@ LONGEST_PAUSE = 30.0
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes of a server that may answer later."""
 
+REFUSALS = {401, 403, 404}
+"""Status codes of a key that is not accepted, and of an address where no judge is."""
+
+LOOK_SECONDS = 5.0
+"""Timeout of the question before a run."""
+
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -69,13 +75,19 @@ class Judge:
         return [one.result() for one in asked]
 
     def require(self, row: Mapping[str, object]) -> None:
-        """Ask once, of an empty completion. Raises ConfigError where nobody answers there, or refuses."""
+        """Ask once, of an empty completion. Raises ConfigError if nobody listens there, or refuses everybody.
+
+        A judge may be slow at first, or take no empty completion.
+        """
         try:
-            status, _ = self._post(json.dumps(self._question(row, "")).encode())
+            seconds = min(self._section.seconds, LOOK_SECONDS)
+            status, _ = self._post(json.dumps(self._question(row, "")).encode(), seconds)
+        except TimeoutError:
+            return
         except (OSError, HTTPException) as error:
             found = str(error) or type(error).__name__
         else:
-            if status // 100 == 2 or status in BUSY:
+            if status not in REFUSALS:
                 return
             found = f"status {status}"
         sentence = (
@@ -89,7 +101,7 @@ class Judge:
             if again:
                 self._pause(min(FIRST_PAUSE * 2 ** (again - 1), LONGEST_PAUSE))
             try:
-                status, answer = self._post(body)
+                status, answer = self._post(body, self._section.seconds)
             except (OSError, HTTPException) as error:  # away, silent, or cut off
                 found = str(error) or type(error).__name__
                 continue
@@ -100,9 +112,9 @@ class Judge:
                 break
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
-    def _post(self, body: bytes) -> tuple[int, bytes]:
-        """Status and answer, or OSError or HTTPException; all of it within the section's seconds."""
-        address, seconds = urlsplit(self._url), self._section.seconds
+    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Status and answer, or OSError or HTTPException; all of it within ``seconds``."""
+        address = urlsplit(self._url)
         path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self._secret}"} if self._secret else {}

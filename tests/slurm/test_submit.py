@@ -515,7 +515,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
-    assert _events(run) == ["submitted", "allocated", "start", "refused"]
+    assert _events(run) == ["submitted", "allocated", "refused"] and _starts(run) == [(1, 1)]
     assert f"no model can be loaded from model.path={tmp_path}/none" in read_events(run)[-1]["sentence"]
     (code,) = (run.path / "code").iterdir()
     said = [log.read_text(errors="replace") for log in (run.logs / "latest").glob("*.*")]
