@@ -52,7 +52,14 @@ from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange
 from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import end_imports, led, placed, printed
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
-from tba_hpc.loops.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
+from tba_hpc.loops.elastic import (
+    Attendance,
+    Visit,
+    at_work,
+    comes_by_itself,
+    leased_place,
+    leaving_at_once,
+)
 from tba_hpc.loops.ending import end_run
 from tba_hpc.loops.merger import merge_pending
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
@@ -246,6 +253,7 @@ def _open_trainer(
             read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
+            at_work=partial(at_work, run),
             timeout=config.launch.disk_seconds,
             several=config.launch.trainers > 1 and placement.mpi is None,
             delta=_may_send_delta(config, layout),

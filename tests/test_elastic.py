@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -25,10 +26,19 @@ from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress, PromptOrder
-from tba_hpc.core.types import Group, Publication, Split, WeightLayout
+from tba_hpc.core.types import Group, Publication, Shard, Split, WeightLayout, WeightUpdate
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
-from tba_hpc.loops.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
+from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.loops.elastic import (
+    Attendance,
+    EvaluatorSeat,
+    NoPlaceError,
+    at_work,
+    comes_by_itself,
+    leased_place,
+)
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger, by_tenths
 from tba_hpc.report.monitor import RunMonitor
@@ -419,6 +429,67 @@ def visitor(
         finished=lambda: run.finished,
         evaluates=lambda: evaluates,
     )
+
+
+def test_weights_are_held_for_those_at_work(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one that was killed has held goes; what one at work holds stays when the trainer restarts."""
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.LET_GO_SECONDS", 0.0)
+    names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
+    leases = [owners.take_lease(run, names) for _ in range(2)]
+    lead = trainer(run, at_work=partial(at_work, run))
+    publish(lead, 1)
+    readers = [FileSearcherExchange(run.weights, FIRST_ELASTIC + i, deadline=60.0) for i in range(2)]
+    updates = [reader.poll() for reader in readers]
+    for lease in leases[1:]:
+        assert lease and all(updates)
+        lease.release()
+    for version in range(2, 5):
+        publish(lead, version)
+    held = [path.name[:9] for path in run.weights.glob("held-*")]
+    assert held == [f"held-{FIRST_ELASTIC}"]
+    lead.close()
+    trainer(run, at_work=partial(at_work, run)).close()
+    assert [path.name[:9] for path in run.weights.glob("held-*")] == held
+    for lease in leases[:1]:
+        assert lease
+        lease.release()
+    trainer(run, at_work=partial(at_work, run)).close()
+    assert not list(run.weights.glob("held-*"))
+
+
+class StillRead:
+    """A world that ends once nobody reads the weights that it had published, as one without memory does."""
+
+    stop_requested = False
+
+    def __init__(self) -> None:
+        self.file = WeightFile.copy_of(np.zeros(LAYOUT.nbytes, np.uint8))
+
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        return True
+
+    def arrived(self) -> tuple[int, WeightUpdate]:
+        reader = self.file.reader()
+        return 0, WeightUpdate(Publication(version=1), LAYOUT, reader.map("r"), reader)
+
+    def gather(self) -> bool:
+        return True
+
+    def collect(self) -> list[Shard]:
+        return []
+
+    def close(self) -> list[Shard]:
+        assert not self.file.has_readers, "for ever"
+        return []
+
+
+def test_the_end_does_not_wait_for_weights_that_go_to_files(run: RunDir) -> None:
+    world = StillRead()
+    both = HybridTrainerExchange(world, trainer(run), visited=lambda: True)
+    both.publish(Publication(version=1), lambda out: None)
+    both.gather()
+    assert world.file.has_readers
+    both.close()
 
 
 def test_a_stop_is_its_own(run: RunDir) -> None:

@@ -166,6 +166,20 @@ def test_a_shard_that_stays_away_is_named_and_passed_over_in_the_end(
     assert f"{run.shard_file(0, 1)} could not be read for 0.1 s (No such file" in warning
 
 
+def test_all_that_a_searcher_lacks_is_waited_for_at_once(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(8):
+        sealed(run, searcher=0, groups=1)
+    for index in (1, 2, 4, 6):
+        run.shard_file(0, index).unlink()
+    began = time.monotonic()
+    assert indices(PendingShards(run, timeout=1.0).read_all({})) == [0, 3, 5, 7]
+    assert 1.0 <= time.monotonic() - began < 2.0
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.endswith("the run goes on without it and 3 later ones that do not exist")
+
+
 def test_an_index_that_was_set_aside_is_no_gap(run: RunDir, moods: Moods) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)

@@ -87,6 +87,9 @@ reads them all."""
 
 PAGE = 4096
 
+LET_GO_SECONDS = 60.0
+"""Pause between two looks for dead searchers: metadata servers are slow and shared."""
+
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
 
@@ -146,9 +149,10 @@ class FileTrainerExchange:
 
     folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order. progress:
     how far the run is. evaluated: whether the evaluation of a split with the weights of a version is
-    complete. several: whether other trainer ranks write their parts of the weights, each right into the file;
-    otherwise weights stay in memory until they are on disk. delta: whether weights may be stored as what has
-    changed, unless ``several`` write. timeout: how long a full disk is waited for, s.
+    complete. at_work: which of the searchers given are (by default all). several: whether other trainer ranks
+    write their parts of the weights, each right into the file; otherwise weights stay in memory until they
+    are on disk. delta: whether weights may be stored as what has changed, unless ``several`` write. timeout:
+    how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class FileTrainerExchange:
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
+        at_work: Callable[[set[int]], set[int]] = set,
         several: bool = False,
         delta: bool = False,
         timeout: float = 0.0,
@@ -168,6 +173,7 @@ class FileTrainerExchange:
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
+        self._at_work = at_work
         self._insist = partial(insist, seconds=timeout)
         self._several = several
         self._delta = DeltaMemory(layout.nbytes) if delta else None
@@ -348,17 +354,32 @@ class FileTrainerExchange:
                 ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
                 if name in answered or (ours and name not in needed):
                     (self._folder / name).unlink(missing_ok=True)
+        if time.monotonic() - self._let_go > LET_GO_SECONDS:
+            self._let_go_for_the_dead()
+
+    def _let_go_for_the_dead(self) -> None:
+        """Remove the names by which searchers that are not at work any more hold weights."""
+        self._let_go = time.monotonic()
+        with suppress(OSError):  # another look follows
+            # First: whoever gives a name meanwhile is at work.
+            held = {name: _holding(name) for name in listing(self._folder) if name.startswith(HELD)}
+            dead = set(held.values()) - self._at_work(set(held.values())) if held else set()
+            for name, searcher in held.items():
+                if searcher in dead:
+                    (self._folder / name).unlink(missing_ok=True)
 
     # --- The beginning of an attempt ---
 
     def _remove_leftovers(self) -> None:
         """Requests of an earlier attempt, and what a kill between write and rename left.
 
-        Notes of searchers that join stay: they may have come before their trainer.
+        Notes of searchers that join stay: they may have come before their trainer. What searchers at work
+        hold stays, too.
         """
         for name in listing(self._folder):
-            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
+            if name.startswith((STOP, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
                 (self._folder / name).unlink(missing_ok=True)
+        self._let_go_for_the_dead()
 
     def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
         """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
@@ -411,6 +432,11 @@ def _joining(note: str) -> tuple[int, str]:
     """Number of the searcher that joins, and the token of its note."""
     searcher, token = note.removeprefix(JOIN).split("-")
     return int(searcher), token
+
+
+def _holding(name: str) -> int:
+    """Number of the searcher that holds weights by a name of its own."""
+    return int(name.removeprefix(HELD).split("-")[0])
 
 
 def _of_an_attempt_before(publication: Publication) -> Publication:
@@ -523,14 +549,19 @@ class FileSearcherExchange:
         layout, file = read_weights(*self._hold(whole))
         if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
-        for link in links:
-            if link.sequence > self._own_sequence:
-                changes = np.fromfile(self._folder / link.file, np.uint8)
-                if crc32(changes.data) != link.checksum:
-                    raise DamagedError(f"{self._folder / link.file} is not what was written")
-                apply_changes(changes, self._own.map("r+"))
-                self._own_sequence = link.sequence
+        missed = [link for link in links if link.sequence > self._own_sequence]
+        # All are read first: an engine that is rebuilt loads our copy, by the version it was given out as.
+        for link, changes in [(link, self._changes(link)) for link in missed]:
+            apply_changes(changes, self._own.map("r+"))
+            self._own_sequence = link.sequence
         return layout, self._own
+
+    def _changes(self, link: Entry) -> np.ndarray:
+        """What a file of changes holds. Raises DamagedError, OSError."""
+        changes = np.fromfile(self._folder / link.file, np.uint8)
+        if crc32(changes.data) != link.checksum:
+            raise DamagedError(f"{self._folder / link.file} is not what was written")
+        return changes
 
     def _hold(self, entry: Entry) -> tuple[Path, Path | None]:
         """A path to weights, and the name of our own among its names, if it has one.

@@ -358,8 +358,9 @@ class PendingShards:
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
     one before it. A file that others follow is waited for ``timeout`` seconds, and only then passed over,
-    with a warning. A file that cannot be used is set aside, logged, and left out; several ranks may read at
-    once. searchers: looked for even if the listing of their folders lags. among: no others are read.
+    with a warning, together with those of its searcher that do not exist at that time. A file that cannot be
+    used is set aside, logged, and left out; several ranks may read at once. searchers: looked for even if the
+    listing of their folders lags. among: no others are read.
     """
 
     def __init__(
@@ -416,7 +417,8 @@ class PendingShards:
                 if index >= end and isinstance(error, FileNotFoundError):
                     self._missed.pop(path, None)  # its server may have been away at an earlier look
                     return
-                if not self._gives_up(path, error):
+                others = (self._run.shard_file(searcher, other) for other in range(index + 1, end))
+                if not self._gives_up(path, error, others):
                     return
             if shard is not None:
                 yield shard
@@ -463,17 +465,22 @@ class PendingShards:
             )
         return shard
 
-    def _gives_up(self, path: Path, error: OSError) -> bool:
-        """Whether something has been missed for so long that the run goes on without it."""
+    def _gives_up(self, path: Path, error: OSError, others: Iterable[Path] = ()) -> bool:
+        """Whether something has been missed for so long that the run goes on without it.
+
+        others: those that do not exist then are not waited for again.
+        """
         since = self._missed.setdefault(path, time.monotonic())
         if path not in self._given_up and time.monotonic() - since < self._timeout:
             return False
         del self._missed[path]
         if path not in self._given_up:
-            self._given_up.add(path)
+            absent = [other for other in others if _is_absent(other)]
+            self._given_up.update([path, *absent])
+            too = f" and {len(absent)} later ones that do not exist" if absent else ""
             log.warning(
-                "%s could not be read for %g s (%s), and others follow it: the run goes on without it",
-                *(path, self._timeout, error.strerror),
+                "%s could not be read for %g s (%s), and others follow it: the run goes on without it%s",
+                *(path, self._timeout, error.strerror, too),
             )
         return True
 
@@ -481,6 +488,15 @@ class PendingShards:
 def _aside(path: Path) -> Path:
     """The name of a broken file that no reader meets again; its index stays taken."""
     return path.with_name(path.name + REFUSED)
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is no such shard, nor was one set aside; no, if the file server does not tell."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError) and not _is_aside(path)
+    return False
 
 
 def _is_aside(path: Path) -> bool:

@@ -67,9 +67,13 @@ class HybridTrainerExchange:
         return self._world.stop_requested
 
     def close(self) -> list[Shard]:
-        """End the run on both sides; elastic searchers find out by themselves whether it is finished."""
+        """End the run on both sides; elastic searchers find out by themselves whether it is finished.
+
+        The files first: the world may wait for memory that only they still need.
+        """
         self._closed = True
-        return self._world.close() + self._files.close()
+        elastic, self._copied = self._files.close(), None
+        return self._world.close() + elastic
 
     def _pass_on(self) -> None:
         """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""

@@ -248,7 +248,7 @@ class MpiTrainerExchange:
         self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
         for rank, image in images:
             self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
-        self._confirmed()
+        self._confirmed(last=purpose is Purpose.CLOSE)
 
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
@@ -268,11 +268,14 @@ class MpiTrainerExchange:
         self._world.wait_for(answers, f"did not say how large its shards are in round {self._rounds}")
         return sizes
 
-    def _confirmed(self) -> None:
-        """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
+    def _confirmed(self, *, last: bool) -> None:
+        """Wait for every rank to confirm the round; one that says it is busy gets another deadline.
+
+        last: whether no weights will follow, which would need room.
+        """
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since or not self._memory.has_room(self._writes):
+        while waiting_since or not (last or self._memory.has_room(self._writes)):
             for rank, (status, (_, request)) in list(answers.items()):
                 if not request.Test():
                     continue
@@ -309,7 +312,7 @@ class _Peer:
         """Take part in the leader's rounds, to the end."""
         while (header := self._next_header())["purpose"] != Purpose.END:
             self._transfer(header)
-            self._until_free(int(header["write"]) + 1)
+            self._until_free(int(header["write"]) + 1, last=header["purpose"] == Purpose.CLOSE)
             self._send_status(Status.CONFIRMED)
 
     def _next_header(self) -> np.void:
@@ -335,10 +338,13 @@ class _Peer:
         self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
 
-    def _until_free(self, write: int) -> None:
-        """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
+    def _until_free(self, write: int, *, last: bool) -> None:
+        """Wait until the next weights may come; meanwhile tell the leader that the main thread lives.
+
+        last: whether none will.
+        """
         reported = time.monotonic()
-        while not (self._is_free() and self._memory.has_room(write)):
+        while not (self._is_free() and (last or self._memory.has_room(write))):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()
             if self._last_call > reported and now - reported > self._world.deadline / 4:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
@@ -32,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_words
@@ -79,6 +80,13 @@ which."""
 
 RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""
+
+SPARE_SECONDS = 1.0
+"""Pause between two tries to get memory for the spare."""
+
+READ_DEADLINES = IDLE_DEADLINES - 2
+"""Deadlines that readers, of which some evaluate, have if there is no memory for the spare: the leader hears
+of it, and names who is missing, before the ranks that wait for its next round give up."""
 
 
 class Tag(IntEnum):
@@ -325,6 +333,7 @@ class NodeMemory:
         self._maps = [file.map("r+") for file in self._files]
         self._crowded: float | None = None  # since when readers delay the next write
         self._spare_is_full = False  # since somebody reads it
+        self._next_try = 0.0  # to get memory for it
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
 
@@ -340,7 +349,10 @@ class NodeMemory:
         return self._files[self._order[write % 2]].reader()
 
     def has_room(self, write: int) -> bool:
-        """Whether weights of that number may be written; the node leader must ask until they may."""
+        """Whether weights of that number may be written; the node leader must ask until they may.
+
+        Raises ExchangeError if those that would be overwritten are read for READ_DEADLINES.
+        """
         if self._node.rank != 0:
             return True
         place, spare = self._order[write % 2], sum(range(FILES)) - self._order.sum()
@@ -350,17 +362,42 @@ class NodeMemory:
         if not self._files[place].has_readers:
             self._crowded = None
             return True
-        self._crowded = self._crowded or time.monotonic()
-        if self._spare_is_full or time.monotonic() - self._crowded < RELEASE_SECONDS:
-            return False
-        try:
-            self._files[spare].allocate()
-        except OSError:  # no memory for a third copy
+        now = time.monotonic()
+        self._crowded = self._crowded or now
+        self._refuse_readers(now - self._crowded)
+        if self._spare_is_full or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
         self._maps[spare][::PAGE].max(initial=0)
         self._order[write % 2] = spare
         self._last, self._spare_is_full, self._crowded = self._whole(), True, None
         return True
+
+    def _gets_memory(self, spare: int) -> bool:
+        """Take memory for a third copy; not tried often, as a try in vain may take what is left meanwhile."""
+        if time.monotonic() < self._next_try:
+            return False
+        if shutil.disk_usage(SHARED_MEMORY).free >= self.layout.nbytes:
+            with suppress(OSError):  # others were faster
+                self._files[spare].allocate()
+                return True
+        if not self._next_try:
+            log.warning(
+                "%s on %s has no room for a third copy of the weights: new ones wait until nobody reads the "
+                "oldest, in an evaluation for instance",
+                *(SHARED_MEMORY, socket.gethostname()),
+            )
+        self._next_try = time.monotonic() + SPARE_SECONDS
+        return False
+
+    def _refuse_readers(self, seconds: float) -> None:
+        """Raise ExchangeError if they have delayed the next write for too long."""
+        longest = READ_DEADLINES * self._world.deadline
+        if seconds > longest:
+            raise ExchangeError(
+                f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and there is no "
+                "memory for newer ones beside them: it hangs, or evaluates for longer; see the logs of the "
+                f"ranks there, and free some of {SHARED_MEMORY} or raise launch.timeout_seconds"
+            )
 
     def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""
@@ -394,7 +431,7 @@ class NodeMemory:
         """The node's files, and which of them even and odd writes go to, int64 [2]."""
         name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, ORDER_BYTES]
         if self._node.rank == 0:
-            _check_shared_memory(2 * self.layout.nbytes)
+            _check_shared_memory(self.layout.nbytes)
             name[0] = tempfile.mkdtemp(prefix="tba-hpc-weights-", dir=SHARED_MEMORY)
             for number, nbytes in enumerate(sizes):
                 with Path(name[0].decode(), str(number)).open("xb") as file:
@@ -529,11 +566,17 @@ def _check_role(rank: int, role: Role, trainers: int) -> None:
 
 
 def _check_shared_memory(nbytes: int) -> None:
-    """Refuse what would end in a bus error at the first write."""
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < nbytes:
+    """Refuse what would end in a bus error at the first write. nbytes: of the weights."""
+    free, host = shutil.disk_usage(SHARED_MEMORY).free, socket.gethostname()
+    if free < 2 * nbytes:
         raise ConfigError(
-            f"two copies of the weights need {nbytes / 1e9:.1f} GB of shared memory on each node, "
-            f"{SHARED_MEMORY} on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or start another "
+            f"two copies of the weights need {2 * nbytes / 1e9:.1f} GB of shared memory on each node, "
+            f"{SHARED_MEMORY} on {host} has {free / 1e9:.1f} GB: free some, or start another "
             "run (run.name) with exchange.transport=files"
+        )
+    if free < FILES * nbytes:
+        log.warning(
+            "three copies of the weights, one of them for those that an evaluation reads, need %.1f GB of "
+            "shared memory, %s on %s has %.1f GB: new weights may have to wait for evaluations",
+            *(FILES * nbytes / 1e9, SHARED_MEMORY, host, free / 1e9),
         )

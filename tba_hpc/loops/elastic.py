@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -86,12 +86,18 @@ def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
         lease.release()
 
 
+def at_work(run: RunDir, searchers: Iterable[int]) -> set[int]:
+    """Which of these searchers are; any may be asked for, not only elastic ones. Raises OSError."""
+    names = {rank_name("searcher", number): number for number in searchers}
+    return {names[name] for name in holders(run, names, now=clock(run))}
+
+
 class Attendance:
     """Whether any elastic searcher is at work; looks every LOOK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
-        self._names = [rank_name("searcher", number) for number in config.launch.elastic_searchers]
+        self._searchers = config.launch.elastic_searchers
         self._looked = -LOOK_SECONDS
         self._anybody = False
 
@@ -103,7 +109,7 @@ class Attendance:
         return self._anybody
 
     def _look(self) -> bool:
-        return bool(holders(self._run, self._names, now=clock(self._run)))
+        return bool(at_work(self._run, self._searchers))
 
 
 @contextmanager

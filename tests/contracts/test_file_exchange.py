@@ -354,3 +354,23 @@ def test_damaged_changes_are_left_out_until_whole_weights_come(tmp_path: Path, d
     assert_takes(reader, 3, share=0.9)
     exchange.close()
     assert reader.closed
+
+
+@pytest.mark.parametrize("damage", ["a bit", "gone"])
+def test_weights_that_were_given_out_stay_until_newer_ones_are_whole(tmp_path: Path, damage: str) -> None:
+    """Two changes are missed, of which the second is damaged, or superseded between two looks."""
+    exchange, reader = teller(tmp_path), searcher(tmp_path)
+    for version in range(2):
+        tell(exchange, Publication(version=version))
+    taken = reader.poll()
+    assert taken is not None
+    for version in (2, 3):
+        tell(exchange, Publication(version=version))
+    (path,) = tmp_path.glob("step-000003*")
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    assert reader.poll() is None
+    assert np.array_equal(taken.data, weights_of(1))
+    exchange.close()

@@ -57,6 +57,54 @@ print("held")
 """
 
 
+NO_ROOM = """
+import time
+from collections import Counter
+from mpi4py import MPI
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.types import WeightLayout
+from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.exchange import mpi_world
+
+mpi_world.RELEASE_SECONDS, mpi_world.SPARE_SECONDS = 0.0, 0.3
+layout = WeightLayout.of([("weight", (1 << 20,))], "F32")
+world = mpi_world.MpiWorld(
+    MPI.COMM_SELF, 0, trainers=1, searchers=0, deadline=0.5, node_split=lambda comm: comm
+)
+memory = mpi_world.NodeMemory(world, layout, 1 << 20)
+usage, calls = mpi_world.shutil.disk_usage, Counter()
+
+def nearly_full(path):
+    calls["look"] += 1
+    return usage(path)._replace(free=layout.nbytes - 1)
+
+def allocate(file):
+    calls["try"] += 1
+    raise OSError(28, "No space left on device")
+
+mpi_world.shutil.disk_usage, WeightFile.allocate = nearly_full, allocate
+reader, began = memory.reader(0), time.monotonic()
+try:
+    while not memory.has_room(2):
+        time.sleep(0.001)
+except ExchangeError as error:
+    print(error)
+waited = time.monotonic() - began
+assert 0.5 * mpi_world.READ_DEADLINES <= waited < 10, waited
+assert 1 < calls["look"] <= 1 + waited / 0.3 and not calls["try"], calls
+"""
+
+
+@pytest.mark.mpi
+def test_readers_are_waited_for_with_an_end_if_there_is_no_memory_beside_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ROOM], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has read old weights for 2 s, and there is no memory for newer ones" in done.stdout
+    assert done.stderr.count("has no room for a third copy") == 1
+
+
 @pytest.mark.mpi
 def test_what_somebody_reads_is_not_overwritten_and_two_copies_are_the_rule(tmp_path: Path) -> None:
     done = subprocess.run(
