@@ -1,14 +1,18 @@
-"""``python -m tba_hpc`` is the command ``tba``."""
+"""The command ``tba``, also as ``python -m tba_hpc``."""
 
 import sys
 
-if sys.argv[1:2] == [
-    "supervise"
-]:  # what a batch script asks at every turn need not import the other commands
-    from tba_hpc.launch.supervise import main as supervise
 
-    sys.exit(supervise(sys.argv[2:]))
+def main() -> None:
+    """Entry point: what a batch script asks at every turn need not import the other commands."""
+    if sys.argv[1:2] == ["supervise"]:
+        from tba_hpc.launch.supervise import main as supervise
 
-from tba_hpc.cli import main
+        sys.exit(supervise(sys.argv[2:]))
+    from tba_hpc.cli import main as tba
 
-main()
+    tba()
+
+
+if __name__ == "__main__":
+    main()

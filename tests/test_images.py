@@ -111,7 +111,7 @@ def test_pins_of_the_project_are_those_of_the_lock() -> None:
 
 
 def test_the_package_in_the_image_is_whole(laid_out: Path, tmp_path: Path) -> None:
-    assert PROJECT["scripts"] == {"tba": "tba_hpc.cli:main"}
+    assert PROJECT["scripts"] == {"tba": "tba_hpc.__main__:main"}
     words = [sys.executable, "-m", "tba_hpc", "submit", "--nodes", "2", "--dry-run"]
     environment = {**os.environ, "PYTHONPATH": str(laid_out), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

@@ -92,7 +92,7 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").write_text(': "$CONDA_BACKUP"\n')  # as conda's, not for `set -u`
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; exit 2\n')
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; echo "$PYTHONPATH" > path; exit 2\n')
     (tmp_path / "python").chmod(0o700)
     counts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "3"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **counts}
@@ -100,6 +100,7 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     assert done.returncode == 2
     wanted = f"-P -m tba_hpc create configs/{config}.yaml --set launch.trainers=1 --set launch.searchers=3"
     assert (tmp_path / "words").read_text().startswith(wanted)
+    assert (tmp_path / "path").read_text() == f"{tmp_path}\n", "the package need not be installed"
 
 
 def test_a_het_job_never_asks_for_no_kill() -> None:
@@ -278,16 +279,18 @@ def test_caches_lie_on_the_node_where_one_can_write(tmp_path: Path) -> None:
     assert mine[1] == "/my/triton" and Path(mine[0]).parents[1] == Path("/tmp")
 
 
-def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainers", [1, 0])
+def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path, trainers: int) -> None:
     program = f"""
-    source {SUPERVISOR}; say() {{ :; }}; SAVE_SECONDS=60
+    source {SUPERVISOR}; say() {{ :; }}; SAVE_SECONDS=60 SLURM_JOB_ID=1
     (trap 'exit 7' USR1; for i in $(seq 100); do sleep 0.05; done) & step=$!
     (sleep 0.3; kill -USR1 $$) &
     await_step $step; echo "$? $STOP"
     """
     (tmp_path / "slurm").mkdir()
-    assert _bash(program, RUN=str(tmp_path)) == "7 1\n"
-    assert (tmp_path / "slurm/asked").exists()
+    assert _bash(program, RUN=str(tmp_path), TRAINERS=str(trainers)) == "7 1\n"
+    for mark in ("slurm/asked", "events.jsonl"):
+        assert (tmp_path / mark).exists() == bool(trainers), "those of elastic searchers are not the run's"
 
 
 WATCHED = """
@@ -388,6 +391,16 @@ def test_a_watchdog_requeues_a_job_that_has_lost_its_first_node(
     assert _bash(f"source {SUPERVISOR}; {WATCHDOG}", **facts) == done
 
 
+def test_a_watchdog_that_has_lost_its_own_node_is_replaced(tmp_path: Path) -> None:
+    program = f"""
+    source {SUPERVISOR}; say() {{ :; }}; allocated() {{ echo "$NODES"; }}
+    srun() {{ [[ $* =~ nodelist=(n.) ]]; echo "${{BASH_REMATCH[1]}} $BASHPID" >> "$RUN/done"; exec sleep 9; }}
+    for NODES in $'n1\nn2\nn3' $'n1\nn2\nn3' $'n1\nn3' $'n1\nn3' n1; do watch_leader; sleep 0.1; done
+    while read -r host pid; do kill "$pid" && echo "$host there" || echo "$host gone"; done < "$RUN/done"
+    """
+    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7") == "n2 gone\nn3 there\n"
+
+
 QUEUE = """
 say() { echo "$1"; }; event() { :; }; ANSWER_SECONDS=9 ANSWER_PAUSE=0
 nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
@@ -460,6 +473,8 @@ ranks() { return 9; }
         ("run_to_the_end", "crash", "begin", 1),
         ("search_for_a_while", "go x, queue", "join searched", "requeued"),
         ("search_for_a_while", "go x, exit 3", "join searched", 3),
+        ("search_for_a_while", "go x, again 1, again 2, exit 9", "join searched searched searched", 9),
+        ("sleep() { STOP=1; }; search_for_a_while", "go x, again 1", "join searched", "requeued"),
         ("STOP=1; search_for_a_while", "queue", "join", "requeued"),
     ],
 )
@@ -475,6 +490,33 @@ def test_a_job_does_what_it_is_told_at_every_turn(
     assert (tmp_path / "turns").read_text().split() == turns.split()
     requeued = "requeued 7" in (tmp_path / "said").read_text()
     assert ((code, requeued) == (0, True)) if ends == "requeued" else ((code, requeued) == (ends, False))
+
+
+@pytest.mark.parametrize(
+    ("owner", "seen", "code"),
+    [
+        ("6", "RUNNING $RUN", 2),
+        ("6", "SUSPENDED $RUN", 2),
+        ("6", "RUNNING another", 1),
+        ("6", "PENDING $RUN", 1),
+        ("6", "", 1),
+        ("7", "RUNNING $RUN", 1),
+        ("", "RUNNING $RUN", 1),
+    ],
+)
+def test_a_second_job_is_refused_before_anything_is_asked_inside_a_container(
+    tmp_path: Path, owner: str, seen: str, code: int
+) -> None:
+    """A container without squeue cannot know that the other job is at work, whose ranks are starting."""
+    (tmp_path / "slurm").mkdir()
+    if owner:
+        (tmp_path / "slurm/job").write_text(f"{owner}\n")
+    (tmp_path / "answers").write_text("crash\n")
+    squeue = f'squeue() {{ [[ $* != *--jobs=6* ]] || echo "{seen}"; }}'
+    program = f"source {SUPERVISOR}; {LIFE}\n{squeue}; say() {{ echo $*; }}; (run_to_the_end); echo $?"
+    said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7")
+    assert said.splitlines()[-1] == str(code) and (tmp_path / "turns").exists() == (code == 1)
+    assert (f"{tmp_path} is at work already: Slurm job {owner};" in said) == (code == 2)
 
 
 # --- Elastic searchers ---

@@ -155,6 +155,31 @@ def test_a_process_that_is_not_of_the_run_gets_no_signal(run: RunDir) -> None:
         stranger.kill()
 
 
+@pytest.mark.parametrize(
+    ("words", "accepted"),
+    [
+        ("bin/tba run my.yaml", True),  # no ranks yet
+        ("bin/tba replay another-run", True),  # which is named, not the replay
+        ("-m tba_hpc run my.yaml", True),
+        ("bin/tba status run", False),
+        ("bin/other run", False),
+    ],
+)
+def test_a_launcher_of_ours_need_not_name_the_run(run: RunDir, words: str, accepted: bool) -> None:
+    # Python takes what follows the program for the program's own words.
+    command = [sys.executable, "-c", "import time; time.sleep(60)", *words.split()]
+    with subprocess.Popen(command) as launcher:
+        run.owners.mkdir()
+        (run.owners / "launch.000001").write_text(Owner.this(launcher.pid).to_json())
+        if accepted:
+            assert stop.stop(run).startswith(f"process {launcher.pid} on ")
+            assert launcher.wait(10) == -signal.SIGUSR1
+        else:
+            with pytest.raises(LaunchError, match="does not seem to be at work"):
+                stop.stop(run)
+            launcher.kill()
+
+
 def test_a_run_at_work_elsewhere_is_not_touched(run: RunDir) -> None:
     run.owners.mkdir()
     claim = run.owners / "launch.000001"

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,17 @@ def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> Non
     assert not {"numpy", "pydantic", "torch", "yaml"} & {*loaded.stdout.split()}
 
 
+def test_it_is_a_command_of_tba_as_well(run: RunDir) -> None:
+    """Installed as a script, and as light."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["tba"].partition(":")
+    program = f"import sys; from {module} import {function}; sys.exit({function}())"
+    python = [sys.executable, "-X", "importtime", "-c", program]
+    words = [*python, "supervise", "searched", str(run.path), "code=0"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "queue\n") and "typer" not in done.stderr
+
+
 def test_numbers_of_rooms_that_are_slow_to_import_are_theirs() -> None:
     assert supervise.FIRST_ELASTIC == FIRST_ELASTIC and supervise.NO_PLACE == NO_PLACE
 
@@ -131,7 +144,7 @@ def _place(run: RunDir, answers: str, *, look: int = 1, **options: object) -> st
 
 
 HET = {"het": 1, "hosts": "n2", "others": "n3 n4", "ascending": "n2 n3 n4"}
-ONE = {"hosts": "n2 n3 n4", "trainer_nodes": 1, "searchers_per_node": 2}
+ONE = {"nodes": 3, "hosts": "n2 n3 n4", "trainer_nodes": 1, "searchers_per_node": 2}
 
 
 def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
@@ -156,6 +169,7 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
         ("n2 n4", ONE, "go 2 2 attempt-002", ""),
         ("n3 n4", ONE, "go 2 2 attempt-002", ""),
         ("n2", ONE, "queue", "no node is left to search"),
+        ("n2", ONE | {"nodes": 2, "hosts": "n2"}, "queue", "no node is left to search"),
         ("n2 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "queue", "no answer came from n3"),
         ("n2 n3 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "go 3 0 attempt-002", ""),
     ],
@@ -184,7 +198,7 @@ def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:
 def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
     _place(run, "n2 n4", **ONE)
     assert (run.path / "slurm/hosts").read_text().split() == ["n2", "n2", "n4", "n4"]
-    _place(run, "n2", **ONE | {"hosts": "n2", "searchers": 3, "searchers_per_node": 3})
+    _place(run, "n2", **ONE | {"nodes": 1, "hosts": "n2", "searchers": 3, "searchers_per_node": 3})
     assert (run.path / "slurm/hosts").read_text().split() == ["n2"] * 5
     assert supervise.spread(7, ["a", "b"]) == [*"aaaabbb"]
     assert supervise.spread(2, ["a", "b", "c"]) == [*"ab"]
@@ -309,7 +323,10 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
         ({"code": 1, "ending": 1}, "queue"),
         ({"code": 2}, "exit 2"),
         ({"code": 3}, "exit 0"),  # no place
-        ({"code": 137}, "exit 137"),
+        ({"code": 1}, "again 1"),  # srun, before any searcher began
+        ({"code": 137, "failures": 1}, "again 2"),
+        ({"code": 137, "failures": 2}, "exit 137"),
+        ({"code": 137, "failures": 2, "seconds": 300}, "again 1"),
     ],
 )
 def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
@@ -328,9 +345,9 @@ from pathlib import Path
 codes = Path(sys.argv[1])
 code, *rest = codes.read_text().split()
 codes.write_text(" ".join(rest))
-if code == "asked":
+if code.startswith("asked"):
     os.kill(os.getppid(), signal.SIGUSR1)
-    code = "1"
+    code = code.removeprefix("asked-")
 os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
 """
 
@@ -344,22 +361,37 @@ os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
         ("3 0", 3, 1),  # no place
         ("kill 1 0 9", 0, 1),
         ("1 1 kill 0", 137, 1),
-        ("asked 0", 1, 1),  # it was asked to leave, and crashed on its way
+        ("asked-1 0", 1, 1),  # it was asked to leave, and crashed on its way
+        ("asked-143 0", 0, 1),  # or did not listen yet
     ],
 )
 def test_an_elastic_searcher_that_crashes_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, code: int, left: int
 ) -> None:
-    (tmp_path / "codes").write_text(codes.removeprefix("long "))
     if codes.startswith("long"):
         monkeypatch.setattr(supervise, "LONG_SECONDS", 0)
+    assert _kept(tmp_path, monkeypatch, codes.removeprefix("long "), lambda _: None) == (code, left)
+
+
+def test_an_elastic_searcher_that_is_asked_to_leave_between_two_starts_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _kept(tmp_path, monkeypatch, "1 0", lambda _: os.kill(os.getpid(), signal.SIGUSR1))
+    assert asked == (0, 1)
+
+
+def _kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, codes: str, sleep: Callable[[float], None]
+) -> tuple[int, int]:
+    """Exit status of ``keep``, and how many of the codes no searcher ended with."""
+    (folder / "codes").write_text(codes)
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURMD_NODENAME"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervise.time, "sleep", sleep)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
-        assert supervise.keep([sys.executable, "-c", SEARCHER, str(tmp_path / "codes")], 2) == code
+        code = supervise.keep([sys.executable, "-c", SEARCHER, str(folder / "codes")], 2)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert len((tmp_path / "codes").read_text().split()) == left
+    return code, len((folder / "codes").read_text().split())

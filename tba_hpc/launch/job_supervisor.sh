@@ -3,7 +3,7 @@
 # next it asks `tba supervise` (supervise.py). The script that sources it says what is where:
 #   RUN              the run directory, on a file system that all nodes share
 #   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
-#   TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where; a het job needs TRAINERS, SEARCHERS
+#   NODES, TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where; a het job needs TRAINERS, SEARCHERS
 #   REQUEUE, RELAUNCHES, SAVE_SECONDS                           what the site allows
 #   STEP_MEMORY, CACHES_IN                                      optional: see below
 #   ranks()          starts all ranks as one step, and waits for it
@@ -89,8 +89,8 @@ trap ':' TERM        # Slurm is ending the job; stay to see the step off
 asked_to_stop() {
     [ "$STOP" = 1 ] && return
     STOP=1
-    [ "${TRAINERS:-0}" = 0 ] || event signal    # those of elastic searchers are no part of the run's history
-    touch "${RUN:-}/slurm/asked" 2>/dev/null
+    # What elastic searchers are asked is no part of the run's history.
+    [ "${TRAINERS:-0}" = 0 ] || { event signal; touch "${RUN:-}/slurm/asked" 2>/dev/null; }
     say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
     pass_on
 }
@@ -143,20 +143,24 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
     done
 }
 
-WATCHDOG=''
+WATCHDOG='' WATCHDOG_HOST=''
 
 watch_leader() {     # in one allocation: keep a watchdog on the second node, which requeues the job if the first is lost
     # With --no-kill Slurm takes a lost node out of the allocation, and leaves a job without its script on the others.
     local hosts again="scontrol requeue"
     [ "${REQUEUE:-yes}" = yes ] || again=scancel
     mapfile -t hosts < <(allocated)
-    [ "${SLURM_HET_SIZE:-1}" = 1 ] && [ ${#hosts[@]} -gt 1 ] && ! kill -0 "${WATCHDOG:-none}" 2>/dev/null || return 0
+    [ "${SLURM_HET_SIZE:-1}" = 1 ] && [ ${#hosts[@]} -gt 1 ] || return 0
+    if kill -0 "${WATCHDOG:-none}" 2>/dev/null; then
+        [ "$WATCHDOG_HOST" != "${hosts[1]}" ] || return 0
+        kill "$WATCHDOG"     # an srun may outlive its node
+    fi
     srun --no-kill --overlap $STEP_MEMORY --mpi=none --nodes=1 --ntasks=1 --nodelist="${hosts[1]}" bash -c '
         while sleep "$3"; do
             nodes=$(squeue --noheader --jobs="$1" --format=%N) && [ -n "$nodes" ] || continue
             scontrol show hostnames "$nodes" | grep -qxF "$2" || $4 "$1"
         done' watchdog "$ME" "${hosts[0]}" "$WATCH_SECONDS" "$again" </dev/null >/dev/null 2>&1 &
-    WATCHDOG=$!
+    WATCHDOG=$! WATCHDOG_HOST=${hosts[1]}
 }
 
 drop_orphans() {     # when the first node of a het job is lost, Slurm starts component 0 again elsewhere and leaves the
@@ -256,7 +260,7 @@ place() {            # whether the ranks may start on the nodes that the job has
             answers=$(probe '' $hosts)
         fi
         [ "$(wc -w <<< "$answers")" -ge "$(wc -w <<< "$hosts $others")" ] || ! ending || return
-        ask start "het=$het" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
+        ask start "het=$het" "nodes=${NODES:-0}" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
             "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
             "trainer_nodes=${TRAINER_NODES:-0}" "searchers_per_node=${SEARCHERS_PER_NODE:-0}" || exit
         [ "$NEXT" = look ] || break
@@ -275,10 +279,22 @@ choose_sides() {     # choose_sides GROUP=NODES…: once the job is pending agai
 
 # --- To the end ---
 
+refuse_second() {    # two jobs would train a run twice; and in a container `ask begin` cannot ask Slurm about the other
+    local owner=''
+    [ ! -r "$RUN/slurm/job" ] || read -r owner < "$RUN/slurm/job"
+    [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] || return 0
+    case $(squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1) in
+        "RUNNING $RUN" | "SUSPENDED $RUN" | "STOPPED $RUN")
+            say "$RUN is at work already: Slurm job $owner; let it finish, or end it first: scancel $owner"
+            exit 2 ;;
+    esac
+}
+
 run_to_the_end() {   # start the ranks, again and again, until the run is finished
     local code sides=()
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
+    refuse_second
     job_end
     ask begin "hosts=$(allocated)" || exit
     place_caches "${WITH[0]}"
@@ -308,18 +324,25 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
 }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, as many as it has tasks, until the run is finished
-    local code searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
+    local code began searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$(here) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     ask join || exit
     if [ "$NEXT" = go ]; then
         place_caches "${WITH[0]}"
-        say "searching for $RUN on $(here); searchers: $searchers"
-        ranks "$searchers" &
-        await_step $!
-        code=$?
-        ask searched "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)" || exit $code
+        while [ "$STOP" = 0 ]; do
+            say "searching for $RUN on $(here); searchers: $searchers"
+            began=$SECONDS
+            ranks "$searchers" &
+            await_step $!
+            code=$?
+            ask searched "code=$code" "seconds=$((SECONDS - began))" \
+                "ending=$([ $code = 0 ] || ! ending || echo 1)" || exit $code
+            [ "$NEXT" = again ] || break
+            FAILURES=${WITH[0]}
+            sleep 2
+        done
     fi
     refuse_end
     [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 0; }

@@ -1,7 +1,7 @@
 """Which MPI library ranks load: the wheel's beside Python, the site's, or one that is named.
 
 mpi4py's wheel decides when it is imported, by an environment variable; so all is said before Python starts.
-What the library is ``checks/loaded.py`` finds out.
+What the library is ``checks/library.py`` finds out.
 """
 
 from __future__ import annotations

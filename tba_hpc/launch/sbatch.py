@@ -184,6 +184,7 @@ def _quoted(option: str) -> str:
 
 def _settings(job: Job, plan: Plan, site: Site) -> str:
     mains = {
+        "NODES": plan.nodes,
         "TRAINER_NODES": plan.trainer.nodes,
         "TRAINERS": plan.trainer.ranks,
         "SEARCHERS": plan.searcher.ranks,

@@ -10,6 +10,7 @@ import shlex
 import signal
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -117,18 +118,26 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:
-    """Raise LaunchError if neither a process nor a child of it has the run directory among its arguments.
+    """Raise LaunchError if a process is no launcher of ours, nor has the run directory among its arguments.
 
-    A file of a stranger's run directory may name any process of ours.
+    Or among those of a child. A file of a stranger's run directory may name any process of ours.
     """
     with suppress(psutil.Error):
         launcher = psutil.Process(owner.pid)
         words = [word for one in (launcher, *launcher.children()) for word in _paths(one)]
-        if run.path.resolve() not in words:
+        if run.path.resolve() not in words and not _is_launcher(launcher):
             raise LaunchError(
                 f"{owner} does not seem to be at work on {run.path}, though a file there says so: look with "
                 f"ps, then end it yourself with kill -USR1 {owner.pid}"
             )
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    """Whether a process is this user's ``tba run`` or ``tba replay``, which may name just a config."""
+    return process.uids().real == os.getuid() and any(
+        Path(program).name in ("tba", "tba_hpc") and verb in ("run", "replay")
+        for program, verb in pairwise(process.cmdline())
+    )
 
 
 def _paths(process: psutil.Process) -> list[Path]:

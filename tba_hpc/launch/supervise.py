@@ -48,13 +48,15 @@ READ: dict[str, Callable[[str], object]] = {
 class Turn:
     """What the script tells.
 
-    code: status of the ranks that have ended, after so many ``failures`` in a row. stop, ending: whether the
-    job was asked to stop, and whether Slurm ends it. hosts: of component 0, or the job; others: of component
-    1; ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN.
+    code: status of the ranks that have ended after ``seconds``, and so many ``failures`` in a row. stop,
+    ending: whether the job was asked to stop, and whether Slurm ends it. nodes: how many it asked for. hosts:
+    of component 0, or the job; others: of component 1; ascending: all in Slurm's order; answers: those that
+    start a process, with "!" if they do not see RUN.
     """
 
     run: Path
     code: int = 0
+    seconds: int = 0
     failures: int = 0
     stop: bool = False
     ending: bool = False
@@ -62,6 +64,7 @@ class Turn:
     save_seconds: int = 0
     requeue: str = "yes"
     het: bool = False
+    nodes: int = 0
     hosts: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
@@ -205,7 +208,7 @@ def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
         if missing:
             raise _UnfitError(f"no answer came from {' '.join(missing)}")
         train, search, searchers = there, [], 0
-    elif len(turn.hosts) == 1:
+    elif turn.nodes == 1:
         train, search, searchers = there, there, turn.searchers
     else:
         train, search = there[: turn.trainer_nodes], there[turn.trainer_nodes :]
@@ -372,7 +375,10 @@ def searched(turn: Turn) -> str:
     if turn.code == NO_PLACE:
         say("the run has as many elastic searchers as it takes: this job is not needed")
         return "exit 0"
-    say(f"the searchers ended with status {turn.code}")
+    failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
+    say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")
+    if turn.code != REFUSED and failures <= turn.relaunches:  # srun may fail, before any searcher begins
+        return f"again {failures}"
     return f"exit {turn.code}"
 
 
@@ -390,7 +396,7 @@ def keep(command: Sequence[str], relaunches: int) -> int:
         code = subprocess.run(command).returncode
         code = code if code >= 0 else 128 - code
         if asked or code in (0, REFUSED, NO_PLACE):
-            return code
+            return 0 if asked and code > 128 else code  # killed before it listened, it has left, too
         failures = (0 if time.monotonic() - began >= LONG_SECONDS else failures) + 1
         if failures > relaunches:
             return code
@@ -398,6 +404,8 @@ def keep(command: Sequence[str], relaunches: int) -> int:
         node = os.environ["SLURMD_NODENAME"]
         say(f"{who} on {node} ended with status {code} (failure {failures} in a row): starting it again")
         time.sleep(2)
+        if asked:
+            return 0
 
 
 # --- The command ---
