@@ -23,7 +23,7 @@ from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
-from tba_hpc.evaluate.measure import assess, samplings
+from tba_hpc.evaluate.measure import Judged, assess, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import bootstrap, pass_at_k, passes, wilson
@@ -231,3 +231,12 @@ def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) 
         measure(target, split="validation")
     with pytest.raises(ConfigError, match=r"has 128 tokens and .* has 160 tokens: name a model of the same"):
         measure(target, split="test")
+
+
+def test_the_mean_reward_is_that_of_the_answers_which_have_one() -> None:
+    """A judge may leave one out; a prompt without any is left out, too."""
+    correct_PN = np.array([[True, False], [False, False], [False, False]])
+    grade_PN = np.array([[1.0, 0.5], [np.nan, 0.25], [np.nan, np.nan]])
+    reward = Judged(correct_PN, grade_PN).reward
+    assert reward and reward.value == pytest.approx((0.75 + 0.25) / 2)
+    assert Judged(correct_PN, correct_PN.astype(float)).reward is None
