@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tba_hpc.launch.deafness import PIDFD_GETFD, calls, deafen, listeners
+from tba_hpc.launch.deafness import PIDFD_GETFD, calls, deafen
+from tba_hpc.run.listeners import listeners
 
 LISTENER = """
 import socket, sys

@@ -10,7 +10,7 @@ from socket import socket
 
 import pytest
 
-from tba_hpc.launch.deafness import listeners
+from tba_hpc.run.listeners import listeners
 
 FILES = 256
 """Descriptors that each rank may have."""

@@ -7,29 +7,16 @@ setting prevents that (PRRTE 3.0). So a packet filter drops what comes.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import os
 import socket
 from contextlib import suppress
 
 import psutil
 
-from tba_hpc.run.listeners import drop_all
+from tba_hpc.run.listeners import drop_all, listeners
 
 PIDFD_GETFD = 438
 """Number of the system call, on every machine; Linux 5.6."""
-
-
-def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
-    """(descriptor, address, port) of the sockets of a process that listen beyond the loopback interface.
-
-    loopback: those that listen on it, too.
-    """
-    with suppress(psutil.Error):
-        found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        near = [loopback or not ipaddress.ip_address(c.laddr[0]).is_loopback for c in found]
-        return [(c.fd, *c.laddr) for c, wanted in zip(found, near, strict=True) if wanted]
-    return []
 
 
 def calls(pid: int, ports: set[int]) -> bool:

@@ -31,11 +31,12 @@ from rich.console import Console
 from tba_hpc.config import Config
 from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, mpi_library
-from tba_hpc.launch.deafness import calls, deafen, listeners
+from tba_hpc.launch.deafness import calls, deafen
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.run.listeners import listeners
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session
@@ -133,7 +134,7 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
         "OMP_NUM_THREADS": "1",
     }
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
     return {**ours, **base, **root}
 
 

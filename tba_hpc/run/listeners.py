@@ -7,6 +7,7 @@ could end the process.
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import socket
 import struct
@@ -28,10 +29,21 @@ def drop_all(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
+def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
+    """(descriptor, address, port) of the sockets on which a process listens; none if it is gone.
+
+    loopback: those that only this machine can reach, too.
+    """
+    with suppress(psutil.Error):
+        found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        near = [loopback or not ipaddress.ip_address(c.laddr[0]).is_loopback for c in found]
+        return [(c.fd, *c.laddr) for c, wanted in zip(found, near, strict=True) if wanted]
+    return []
+
+
 def own_listeners() -> set[int]:
     """Descriptors of the sockets on which this process listens now."""
-    connections = psutil.Process().net_connections("inet")
-    return {connection.fd for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return {descriptor for descriptor, _, _ in listeners(os.getpid(), loopback=True)}
 
 
 def stop_listening(*, less: set[int] | None = None) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba_hpc.launch.deafness import listeners
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.listeners import listeners
 
 pytestmark = pytest.mark.system
 
