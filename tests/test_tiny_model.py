@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import get_args
 
 import numpy as np
+import one_file_tba
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -192,3 +193,12 @@ def test_the_model_of_the_quickstart_starts_between_30_and_55_percent(
     right = sum(is_correct(text, p.target) for text, p in zip(texts, problems, strict=True))
     assert right / tool.VALIDATION == pytest.approx(manifest["pass_at_1"], abs=1e-4)
     assert model.dtype == torch.float32
+
+
+@pytest.mark.system
+def test_the_algorithm_in_one_file_learns() -> None:
+    folder = REPOSITORY / ".cache" / "tiny-model-seed0"
+    tool.main(["--seed", "0", "--out", str(folder)])
+    before, after = one_file_tba.main(str(folder), steps=20)
+    assert before < 0.6
+    assert after > 0.8
