@@ -38,11 +38,28 @@ def test_sums_of_groups_by_hand() -> None:
         "search/entropy": pytest.approx((1.5 + 2.0 + 1.0) / 7),
         "search/flat_groups": 0.5,
         "search/length": pytest.approx(7 / 3),
+        "search/environment_share": 0,
+        "search/turns": 1,
         "search/engine_gap": None,
     }
     assert isinstance(histogram, list) and sum(histogram) == 3
     zero = REWARD_EDGES.index(0.0) + 1  # the bin that begins at 0
     assert histogram[zero] == 1 and histogram[zero + 3] == 2  # asinh 1 = .88, in the fourth quarter
+
+
+def test_only_sampled_tokens_count_for_nats() -> None:
+    """Two turns with one token of the environment, and one turn that ends with two; -9 is the reference's
+    opinion of them.
+    """
+    gap = math.nan
+    group = group_of([-1.0, gap, -0.5], [-2.0, gap, gap])
+    rows = reference([-1.5, -9.0, -1.0], [-2.5, -9.0, -9.0])
+    figures = Sums.of(group, [1.0, 0.0], rows).figures()
+    assert figures["search/length"] == 3 and figures["search/turns"] == 1.5
+    assert figures["search/environment_share"] == 0.5
+    assert figures["search/kl"] == pytest.approx(1.5 / 2)
+    assert figures["search/entropy"] == pytest.approx(3.5 / 3)
+    assert Sums.between([group], [rows]).figures()["search/engine_gap"] == pytest.approx(0.5)
 
 
 def test_what_was_tempered_says_nothing_of_entropy_or_kl() -> None:

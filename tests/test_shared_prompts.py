@@ -21,7 +21,9 @@ def test_two_groups_by_hand() -> None:
         [[5, 6, 7, 8, 9], [0, 1, 2, 3, 0], [0, 1, 4, 0, 0]],
         [[5, 10]],
     ]
-    assert shared.before_T.tolist() == [1, 2, 1, 5, 6, 7, 8, 5]
+    position_L = torch.arange(5)
+    completion_NL = (position_L >= PROMPT_LENGTH[:, None]) & (position_L < LENGTH[:, None])
+    assert shared.before_NL[completion_NL].tolist() == [1, 2, 1, 5, 6, 7, 8, 5]
     value_RF = torch.arange(22.0).view(11, 2)
     gathered = shared.gather(value_RF)
     assert all(torch.equal(found, value_RF[at]) for found, at in zip(gathered, shared.places, strict=True))

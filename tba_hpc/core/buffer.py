@@ -39,7 +39,7 @@ UNIFORM_MIX = 0.1
 """Share of uniform probability mixed into the softmax over reward."""
 
 Embed = Callable[[Ragged], np.ndarray]
-"""Embeddings of completions (int32 tokens), float32 [N, D], rows of length 1."""
+"""Embeddings of what the policy sampled (int32 tokens), float32 [N, D], rows of length 1."""
 
 ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
 """log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
@@ -184,7 +184,7 @@ class ReplayBuffer:
         """Their record in the buffer; with embeddings if these are compared."""
         dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
         if self._embed:
-            fields["embedding"] = embedding_ND = self._embed(arrived.completions)
+            fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
             # Now: of a request's equal or evicted completions there will be no trace.
@@ -284,7 +284,7 @@ class ReplayBuffer:
         together, first = [*older, group], sum(map(len, older))
         share, limit = self._config.near_duplicates, self._config.similarity_limit
         if share is not None:
-            words = [word for one in together for word in _words(one.completions)]
+            words = [word for one in together for word in _words(one.actions)]
             length_N = np.array([len(word) for word in words])
             bound = share * (length_N[first:, None] + length_N)
             most, score = int(bound.max()), Levenshtein.distance
@@ -438,7 +438,7 @@ class ReplayBuffer:
     ) -> TrajectoryBatch:
         """The batch with the reference's log-probabilities where they were unknown; they are kept."""
         offsets = batch.completions.offsets
-        unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs))
+        unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs) & batch.action_T)
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
         groups = np.flatnonzero(unknown_N.reshape(batch.groups, -1).any(1))
         if not len(groups):
@@ -589,10 +589,10 @@ def _subtract(counts: Counter[Any], one: object) -> None:
         del counts[one]
 
 
-def _words(completions: Ragged) -> list[str]:
+def _words(rows: Ragged) -> list[str]:
     """Tokens as characters, for edit distances."""
-    text = completions.values.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-    return [text[start:end] for start, end in pairwise(completions.offsets.tolist())]
+    text = rows.values.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    return [text[start:end] for start, end in pairwise(rows.offsets.tolist())]
 
 
 class _Draw:

@@ -184,7 +184,10 @@ class Reference(Protocol):
     has_model: bool
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature."""
+        """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature.
+
+        At an environment's tokens any number.
+        """
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """As ``logprobs``, of every group, under other weights. ``weights.data`` is unchanged on return."""

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 import numpy as np
 
 from tba_hpc.core.weight_files import WeightFile
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "turns"]
 Split = Literal["train", "validation", "test"]
 Role = Literal["trainer", "searcher"]
 
 ResourceKind = Literal["model", "data set", "file"]
 
-TRUNCATED = np.uint8(1)
-"""Value of the record field ``truncated`` for a completion cut off by the token limit."""
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+"""The record field ``truncated`` is the place of the finish reason in these: 0 for what was not cut off."""
 
 BEHAVIOUR = -1
 """Instead of a reference's step: its log-probabilities are those of the policy that sampled."""
@@ -36,7 +36,7 @@ RECORD = np.dtype(
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 1 if the token limit ended it, not EOS or a stop string
+        ("truncated", "u1"),  # 0: it ended by itself; cut off by the limit of 1: tokens, 2: turns
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
@@ -172,15 +172,29 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled answer.
+    """One sampled answer, or the whole conversation that follows a prompt.
 
     tokens: int32 [T], with the EOS or the whole stop string that ended it. logprobs: float32 [T], under the
-    sampling weights at model.logprob_temperature, whatever temperature they were sampled at.
+    sampling weights at model.logprob_temperature, whatever temperature they were sampled at; NaN at the
+    tokens that an environment gave, of which the first is none. finish_reason: what ended it; turns:
+    task.max_turns. reward: the environment's own, NaN if it failed.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
+    reward: float | None = None
+
+    @property
+    def action_T(self) -> np.ndarray:
+        """bool: which tokens the policy sampled; the others are the environment's."""
+        return ~np.isnan(self.logprobs)
+
+    @property
+    def turns(self) -> int:
+        """How often the policy spoke: runs of sampled tokens."""
+        action_T = self.action_T
+        return 1 + int(np.count_nonzero(action_T[1:] & ~action_T[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +241,8 @@ class Trajectories:
     record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32 [P
     rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
     aligned with ``completions.values``, of the sampling policy and of the record's reference, both at
-    model.logprob_temperature. ref_logprobs are NaN until computed if the trainer scores the reference.
+    model.logprob_temperature. logprobs are NaN at an environment's tokens, where ref_logprobs mean nothing.
+    ref_logprobs are NaN until computed if the trainer scores the reference.
     """
 
     record: np.ndarray
@@ -238,6 +253,18 @@ class Trajectories:
 
     def __len__(self) -> int:
         return len(self.record)
+
+    @property
+    def action_T(self) -> np.ndarray:
+        """bool: which tokens of the completions the policy sampled; the others are an environment's."""
+        return ~np.isnan(self.logprobs)
+
+    @property
+    def actions(self) -> Ragged:
+        """int32 [N rows]: the completions without an environment's tokens."""
+        action_T = self.action_T
+        before = offsets_of(action_T)
+        return Ragged(self.completions.values[action_T], before[self.completions.offsets])
 
     @property
     def request_ids(self) -> np.ndarray:
@@ -385,8 +412,8 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def ages(self) -> np.ndarray:
-        """int32 [T]: optimizer steps from the weights that sampled a token to ``step``."""
-        return token_ages(self.record, self.completion_length_N, self.step)
+        """int32 [actions]: optimizer steps from the weights that sampled a token to ``step``."""
+        return token_ages(self.record, self.action_length_N, self.step)
 
     @property
     def prompt_length_N(self) -> np.ndarray:  # int64
@@ -395,6 +422,10 @@ class TrajectoryBatch(Trajectories):
     @property
     def completion_length_N(self) -> np.ndarray:  # int64
         return self.completions.lengths
+
+    @property
+    def action_length_N(self) -> np.ndarray:  # int64: of the completions, tokens that the policy sampled
+        return self.actions.lengths
 
     @property
     def length_N(self) -> np.ndarray:  # int64: of prompt and completion together
@@ -424,30 +455,37 @@ class TrajectoryBatch(Trajectories):
         return (position_L >= self.prompt_length_N[:, None]) & (position_L < length_N[:, None])
 
     @property
-    def logprob_NL(self) -> np.ndarray:  # float32: at completion tokens, 0 elsewhere; as the next two
-        return self._spread(self.logprobs)
+    def action_NL(self) -> np.ndarray:
+        """bool: where the tokens are that the policy sampled."""
+        mask_NL = self.completion_mask_NL
+        mask_NL[mask_NL] = self.action_T
+        return mask_NL
+
+    @property
+    def logprob_NL(self) -> np.ndarray:  # float32: at sampled tokens, 0 elsewhere; as the next two
+        return self._spread(self.logprobs[self.action_T])
 
     @property
     def ref_logprob_NL(self) -> np.ndarray:  # float32
-        return self._spread(self.ref_logprobs)
+        return self._spread(self.ref_logprobs[self.action_T])
 
     @property
     def age_NL(self) -> np.ndarray:  # int32
         return self._spread(self.ages)
 
-    def _spread(self, value_T: np.ndarray) -> np.ndarray:
-        mask_NL = self.completion_mask_NL
-        value_NL = np.zeros(mask_NL.shape, value_T.dtype)
-        value_NL[mask_NL] = value_T
+    def _spread(self, of_actions: np.ndarray) -> np.ndarray:
+        action_NL = self.action_NL
+        value_NL = np.zeros(action_NL.shape, of_actions.dtype)
+        value_NL[action_NL] = of_actions
         return value_NL
 
 
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
     """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
 
-    record_N: RECORD [N]; length_N: int64, tokens. Between the versions of the first token and of the last
-    they are taken to rise evenly: exact if one version sampled all, or changes come evenly. Below 0 if a
-    resume took the steps back that made the weights.
+    record_N: RECORD [N]; length_N: int64, sampled tokens. Between the versions of the first token and of
+    the last they are taken to rise evenly: exact if one version sampled all, or changes come evenly. Below 0
+    if a resume took the steps back that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)

@@ -455,18 +455,21 @@ def _finished(output: RequestOutput) -> Finished:
     spans = [sample.weight_versions or [] for sample in samples]
     assert all(spans), "the engine labels every token with the version of its weights"
     assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
+    logprobs = _flat([cast("FlatLogprobs", sample.logprobs).logprobs for sample in samples], np.float32)
+    if np.isnan(logprobs).any():  # which would be taken for an environment's tokens
+        raise FloatingPointError("the policy's log-probabilities are not numbers: its weights may be damaged")
     return Finished(
         request=int(output.request_id),
-        tokens=_flat([sample.token_ids for sample in samples], np.int32),
-        logprobs=_flat([cast("FlatLogprobs", sample.logprobs).logprobs for sample in samples], np.float32),
+        tokens=_flat([sample.token_ids for sample in samples], np.int32).tobytes(),
+        logprobs=logprobs.tobytes(),
         lengths=np.array([len(sample.token_ids) for sample in samples], np.int32).tobytes(),
         stopped=bytes(sample.finish_reason == "stop" for sample in samples),
         versions=np.array([(int(of[0].version), int(of[-1].version)) for of in spans], np.int32).tobytes(),
     )
 
 
-def _flat(rows: list, dtype: type) -> bytes:
-    return np.fromiter(chain.from_iterable(rows), dtype).tobytes()
+def _flat(rows: list, dtype: type) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), dtype)
 
 
 def _tensors(layout: WeightLayout, data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,7 +53,7 @@ class Decoding:
     """How the model did with one way of decoding.
 
     temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
-    completions, cut off by the token limit. tokens: mean per completion. perplexity: of the completions under
+    completions, cut off by the token limit. tokens: sampled, mean per completion. perplexity: of these under
     the reference at model.logprob_temperature, None without one. reward: mean per prompt, None if rewards are
     just 0 and 1. summary: the task's own figures, see ports.Summarising.
     """
@@ -213,7 +213,7 @@ def assess(
         samples=first.n,
         scores=_scores(score_name(task), judged.correct_PN),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
-        tokens=sum(len(c.tokens) for c in completions) / len(completions),
+        tokens=sum(int(c.action_T.sum()) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
         reward=judged.reward,
         summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
@@ -255,10 +255,14 @@ def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
 
 
 def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
-    """exp(−Σ log π_ref ÷ tokens) of all completions."""
+    """exp(−Σ log π_ref ÷ tokens) of all that the policy sampled."""
     with Progress(console=Terminal(stderr=True), transient=True) as progress:
         seen = progress.track(groups, description="perplexity")
-        logprobs = [row for group in seen for row in reference.logprobs(group)]
+        logprobs = [
+            row[completion.action_T]
+            for group in seen
+            for completion, row in zip(group.completions, reference.logprobs(group), strict=True)
+        ]
     return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
 
 

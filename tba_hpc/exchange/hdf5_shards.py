@@ -26,7 +26,7 @@ import numpy as np
 
 from tba_hpc.config import Config, is_elastic
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import COLUMNS, RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.core.types import COLUMNS, FINISH_REASONS, RECORD, Group, Ragged, Shard, Trajectories, make_uid
 from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 from tba_hpc.run.owners import end_if_superseded
@@ -232,7 +232,7 @@ class _Scored:
         record["prompt_row"] = prompt_row
         record["reward"] = self.rewards
         record["version_oldest"], record["version_newest"] = self.group.versions.T
-        record["truncated"] = [TRUNCATED * (c.finish_reason == "length") for c in completions]
+        record["truncated"] = [FINISH_REASONS.index(c.finish_reason) for c in completions]
         record["reference"] = self.reference
         return record
 

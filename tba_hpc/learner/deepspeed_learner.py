@@ -193,7 +193,7 @@ class DeepSpeedLearner:
             return self._step(batch, learning_rate, beta)
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: log π_ref of the completions' tokens, under the reference of ``step``.
+        """float32 [T]: log π_ref of the completions' sampled tokens, 0 at others, under that of ``step``.
 
         Every rank computes some of the groups, which need not divide evenly.
         """
@@ -273,8 +273,9 @@ class DeepSpeedLearner:
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         outputs: dict[int, ObjectiveOutput] = {}
+        batch_tokens = float(batch.action_length_N.mean())
         for part in self._plan(batch):
-            outputs |= self._backward(part, batch, beta)
+            outputs |= self._backward(part, batch, beta, batch_tokens)
         for output in outputs.values():
             for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.double() / batch.groups
@@ -307,7 +308,9 @@ class DeepSpeedLearner:
             share_prompts=self._logprobs.shares_prompts,
         )
 
-    def _backward(self, part: Part, batch: TrajectoryBatch, beta: float) -> dict[int, ObjectiveOutput]:
+    def _backward(
+        self, part: Part, batch: TrajectoryBatch, beta: float, batch_tokens: float
+    ) -> dict[int, ObjectiveOutput]:
         """Add the gradient of whole groups; returns what the objective says of each.
 
         A loss sees the policy through log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So with
@@ -324,7 +327,10 @@ class DeepSpeedLearner:
             policy_T = policy_T.index_copy(0, torch.cat(places), torch.cat(computed))
         if not once:
             policy_T.requires_grad_()
-        outputs = {group: self._objective_of(group, policy_T, batch, beta) for group in part.groups.tolist()}
+        outputs = {
+            group: self._objective(self._groups_of(group, policy_T, batch, batch_tokens), beta)
+            for group in part.groups.tolist()
+        }
         loss = torch.stack([self._weighed(output, batch) for output in outputs.values()]).sum()
         if once:
             self._engine.backward(loss, scale_wrt_gas=False)
@@ -336,24 +342,24 @@ class DeepSpeedLearner:
         return outputs
 
     def _logprobs_of(self, policy: nn.Module, batch: TrajectoryBatch, rows: np.ndarray) -> Tensor:
-        """float32: of the tokens of these rows' completions, row after row, by a PolicyLogprobs."""
+        """float32: of the tokens of these rows' completions, row after row, by a PolicyLogprobs.
+
+        0 at those of an environment.
+        """
         micro = batch.take(rows)
         prompt_N = micro.record["prompt_row"].astype(np.int64)
-        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N, prompt_N)
+        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N, prompt_N, micro.action_NL)
         policy_NL = policy(*map(self._tensor, arrays))
         return policy_NL[self._tensor(micro.completion_mask_NL)]
 
-    def _objective_of(
-        self, group: int, policy_T: Tensor, batch: TrajectoryBatch, beta: float
-    ) -> ObjectiveOutput:
+    def _groups_of(self, group: int, policy_T: Tensor, batch: TrajectoryBatch, batch_tokens: float) -> Groups:
         """A group by itself, so that the token budget changes nothing that a loss looks at."""
         rows = batches.take_groups(batch, np.array([group]))
         first, last = batch.completions.offsets[[group * batch.group_size, (group + 1) * batch.group_size]]
         mask_NL = self._tensor(rows.completion_mask_NL)
         policy_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
         policy_NL = policy_NL.masked_scatter(mask_NL, policy_T[first:last])
-        mean_tokens = float(batch.completion_length_N.mean())
-        return self._objective(Groups.of(policy_NL, rows, batch_tokens=mean_tokens), beta)
+        return Groups.of(policy_NL, rows, batch_tokens=batch_tokens)
 
     def _weighed(self, output: ObjectiveOutput, batch: TrajectoryBatch) -> Tensor:
         """The loss of a group as its part of the batch's.

@@ -2,7 +2,7 @@
 
 The logits [tokens × vocabulary] of a whole batch are never held.
 
-Shape letters: N sequences, L padded length, T completion tokens in all, D hidden size, V vocabulary.
+Shape letters: N sequences, L padded length, T sampled tokens in all, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -213,13 +213,13 @@ CHUNK_TOKENS = 256
 
 
 class PolicyLogprobs(nn.Module):
-    """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
+    """log π of the sampled tokens of a padded batch, differentiable, in bounded memory.
 
-    Equal to ``log_softmax(model(tokens).logits / temperature)`` at the next tokens, but only completion
-    positions pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits are
-    recomputed in the backward pass. Completions share the computation of their prompt if the model allows it
-    (``shares_prompts``). log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits
-    are, too.
+    Equal to ``log_softmax(model(tokens).logits / temperature)`` at the next tokens, but only positions
+    before sampled tokens pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits
+    are recomputed in the backward pass. Completions share the computation of their prompt if the model
+    allows it (``shares_prompts``). log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the
+    logits are, too.
 
     Raises ConfigError for models that change the logits after the output layer (soft caps, scales).
     """
@@ -253,18 +253,21 @@ class PolicyLogprobs(nn.Module):
         prompt_length_N: Tensor,
         length_N: Tensor,
         prompt_N: Tensor | None = None,
+        action_NL: Tensor | None = None,
     ) -> Tensor:
-        """float32 [N, L]: log π(token | all before it) at completion tokens, 0 elsewhere.
+        """float32 [N, L]: log π(token | all before it) at sampled tokens, 0 elsewhere.
 
         tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
         int64, tokens of the prompt, and of prompt and completion together. prompt_N: int64; sequences next to
-        each other with the same number have one prompt. None: each is computed by itself.
+        each other with the same number have one prompt. None: each is computed by itself. action_NL: bool,
+        which tokens were sampled. None: all of the completions.
         """
-        position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
-        completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
+        if action_NL is None:
+            position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
+            action_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
         if prompt_N is None or not self.shares_prompts:
             found = self.model.base_model(input_ids=tokens_NL, use_cache=False)
-            hidden_TD = found.last_hidden_state[completion_NL.roll(-1, 1)]
+            hidden_TD = found.last_hidden_state[action_NL.roll(-1, 1)]
         else:
             shared = share_prompts(tokens_NL, prompt_length_N, length_N, prompt_N)
             found = self.model.base_model(
@@ -274,10 +277,10 @@ class PolicyLogprobs(nn.Module):
                 use_cache=False,
                 shared=shared,
             )
-            hidden_TD = found.last_hidden_state[0, shared.before_T]
-        logprob_T = self.head(hidden_TD, tokens_NL[completion_NL])
+            hidden_TD = found.last_hidden_state[0, shared.before_NL[action_NL]]
+        logprob_T = self.head(hidden_TD, tokens_NL[action_NL])
         nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
-        return nothing_NL.masked_scatter(completion_NL, logprob_T)
+        return nothing_NL.masked_scatter(action_NL, logprob_T)
 
 
 class LogprobHead(nn.Module):

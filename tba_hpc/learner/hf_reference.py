@@ -5,7 +5,7 @@ Shape letters: K distinct completions of a group, L longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config
-from tba_hpc.core.types import Group, WeightUpdate
+from tba_hpc.core.types import Completion, Group, WeightUpdate
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, tensor_in, use_tensor_cores
 
@@ -97,15 +97,16 @@ class HfReference:
             theirs.copy_(before)
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each token given all before it.
+        """Per completion, float32 [T]: log π_ref of each sampled token given all before it; 0 at others.
 
         Equal completions are computed once: a trained policy repeats itself.
         """
         self._settle()
-        distinct = {c.tokens.tobytes(): c.tokens for c in group.completions}
-        rows = self._distinct_logprobs(group.request.prompt.tokens, distinct.values())
-        of_tokens = dict(zip(distinct, rows, strict=True))
-        return [of_tokens[completion.tokens.tobytes()] for completion in group.completions]
+        keys = [(c.tokens.tobytes(), c.action_T.tobytes()) for c in group.completions]
+        distinct = dict(zip(keys, group.completions, strict=True))
+        rows = self._distinct_logprobs(group.request.prompt.tokens, list(distinct.values()))
+        found = dict(zip(distinct, rows, strict=True))
+        return [found[key] for key in keys]
 
     def _settle(self) -> None:
         """Move to the GPU, once; not in inference mode, whose tensors cannot be changed outside it."""
@@ -114,12 +115,16 @@ class HfReference:
             use_tensor_cores(self.model.device)
 
     @torch.inference_mode()
-    def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
-        arrays = [np.concatenate([prompt, tokens], dtype=np.int64) for tokens in completions]
-        sequences = [torch.from_numpy(array) for array in arrays]
+    def _distinct_logprobs(self, prompt: np.ndarray, completions: Sequence[Completion]) -> list[np.ndarray]:
+        sequences = [np.concatenate([prompt, c.tokens], dtype=np.int64) for c in completions]
+        sampled = [np.concatenate([np.zeros(len(prompt), bool), c.action_T]) for c in completions]
+        tokens_KL, action_KL = (
+            torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+            for rows in (sequences, sampled)
+        )
         length_K = torch.tensor([len(sequence) for sequence in sequences])
-        tokens_KL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-        rows = (tokens_KL, torch.full_like(length_K, len(prompt)), length_K, torch.zeros_like(length_K))
+        prompt_K = torch.full_like(length_K, len(prompt))
+        rows = (tokens_KL, prompt_K, length_K, torch.zeros_like(length_K), action_KL)
         logprob_KL = self._logprobs(*(row.to(self.model.device) for row in rows)).cpu().numpy()
         return [
             logprob_L[len(prompt) : length]

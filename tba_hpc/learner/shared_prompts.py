@@ -34,15 +34,14 @@ class SharedPrompts:
     tokens_R, position_R: int64, a token and its place in its own sequence. places: for sequences of similar
     length int64 [n, longest], where in the row their tokens lie, those of the prompt among them; 0 beyond
     their end. from_R: int64, which of all these places a token is; for a prompt, its first sequence's.
-    before_T: int64, place of the token from which each completion token is predicted, in the order of the
-    sequences.
+    before_NL: int64, place of the token from which each completion token is predicted; elsewhere any.
     """
 
     tokens_R: Tensor
     position_R: Tensor
     places: tuple[Tensor, ...]
     from_R: Tensor
-    before_T: Tensor
+    before_NL: Tensor
 
     def gather(self, value_RF: Tensor) -> tuple[Tensor, ...]:
         """The values of each sequence's own tokens, [n, longest, F] as in ``places``; differentiable."""
@@ -103,7 +102,7 @@ def share_prompts(
         position_R=place_L.expand_as(tokens_NL)[kept_NL],
         places=tuple(places),
         from_R=from_NL[kept_NL],
-        before_T=place_NL.roll(1, 1)[within_NL & ~prompt_NL],
+        before_NL=place_NL.roll(1, 1),
     )
 
 

@@ -125,7 +125,7 @@ class OnlineEvaluator:
             step=step,
             correct=correct,
             total=len(completions),
-            tokens=sum(len(completion.tokens) for completion in completions),
+            tokens=sum(int(completion.action_T.sum()) for completion in completions),
             truncated=sum(completion.finish_reason == "length" for completion in completions),
             ref_logprob=ref_logprob,
             score_name=score_name(self.task),

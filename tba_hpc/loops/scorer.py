@@ -114,7 +114,7 @@ class Failures:
 class Judged:
     """An answer to an evaluation prompt, and whether it is correct. reward: None if the task gives none.
 
-    ref_logprob: log π_ref of all its tokens together, nats; None without a reference model.
+    ref_logprob: log π_ref of all its sampled tokens together, nats; None without a reference model.
     """
 
     answer: Group
@@ -326,7 +326,7 @@ class Scorer:
         if not self._reference.has_model:
             return None
         (logprob_T,) = self._reference.logprobs(answer)
-        return float(logprob_T.sum(dtype=np.float64))
+        return float(logprob_T[answer.completions[0].action_T].sum(dtype=np.float64))
 
     def _load(self) -> Scored:
         """Of several references asked for only the newest: the others may be gone from the disk."""

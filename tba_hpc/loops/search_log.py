@@ -22,8 +22,9 @@ def _no_rewards() -> np.ndarray:
 class Sums:
     """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
 
-    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. own,
-    logprob: tokens of requests that are not tempered, and log π_behaviour of them, nats. compared, kl:
+    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. tokens:
+    of completions, ``environment`` of which the policy did not sample. turns: in all completions. own,
+    logprob: sampled tokens of requests that are not tempered, and log π_behaviour, nats. compared, kl:
     completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
     histogram: int64, completions per bin of REWARD_EDGES.
     checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
@@ -35,6 +36,8 @@ class Sums:
     completions: int = 0
     truncated: int = 0
     tokens: int = 0
+    environment: int = 0
+    turns: int = 0
     reward: float = 0.0
     own: int = 0
     logprob: float = 0.0
@@ -62,7 +65,8 @@ class Sums:
         """
         reward_K = np.asarray(rewards, np.float64)
         tokens = sum(len(completion.tokens) for completion in group.completions)
-        logprob = 0.0 if tempered else _total([completion.logprobs for completion in group.completions])
+        behaviour = _sampled(group, [completion.logprobs for completion in group.completions])
+        logprob = 0.0 if tempered else _total(behaviour)
         compared = 0 if tempered or ref_logprobs is None else len(rewards)
         return cls(
             groups=1,
@@ -70,20 +74,25 @@ class Sums:
             completions=len(rewards),
             truncated=sum(completion.finish_reason == "length" for completion in group.completions),
             tokens=tokens,
+            environment=tokens - len(behaviour),
+            turns=sum(completion.turns for completion in group.completions),
             reward=float(reward_K.sum()),
-            own=0 if tempered else tokens,
+            own=0 if tempered else len(behaviour),
             logprob=logprob,
             compared=compared,
-            kl=logprob - _total(ref_logprobs) if compared and ref_logprobs is not None else 0.0,
+            kl=logprob - _total(_sampled(group, ref_logprobs))
+            if compared and ref_logprobs is not None
+            else 0.0,
             histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
             parts={name: float(sum(values)) for name, values in (parts or {}).items()},
         )
 
     @classmethod
     def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
-        """Of the two log-probabilities of each token: what came with the completions, and ``logprobs``."""
-        here = np.concatenate([completion.logprobs for group in groups for completion in group.completions])
-        there = np.concatenate([logprob_T for rows in logprobs for logprob_T in rows])
+        """Of the two log-probabilities of each sampled token: what came with it, and ``logprobs``."""
+        pairs = list(zip(groups, logprobs, strict=True))
+        here = np.concatenate([_sampled(group, [c.logprobs for c in group.completions]) for group in groups])
+        there = np.concatenate([_sampled(group, rows) for group, rows in pairs])
         return cls(checked=len(here), gap=float(np.abs(here - there).sum(dtype=np.float64)))
 
     def __add__(self, other: Sums) -> Sums:
@@ -105,14 +114,21 @@ class Sums:
             "search/entropy": _mean(-self.logprob, self.own),
             "search/flat_groups": _mean(self.flat, self.groups),
             "search/length": _mean(self.tokens, self.completions),
+            "search/environment_share": _mean(self.environment, self.tokens),
+            "search/turns": _mean(self.turns, self.completions),
             "search/reward_histogram": self.histogram.tolist() if self.completions else None,
             "search/engine_gap": _mean(self.gap, self.checked),
             **{f"search/reward/{name}": _mean(value, self.completions) for name, value in self.parts.items()},
         }
 
 
-def _total(rows: Sequence[np.ndarray]) -> float:
-    return float(sum(row.sum(dtype=np.float64) for row in rows))
+def _sampled(group: Group, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """float32: of values for each token of the completions those of sampled ones."""
+    return np.concatenate([row[c.action_T] for c, row in zip(group.completions, rows, strict=True)])
+
+
+def _total(values: np.ndarray) -> float:
+    return float(values.sum(dtype=np.float64))
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -64,6 +64,7 @@ class StepLog:
                 "train/reward": float(batch.reward_N.mean()),
                 "train/flat_groups": float((reward_BK == reward_BK[:, :1]).all(1).mean()),
                 "train/length": float(batch.completion_length_N.mean()),
+                "train/environment_share": float(1 - batch.action_T.mean()),
                 "train/replay_ratio": self.buffer.replay_ratio,
                 "train/beta": schedules.beta(self.train, step),
                 "train/reference_power": schedules.reference_power(self.train, step),

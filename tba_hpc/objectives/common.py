@@ -25,12 +25,13 @@ class Groups:
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
     weights that sampled it and under the reference, without gradient. All three are at one temperature,
-    model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token of a completion; EOS is one.
+    model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token that the policy sampled; EOS is
+    one, what an environment says is none: its probability is the same under all three.
     reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
-    sampled for it. batch_tokens: mean length of the completions of the whole batch, of which these groups
-    may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights of θ; None:
-    that is not known of any. age_BKL: int32, optimizer steps from the weights that sampled a token to θ;
-    None: not known. A group must be whole: its baseline is taken over what is here.
+    sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of which
+    these groups may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights
+    of θ; None: that is not known of any. age_BKL: int32, optimizer steps from the weights that sampled a
+    token to θ; None: not known. A group must be whole: its baseline is taken over what is here.
     """
 
     policy_BKL: Tensor
@@ -54,7 +55,7 @@ class Groups:
             policy_BKL=policy_NL.unflatten(0, (-1, rows.group_size)),
             behaviour_BKL=grouped(rows.logprob_NL),
             reference_BKL=grouped(rows.ref_logprob_NL),
-            mask_BKL=grouped(rows.completion_mask_NL),
+            mask_BKL=grouped(rows.action_NL),
             reward_BK=grouped(rows.reward_N),
             value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
@@ -64,12 +65,12 @@ class Groups:
 
     @property
     def tokens_BK(self) -> Tensor:
-        """int64: tokens of each completion."""
+        """int64: sampled tokens of each completion."""
         return self.mask_BKL.sum(2)
 
     @property
     def mean_tokens(self) -> float:
-        """Mean length of the completions of the whole batch."""
+        """Mean of sampled tokens over the completions of the whole batch."""
         return self.batch_tokens or self.tokens_BK.double().mean().item()
 
     @property

@@ -50,9 +50,9 @@ class Answer:
 class Evaluation:
     """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
 
-    ref_logprob: log π_ref of all their tokens together, nats; None without a reference model. score_name:
-    what the task calls the share of correct answers. answers: a few of them, by prompt. graded, rewards,
-    squares: answers with a reward, the sum of these, and of their squares.
+    tokens: that the policy sampled. ref_logprob: log π_ref of them together, nats; None without a reference
+    model. score_name: what the task calls the share of correct answers. answers: a few of them, by prompt.
+    graded, rewards, squares: answers with a reward, the sum of these, and of their squares.
     """
 
     split: Split

@@ -54,6 +54,7 @@ STEP = {
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
     "train/length": _curve("tokens", "mean length of the batch's completions"),
+    "train/environment_share": Metric("share", "of these tokens, an environment's and not the policy's"),
     "train/replay_ratio": _curve(
         "steps", "steps that have learned from a trajectory, this one included; mean over those of the batch"
     ),
@@ -108,6 +109,8 @@ SEARCH = {
     "search/entropy": _curve("nats per token", "mean of −log π_behaviour over the tokens of the same"),
     "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
     "search/length": _curve("tokens", "mean length of fresh completions"),
+    "search/environment_share": _curve("share", "of these tokens, an environment's and not the policy's"),
+    "search/turns": _curve("turns", "of the policy per fresh completion, mean: 1 without an environment"),
     "search/reward_histogram": _bins(
         "per reward; bin i holds those from REWARD_EDGES[i − 1] up to REWARD_EDGES[i], the last the rest"
     ),

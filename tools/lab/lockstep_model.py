@@ -230,7 +230,7 @@ class Learner:
 
     def _backward(self, rows: TrajectoryBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
         """Add the gradient of some groups; what the objective says of them."""
-        mean_tokens = float(batch.completion_length_N.mean())
+        mean_tokens = float(batch.action_length_N.mean())
         groups = Groups.of(_of(self._logprobs, rows), rows, batch_tokens=mean_tokens)
         output = self._objective(groups, beta)
         (output.loss * len(rows) / len(batch)).backward()
