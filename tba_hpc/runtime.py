@@ -55,7 +55,6 @@ from tba_hpc.learner.model_free_references import BehaviourReference, DeferredRe
 from tba_hpc.loops.elastic import (
     Attendance,
     Visit,
-    at_work,
     comes_by_itself,
     leased_place,
     leaving_at_once,
@@ -250,10 +249,10 @@ def _open_trainer(
         return FileTrainerExchange(
             run.weights,
             layout,
+            attempt=run.attempt.name,
             read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
-            at_work=partial(at_work, run),
             timeout=config.launch.disk_seconds,
             several=config.launch.trainers > 1 and placement.mpi is None,
             delta=_may_send_delta(config, layout),
@@ -263,7 +262,7 @@ def _open_trainer(
         return over_files(EVERYBODY)
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
-    world = MpiTrainerExchange.open(placement.mpi, layout, progress=progress, delta=config.exchange.delta)
+    world = MpiTrainerExchange.open(placement.mpi, layout, progress=progress)
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
@@ -273,8 +272,7 @@ def _open_trainer(
 def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
     """Whether files may hold changes only; nearly all float32 weights change at every step."""
     alone = config.launch.trainers == 1 or config.one_world
-    worth = config.exchange.delta == "always" or all(slot.dtype != "F32" for slot in layout.slots)
-    return alone and worth and config.exchange.delta != "never"
+    return alone and all(slot.dtype != "F32" for slot in layout.slots)
 
 
 def _open_follower(
@@ -439,8 +437,13 @@ def _open_searcher(
         from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
         return MpiSearcherExchange.open(placement.mpi)
-    deadlines = {"deadline": config.launch.timeout_seconds, "start_deadline": config.launch.start_seconds}
-    return FileSearcherExchange(run.weights, placement.index, **deadlines)
+    return FileSearcherExchange(
+        run.weights,
+        placement.index,
+        attempt=run.attempt.name,
+        deadline=config.launch.timeout_seconds,
+        start_deadline=config.launch.start_seconds,
+    )
 
 
 def _join(

@@ -23,7 +23,6 @@ from tba_hpc.core.ports import Reference
 from tba_hpc.core.prompts import training_requests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange import file_exchange
-from tba_hpc.exchange.file_exchange import FileSearcherExchange
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops import elastic
 from tba_hpc.loops.scorer import Scorer
@@ -132,7 +131,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
 
 
 def _search(run: RunDir, config: Config, index: int) -> None:
-    exchange = FileSearcherExchange(run.weights, index, deadline=config.launch.timeout_seconds)
+    exchange = runtime._open_searcher(run, config, runtime.Placement(index, index, 1, None))
     progress = runtime._join(run, config, index, exchange)
     task, metrics = TabularTask(TABLE), runtime._metrics(run, index)
     metrics.log(runtime.started(config, index))

@@ -273,8 +273,6 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str) -> None:
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")
 OWN_SAMPLES = ("oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr")
 WARM = "generator.temperature=0.7"
-OVER_FILES = ("exchange={delta: always, transport: files}", "launch.trainers=2")
-ELASTIC_ONLY = ("exchange.delta=always", "launch.trainers=2", "launch.searchers=0", "launch.elastic=1")
 OVERLAP = "train.deepspeed.zero_optimization.overlap_comm=true"
 
 
@@ -327,8 +325,6 @@ OVERLAP = "train.deepspeed.zero_optimization.overlap_comm=true"
             )
             for name in OWN_SAMPLES
         ),
-        (OVER_FILES, "^exchange.delta=always over files needs one .*not launch.trainers=2: leave it"),
-        (ELASTIC_ONLY, "^exchange.delta=always over files needs one .*not launch.trainers=2: leave it"),
         (("train.zero_stage=1", OVERLAP), "overlap_comm=true needs .* train.zero_stage to 2 or 3"),
         (("launch.elastic=1", "exchange.max_staleness=3"), "launch.elastic=1 lets searchers leave that"),
     ],

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from tba_hpc.loops.elastic import (
     Attendance,
     EvaluatorSeat,
     NoPlaceError,
-    at_work,
     comes_by_itself,
     leased_place,
 )
@@ -402,6 +400,7 @@ def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_stil
 
 def trainer(run: RunDir, **more: object) -> FileTrainerExchange:
     arguments: dict[str, object] = {
+        "attempt": "first",
         "read_pending": PendingShards(run, timeout=60).read,
         "progress": Progress(),
         "evaluated": lambda split, step: False,
@@ -431,30 +430,18 @@ def visitor(
     )
 
 
-def test_weights_are_held_for_those_at_work(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one that was killed has held goes; what one at work holds stays when the trainer restarts."""
-    monkeypatch.setattr("tba_hpc.exchange.file_exchange.LET_GO_SECONDS", 0.0)
-    names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
-    leases = [owners.take_lease(run, names) for _ in range(2)]
-    lead = trainer(run, at_work=partial(at_work, run))
+def test_a_trainer_that_restarts_lets_go_what_its_own_ranks_held_and_no_more(run: RunDir) -> None:
+    lead = trainer(run)
     publish(lead, 1)
-    readers = [FileSearcherExchange(run.weights, FIRST_ELASTIC + i, deadline=60.0) for i in range(2)]
+    readers = [
+        FileSearcherExchange(run.weights, number, attempt="first", deadline=60.0)
+        for number in (0, FIRST_ELASTIC)
+    ]
     updates = [reader.poll() for reader in readers]
-    for lease in leases[1:]:
-        assert lease and all(updates)
-        lease.release()
-    for version in range(2, 5):
-        publish(lead, version)
-    held = [path.name[:9] for path in run.weights.glob("held-*")]
-    assert held == [f"held-{FIRST_ELASTIC}"]
+    assert all(updates) and len(list(run.weights.glob("held-*"))) == 2
     lead.close()
-    trainer(run, at_work=partial(at_work, run)).close()
-    assert [path.name[:9] for path in run.weights.glob("held-*")] == held
-    for lease in leases[:1]:
-        assert lease
-        lease.release()
-    trainer(run, at_work=partial(at_work, run)).close()
-    assert not list(run.weights.glob("held-*"))
+    trainer(run, attempt="second").close()
+    assert [path.name[:9] for path in run.weights.glob("held-*")] == [f"held-{FIRST_ELASTIC}"]
 
 
 class StillRead:
@@ -514,9 +501,9 @@ def test_it_lives_through_an_absence_of_the_trainer_and_ends_with_the_run(
     attempt = guest.attempt
     lead.close()
     assert not guest.closed and "the trainer has stopped before the end: waiting up to 60 s" in caplog.text
-    lead = trainer(run)
+    lead = trainer(run, attempt="second")
     publish(lead, 2)  # from an older checkpoint
-    assert guest.attempt not in ("", attempt)
+    assert (attempt, guest.attempt) == ("first", "second")
     assert (update := guest.poll()) and update.publication.version == 2
     run.mark_finished()
     assert not guest.closed
@@ -546,7 +533,7 @@ def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
     assert taken(judge) == [(1, "test"), (3, "validation"), (4, None)]
     assert judge.still_wants("test", 1)
     lead.close()
-    lead = trainer(run)
+    lead = trainer(run, attempt="second")
     assert not judge.still_wants("test", 1), "another trainer may make other weights of that version"
     lead.close()
 

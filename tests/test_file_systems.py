@@ -243,10 +243,13 @@ def test_the_names_of_new_folders_are_durable(tmp_path: Path, moods: Moods) -> N
 # --- The exchange over files ---
 
 
-def trainer(run: RunDir, progress: Progress | None = None, **more: bool) -> FileTrainerExchange:
+def trainer(
+    run: RunDir, progress: Progress | None = None, attempt: str = "first", **more: bool
+) -> FileTrainerExchange:
     return FileTrainerExchange(
         run.weights,
         LAYOUT,
+        attempt=attempt,
         read_pending=PendingShards(run, timeout=60).read,
         progress=progress or Progress(),
         evaluated=lambda split, step: True,
@@ -255,25 +258,10 @@ def trainer(run: RunDir, progress: Progress | None = None, **more: bool) -> File
     )
 
 
-def join(run: RunDir, searcher: int, told: list[Progress]) -> threading.Thread:
-    """A searcher that waits to be told how far the run is."""
-    exchange = FileSearcherExchange(run.weights, searcher, deadline=60)
-    thread = threading.Thread(target=lambda: told.append(exchange.progress()))
-    thread.start()
-    return thread
-
-
-def go_on(exchange: FileTrainerExchange, thread: threading.Thread) -> None:
-    """Rounds until a thread has ended."""
-    while thread.is_alive():
-        exchange.gather()
-        time.sleep(0.002)
-
-
-def test_who_joins_later_is_told_what_was_merged_and_pruned(run: RunDir, moods: Moods) -> None:
+def test_a_searcher_that_joins_later_learns_what_was_merged_and_pruned(run: RunDir, moods: Moods) -> None:
     before = CompletedRequests()
     before.add(np.array([70]))
-    exchange, told = trainer(run, Progress(before, {1: 4})), []
+    exchange = trainer(run, Progress(before, {1: 4}))
     for _ in range(2):
         sealed(run, searcher=0, groups=3)  # requests 0, 1, 2
     merged: list[Shard] = []
@@ -282,29 +270,30 @@ def test_who_joins_later_is_told_what_was_merged_and_pruned(run: RunDir, moods: 
         merged += exchange.collect()
     for path in run.shard_files().values():
         path.unlink()
-    go_on(exchange, join(run, 0, told))
-    assert told[0].cursors == {0: 2, 1: 4}
-    assert {request for request in range(100) if request in told[0].completed} == {0, 1, 2, 70}
+    moods.opened = raises(errno.ESTALE, "progress", times=2)
+    progress = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60).progress()
+    assert progress.cursors == {0: 2, 1: 4}
+    assert {request for request in range(100) if request in progress.completed} == {0, 1, 2, 70}
     exchange.close()
-    assert [path.name for path in run.weights.iterdir() if path.name.startswith("join-")] == []
 
 
-def test_only_a_trainer_that_lives_answers(run: RunDir) -> None:
-    """The board of one that died says nothing to a searcher that comes after it."""
+def test_the_progress_of_an_earlier_attempt_is_not_taken(run: RunDir) -> None:
     trainer(run, Progress(cursors={0: 1}))
-    told: list[Progress] = []
-    thread = join(run, 0, told)
+    found: list[Progress] = []
+    searcher = FileSearcherExchange(run.weights, 0, attempt="second", deadline=60)
+    thread = threading.Thread(target=lambda: found.append(searcher.progress()))
+    thread.start()
     time.sleep(0.3)
-    assert not told
-    exchange = trainer(run, Progress(cursors={0: 7}))
-    go_on(exchange, thread)
-    assert told[0].cursors == {0: 7}
+    assert not found
+    exchange = trainer(run, Progress(cursors={0: 7}), attempt="second")
+    thread.join(60)
+    assert found[0].cursors == {0: 7}
     exchange.close()
 
 
 def test_a_file_system_that_forgets_open_files_ends_nobody(run: RunDir, moods: Moods) -> None:
     exchange = trainer(run)
-    reader = FileSearcherExchange(run.weights, 0, deadline=60)
+    reader = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60)
     moods.opened = raises(errno.ESTALE, "latest.json", times=5)
     assert reader.poll() is None and reader.pending == 0 and not reader.closed
     while not exchange.publish(Publication(version=3), lambda out: out.fill(3)):
@@ -327,7 +316,7 @@ def test_weights_keep_a_name_while_they_are_read(run: RunDir, moods: Moods) -> N
             pass
 
     publish(1)
-    reader = FileSearcherExchange(run.weights, 0, deadline=60)
+    reader = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60)
     update = reader.poll()
     assert update is not None and (update.data == 1).all()
     (held,) = run.weights.glob("held-*")
@@ -344,7 +333,7 @@ def test_a_board_and_weights_wait_for_room(run: RunDir, moods: Moods) -> None:
     moods.synced = raises(errno.ENOSPC, ".tmp", times=3)
     exchange.publish(Publication(version=1), lambda out: out.fill(1))
     exchange.close()
-    update = FileSearcherExchange(run.weights, 0, deadline=60).poll()
+    update = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60).poll()
     assert update is not None and update.publication.version == 1
 
 
@@ -372,7 +361,7 @@ def test_weights_that_a_disk_has_lost_are_written_again(run: RunDir, moods: Mood
     else:
         exchange.publish(Publication(version=3), lambda out: out.fill(3))
     exchange.close()
-    update = FileSearcherExchange(run.weights, 0, deadline=60).poll()
+    update = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60).poll()
     assert update is not None and (update.data == 3).all()
 
 
@@ -384,7 +373,7 @@ def test_what_several_ranks_have_written_and_a_disk_has_lost_ends_the_attempt(
     exchange.publish(Publication(version=3), lambda out: out.fill(3))
     with pytest.raises(OSError, match="Input/output error"):
         exchange.close()
-    assert FileSearcherExchange(run.weights, 0, deadline=60).poll() is None
+    assert FileSearcherExchange(run.weights, 0, attempt="first", deadline=60).poll() is None
 
 
 def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_not_deleted(tmp_path: Path, moods: Moods) -> None:

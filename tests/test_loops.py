@@ -136,6 +136,7 @@ class TrainerParts:
         return exchange_of(
             self.run.weights,
             self.learner.layout,
+            attempt="first",
             read_pending=PendingShards(self.run).read,
             progress=Progress(),
             evaluated=lambda split, step: find_evaluation(self.run, split, step) is not None,
@@ -189,7 +190,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     before = total_variation(parts.learner.policy_PC, target_PC).max()
-    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240))
+    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, attempt="first", deadline=240))
     thread = threading.Thread(target=searcher.run)
     thread.start()
     exchange = parts.file_exchange()
@@ -208,7 +209,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
 def test_an_engine_step_longer_than_a_record_is_no_share_beyond_one(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run, generator = RunDir.create(config), TabularGenerator(TABLE)
-    exchange = FileSearcherExchange(run.weights, 0, deadline=240)
+    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
     searcher = make_searcher(config, run, exchange, generator=generator)
     generator.busy_seconds = 25.0
     for _ in range(3):
@@ -223,9 +224,8 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"steps": 40}, evaluate={"every": 8}, checkpoint={"every": 8})
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    thread = threading.Thread(
-        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240)).run
-    )
+    searcher = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
+    thread = threading.Thread(target=make_searcher(config, run, searcher).run)
     thread.start()
     exchange = parts.file_exchange()
     trainer = parts.build(exchange)
@@ -272,7 +272,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
     )
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    exchange = FileSearcherExchange(run.weights, 0, deadline=240)
+    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
     thread = threading.Thread(target=make_searcher(config, run, exchange, generator=Skewed(nats)).run)
     thread.start()
     exchange_of_trainer = parts.file_exchange()

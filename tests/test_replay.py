@@ -71,9 +71,8 @@ def record(root: Path, **sections: dict[str, object]) -> tuple[RunDir, TabularLe
     config = make_config(root, **sections)
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    thread = threading.Thread(
-        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=240)).run
-    )
+    searcher = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
+    thread = threading.Thread(target=make_searcher(config, run, searcher).run)
     thread.start()
     Keeping.run = run
     exchange = parts.file_exchange(Keeping)

@@ -40,7 +40,7 @@ def go(config: Config, task: TabularTask) -> list[int]:
     """A run with searcher 0 alone, however many there should be; the largest staleness of every step."""
     run = RunDir.create(config)
     parts, patience = TrainerParts(config, run), config.launch.timeout_seconds
-    exchange = FileSearcherExchange(run.weights, 0, deadline=patience)
+    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=patience)
     searcher = make_searcher(config, run, exchange, task=task, most_rejected=1_000_000)
     thread = threading.Thread(target=searcher.run)
     thread.start()

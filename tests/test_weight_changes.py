@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tba_hpc.exchange.weight_changes import AGAIN, BLOCK, MOST, PIECE, Worth, apply_changes, find_changes
+from tba_hpc.exchange.weight_changes import BLOCK, MOST, PIECE, apply_changes, find_changes
 
 
 def changed(rng: np.random.Generator, old: np.ndarray, share: float) -> np.ndarray:
@@ -65,15 +65,3 @@ def test_changes_of_other_weights_are_refused_and_change_nothing() -> None:
         assert np.array_equal(out, old)
     with pytest.raises(ValueError, match="changes of other weights"):
         apply_changes(changes, np.zeros(2 * 9 * BLOCK, np.uint8))
-
-
-def test_the_quicker_way_is_taken_and_the_other_tried_again_now_and_then() -> None:
-    """All at first, then changes once; which of them was quicker may turn."""
-    worth, taken = Worth(), []
-    for publish in range(6 * AGAIN):
-        taken.append(worth.likely)
-        slow_network = publish > 2 * AGAIN
-        worth.note((1.0 if slow_network else 3.0) if taken[-1] else 2.0, changes=taken[-1])
-    assert taken[:3] == [False, True, False]
-    assert sum(taken[: 2 * AGAIN]) == 2, "tried and found slow"
-    assert sum(taken[3 * AGAIN :]) == 3 * AGAIN - 2, "tried, found quick, and the other way tried twice"

@@ -102,7 +102,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
     """The trainer's end, without a disk."""
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
-    return MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, delta="never", progress=Progress())
+    return MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
 
 
 def open_searcher(world: MpiWorld) -> MpiSearcherExchange:

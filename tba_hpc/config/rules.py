@@ -223,11 +223,6 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
             "{launch.elastic} lets searchers leave that {exchange.max_staleness} waits for: leave out one of "
             "the two, or set buffer.max_age_steps"
         )
-    if exchange.delta == "always" and not config.one_world and launch.trainers > 1:
-        yield (
-            "{exchange.delta} over files needs one trainer rank, which knows all that was published, not "
-            "{launch.trainers}: leave it out, or use exchange.transport=mpi"
-        )
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:

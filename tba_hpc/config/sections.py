@@ -402,10 +402,6 @@ class ExchangeSection(Section):
     seal_seconds: MayChange[Positive] = 2.0
     """Longest time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
     that."""
-    delta: MayChange[Literal["auto", "always", "never"]] = "auto"
-    """Send weights as lossless changes if that is less; never within a node. auto: bfloat16, between nodes
-    when faster, and over files with one trainer rank, at the cost of two more copies at the trainer and one
-    per searcher."""
     keep_shards: MayChange[Share] = 0.0
     """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, for ``tba
     replay``. Below 1, every second is deleted whenever they take more than 1 GiB."""

@@ -11,8 +11,8 @@ Other weights may be stored as what has changed since the publication before. A 
 with whole weights and stays as long as its end. A searcher follows it from what it has, or from its
 beginning. If a file of changes is damaged, the searcher keeps its weights until a new chain begins.
 
-A searcher that joins leaves a note. The trainer answers it in its next round: the list then names a file that
-says how far the run is. So the answer is never that of a trainer that is gone.
+The file ``progress`` says how far the run is, to searchers that join. It is written before the list, with
+every change of the cursors: so no shard is pruned that it does not count.
 
 A file system may forget an open file, show one late, or be full for a while: both ends retry until the
 timeout. What could not be flushed may be lost, and a second flush would not say so: it is written again.
@@ -28,7 +28,6 @@ import logging
 import os
 import secrets
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +42,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
+from tba_hpc.config import is_elastic
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
@@ -75,8 +75,11 @@ POLL_SECONDS = 0.1
 If it changes seldom, up to ten times as long: a fiftieth of the time since it did.
 """
 
-STOP, JOIN, HELD, PROGRESS = "stop-", "join-", "held-", "progress-"
-"""Prefixes of notes to the trainer, of weights that a searcher reads, and of answers."""
+STOP, HELD = "stop-", "held-"
+"""Prefixes of notes to the trainer, and of weights that a searcher reads."""
+
+PROGRESS = "progress"
+"""Name of the file with the completed requests and the cursors."""
 
 WEIGHTS, CHANGES = ".safetensors", ".changes"
 """Suffixes of whole weights, and of what has changed."""
@@ -86,9 +89,6 @@ LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
 reads them all."""
 
 PAGE = 4096
-
-LET_GO_SECONDS = 60.0
-"""Pause between two looks for dead searchers: metadata servers are slow and shared."""
 
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
@@ -110,18 +110,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of ``latest.json``. attempt: which trainer process wrote it.
+    """Contents of ``latest.json``. attempt: of the trainer that wrote it.
 
-    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first. progress: file that
-    says how far the run is, to the searchers in ``joined``: number to token of the note that is answered.
+    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first.
     """
 
     attempt: str
     closed: bool = False
     cursors: Mapping[int, int] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()
-    progress: str = ""
-    joined: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -147,9 +144,9 @@ class Manifest:
 class FileTrainerExchange:
     """The leader's end.
 
-    folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order. progress:
-    how far the run is. evaluated: whether the evaluation of a split with the weights of a version is
-    complete. at_work: which of the searchers given are (by default all). several: whether other trainer ranks
+    folder: where weights go. attempt: its name; no two trainers of a run have the same. read_pending: all
+    readable shards at or beyond the cursors, in order. progress: how far the run is. evaluated: whether the
+    evaluation of a split with the weights of a version is complete. several: whether other trainer ranks
     write their parts of the weights, each right into the file; otherwise weights stay in memory until they
     are on disk. delta: whether weights may be stored as what has changed, unless ``several`` write. timeout:
     how long a full disk is waited for, s.
@@ -160,10 +157,10 @@ class FileTrainerExchange:
         folder: Path,
         layout: WeightLayout,
         *,
+        attempt: str,
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
-        at_work: Callable[[set[int]], set[int]] = set,
         several: bool = False,
         delta: bool = False,
         timeout: float = 0.0,
@@ -173,14 +170,13 @@ class FileTrainerExchange:
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._at_work = at_work
         self._insist = partial(insist, seconds=timeout)
         self._several = several
         self._delta = DeltaMemory(layout.nbytes) if delta else None
         self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
-        self._manifest = self._first_manifest(progress.cursors)
+        self._manifest = self._first_manifest(attempt, progress.cursors)
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
@@ -296,12 +292,13 @@ class FileTrainerExchange:
                 self._insist(lambda: fsync(self._folder))
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
-        # What cannot be seen now will be in another round.
-        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
-        self._answer([name for name in names if name.startswith(JOIN)])
+        if self._manifest.cursors != before.cursors:
+            self._write_progress(self._manifest.cursors)
         if self._manifest != before:
             self._announce()
-            self._remove_superseded(names)
+            self._remove_superseded()
+        # What cannot be seen now will be in another round.
+        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
         self._stop_requested |= any(name.startswith(STOP) for name in names)
 
     def _announce(self) -> None:
@@ -316,15 +313,9 @@ class FileTrainerExchange:
             cursors[shard.searcher] = shard.index + 1
         self._manifest = replace(self._manifest, cursors=cursors)
 
-    def _answer(self, notes: list[str]) -> None:
-        """Write down how far the run is for those that join."""
-        if not notes:
-            return
-        name = f"{PROGRESS}{secrets.token_hex(4)}"
-        progress = Progress(self._completed, self._manifest.cursors)
-        self._insist(lambda: publish(self._folder / name, progress.to_bytes()))
-        joined = {**self._manifest.joined, **dict(map(_joining, notes))}
-        self._manifest = replace(self._manifest, progress=name, joined=joined)
+    def _write_progress(self, cursors: Mapping[int, int]) -> None:
+        data = Progress(self._completed, cursors).to_bytes()
+        self._insist(lambda: publish(self._folder / PROGRESS, data))
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
@@ -344,44 +335,28 @@ class FileTrainerExchange:
         needed = {link for entry in kept for link in self._manifest.chain(entry.sequence)}
         return [entry for entry in entries if entry in needed]
 
-    def _remove_superseded(self, seen: list[str]) -> None:
-        """Weights and answers that are not listed any more, and the notes seen that are answered by now."""
-        joined = self._manifest.joined.items()
-        answered = {name for name in seen if name.startswith(JOIN) and _joining(name) in joined}
-        needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
+    def _remove_superseded(self) -> None:
+        """Remove the weights that are not listed any more."""
+        needed = {entry.file for entry in self._manifest.entries}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
-                ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
-                if name in answered or (ours and name not in needed):
-                    (self._folder / name).unlink(missing_ok=True)
-        if time.monotonic() - self._let_go > LET_GO_SECONDS:
-            self._let_go_for_the_dead()
-
-    def _let_go_for_the_dead(self) -> None:
-        """Remove the names by which searchers that are not at work any more hold weights."""
-        self._let_go = time.monotonic()
-        with suppress(OSError):  # another look follows
-            # First: whoever gives a name meanwhile is at work.
-            held = {name: _holding(name) for name in listing(self._folder) if name.startswith(HELD)}
-            dead = set(held.values()) - self._at_work(set(held.values())) if held else set()
-            for name, searcher in held.items():
-                if searcher in dead:
+                if name.endswith((WEIGHTS, CHANGES)) and name not in needed:
                     (self._folder / name).unlink(missing_ok=True)
 
     # --- The beginning of an attempt ---
 
     def _remove_leftovers(self) -> None:
-        """Requests of an earlier attempt, and what a kill between write and rename left.
+        """What an earlier attempt has left: requests, files that a kill cut short, weights held by its ranks.
 
-        Notes of searchers that join stay: they may have come before their trainer. What searchers at work
-        hold stays, too.
+        Elastic searchers may still be at work.
         """
         for name in listing(self._folder):
-            if name.startswith((STOP, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
+            cut_short = name.endswith(".tmp") and name != INCOMING
+            held = name.startswith(HELD) and not is_elastic(_holder(name))
+            if name.startswith(STOP) or cut_short or held:
                 (self._folder / name).unlink(missing_ok=True)
-        self._let_go_for_the_dead()
 
-    def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
+    def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
         """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
 
         What they let searchers do, and their reference, may have been taken back since.
@@ -391,7 +366,8 @@ class FileTrainerExchange:
         entries = tuple(
             replace(entry, publication=_of_an_attempt_before(entry.publication)) for entry in kept
         )
-        manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), entries)
+        manifest = Manifest(attempt, False, dict(cursors), entries)
+        self._write_progress(cursors)
         self._insist(lambda: manifest.write(self._folder))
         return manifest
 
@@ -428,13 +404,7 @@ class DeltaMemory:
         self._known = True
 
 
-def _joining(note: str) -> tuple[int, str]:
-    """Number of the searcher that joins, and the token of its note."""
-    searcher, token = note.removeprefix(JOIN).split("-")
-    return int(searcher), token
-
-
-def _holding(name: str) -> int:
+def _holder(name: str) -> int:
     """Number of the searcher that holds weights by a name of its own."""
     return int(name.removeprefix(HELD).split("-")[0])
 
@@ -462,22 +432,28 @@ class FileTrainerFollower:
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: the trainer's, which need not exist yet.
+    """A searcher's end. folder: the trainer's, which need not exist yet. attempt: of both, as the trainer's.
 
     start_deadline: for it to start, s; deadline: a sixth of what it has between two rounds (and to start, by
     default).
     """
 
     def __init__(
-        self, folder: Path, searcher: int, *, deadline: float, start_deadline: float | None = None
+        self,
+        folder: Path,
+        searcher: int,
+        *,
+        attempt: str,
+        deadline: float,
+        start_deadline: float | None = None,
     ) -> None:
         self._folder = folder
         self._searcher = searcher
+        self._attempt = attempt
         self._deadline = deadline
         self._start_deadline = start_deadline or deadline
         self._manifest: Manifest | None = None
         self._manifest = self._read_manifest()
-        self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
         self._own: WeightFile | None = None  # a copy of weights, to be changed
@@ -488,32 +464,18 @@ class FileSearcherExchange:
                 left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
-        """How far the run is, as the trainer says in its next round: waits for that. No call comes before.
+        """How far the run is, once the trainer has started.
 
         Nothing is done if the run ends meanwhile. Raises ExchangeError as ``poll`` does.
         """
-        token, asked = secrets.token_hex(4), None
         while not self._ended:
-            attempt = self._manifest.attempt if self._manifest else ""
-            if attempt != asked and self._folder.exists():
-                asked = attempt
-                note = self._folder / f"{JOIN}{self._searcher:04d}-{token}"
-                insist(note.touch, seconds=self._deadline)
-            if found := self._answer(token):
-                return found
+            if self._has_started:
+                with suppress(FileNotFoundError):  # not visible yet
+                    read = (self._folder / PROGRESS).read_bytes
+                    return Progress.from_bytes(insist(read, seconds=self._deadline))
             time.sleep(POLL_SECONDS)
             self._look()
         return Progress()
-
-    def _answer(self, token: str) -> Progress | None:
-        """The trainer's to our note; None if there is none yet, or a newer one replaces it just now."""
-        if self._manifest is None or self._manifest.joined.get(self._searcher) != token:
-            return None
-        try:
-            return Progress.from_bytes((self._folder / self._manifest.progress).read_bytes())
-        except (OSError, ValueError) as error:
-            _refuse_lasting(error)
-            return None
 
     def offer(self, shard: Shard) -> None:
         """Count a sealed shard as pending; the trainer finds it on disk."""
@@ -606,9 +568,13 @@ class FileSearcherExchange:
         """Leave; nothing is held."""
 
     @property
+    def _has_started(self) -> bool:
+        """Whether the trainer has; what it finds of an earlier attempt may have been taken back since."""
+        return self._manifest is not None and self._manifest.attempt == self._attempt
+
+    @property
     def _ended(self) -> bool:
-        """Whether the run has ended; an end that came before this searcher was that of an earlier attempt."""
-        return self._manifest is not None and self._manifest.closed and self._manifest.attempt != self._over
+        return self._has_started and self._manifest is not None and self._manifest.closed
 
     def _next_entry(self) -> Entry | None:
         unseen = [e for e in self._manifest.entries if e.sequence > self._seen] if self._manifest else []
@@ -672,7 +638,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._run_is_over = False
         self._away = ""  # the attempt whose trainer was reported to have stopped
         self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
-        super().__init__(folder, searcher, deadline=timeout)
+        super().__init__(folder, searcher, attempt="", deadline=timeout)
         if self._manifest is None:
             log.info("no trainer has started on this run yet: waiting up to %g s for one", timeout)
 
@@ -706,6 +672,10 @@ class ElasticSearcherExchange(FileSearcherExchange):
         """Whether this searcher is to leave, or the run is finished."""
         self._look()
         return self._ended
+
+    @property
+    def _has_started(self) -> bool:
+        return self._manifest is not None
 
     @property
     def _ended(self) -> bool:

@@ -6,8 +6,7 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
     header (purpose, version, …)     ──►
                                      ◄──     ready (how many shards, stop asked)
                                      ◄──     the sizes of the shards, then each as the bytes of its file
-    weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it,
-             whole or as what has changed in it
+    weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it
                                      ◄──     confirmed
 
 Why two files of a node are enough. Write n goes to the file of write n − 2, once round n − 1 is over. Whoever
@@ -48,7 +47,6 @@ from tba_hpc.exchange.mpi_world import (
     NodeMemory,
     Pending,
     Tag,
-    Travel,
 )
 
 log = logging.getLogger(__name__)
@@ -165,20 +163,13 @@ class MpiTrainerExchange:
 
     @classmethod
     def open(
-        cls,
-        world: MpiWorld,
-        layout: WeightLayout,
-        *,
-        progress: Progress,
-        bucket_mb: int = BUCKET_MB,
-        delta: Travel = "never",
+        cls, world: MpiWorld, layout: WeightLayout, *, progress: Progress, bucket_mb: int = BUCKET_MB
     ) -> MpiTrainerExchange:
         """Connect to ranks that are all set up, and tell them ``progress``.
 
-        delta: as exchange.delta. Raises ExchangeError naming who is not set up.
+        Raises ExchangeError naming who is not set up.
         """
-        memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb, delta=delta)
-        return cls(world, memory)
+        return cls(world, world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb))
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.

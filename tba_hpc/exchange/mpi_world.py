@@ -26,18 +26,17 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_words
-from tba_hpc.exchange.weight_changes import Worth, apply_changes, find_changes
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 log = logging.getLogger(__name__)
@@ -60,12 +59,6 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
 """Broadcasts under way at once, and the size of one, MiB (MPI counts end at 2 GiB)."""
 
-Travel = Literal["auto", "always", "never"]
-"""Values of exchange.delta."""
-
-WHOLE = -1
-"""Instead of the size of a bucket's changes, if it travels whole."""
-
 SETTLING_SECONDS = 0.5
 """Before the first message: Open MPI 5 may crash if that meets a rank, on another node, that has not left
 MPI_Init yet (open-mpi/ompi#12495)."""
@@ -80,13 +73,6 @@ which."""
 
 RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""
-
-SPARE_SECONDS = 1.0
-"""Pause between two tries to get memory for the spare."""
-
-READ_DEADLINES = IDLE_DEADLINES - 2
-"""Deadlines that readers, of which some evaluate, have if there is no memory for the spare: the leader hears
-of it, and names who is missing, before the ranks that wait for its next round give up."""
 
 
 class Tag(IntEnum):
@@ -115,7 +101,6 @@ class Welcome(msgspec.Struct):
 
     layout: str
     bucket_bytes: int
-    delta: Travel
     progress: bytes
 
 
@@ -250,17 +235,17 @@ class MpiWorld:
     # --- Coming together ---
 
     def connect_peers(
-        self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB, delta: Travel = "never"
+        self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not.
+        """As the leader, wait until every rank is set up, and tell it ``progress``.
 
-        progress: told to every rank then. delta: as exchange.delta.
+        Raises ExchangeError naming who is not.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
         what = "joined the world, but did not get ready (loading model and engine)"
         self.wait_for(hellos, what, "see its log, or raise launch.timeout_seconds")
-        welcome = Welcome(layout.to_json(), bucket_mb << 20, delta, progress)
+        welcome = Welcome(layout.to_json(), bucket_mb << 20, progress)
         text = np.frombuffer(msgspec.msgpack.encode(welcome), np.uint8)
         for message in (np.array([len(text)]), text):
             self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
@@ -281,7 +266,7 @@ class MpiWorld:
     def _at_work(self, welcome: Welcome) -> NodeMemory:
         """All ranks are set up: from here on another deadline holds."""
         layout = WeightLayout.from_json(welcome.layout)
-        memory = NodeMemory(self, layout, welcome.bucket_bytes, welcome.delta)
+        memory = NodeMemory(self, layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory
 
@@ -308,32 +293,19 @@ class NodeMemory:
     """The weights once per node, in two files in memory that take turns, and their way between nodes.
 
     Making one is collective over the world. The lowest world rank of a node is its node leader. The files
-    have no names: each rank has them open, and they end with the last one.
-
-    Weights that somebody still reads are not overwritten: if their readers do not let go of them soon, a
-    third file takes their place, until it is their turn to be the spare.
-
-    Between nodes a bucket travels whole or as what has changed in it since the write before, as the node it
-    comes from decides. Its other file holds that write. A node that receives has the write before that in the
-    file to be written: the last changes make it the last write, and these the new one.
+    have no names: each rank has them open, and they end with the last one. Weights that somebody still reads
+    are not overwritten: if their readers do not let go of them soon, a third file takes their place.
     """
 
-    def __init__(
-        self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int, delta: Travel = "never"
-    ) -> None:
+    def __init__(self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int) -> None:
         self.layout = layout
         self._world = world
         self._bucket_bytes = bucket_bytes
-        self._travel = delta
-        self._worth = Worth()
-        self.travelled = 0
-        """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
         self._connect(world.node_split(world.comm))
         self._files, self._order = self._open()
         self._maps = [file.map("r+") for file in self._files]
         self._crowded: float | None = None  # since when readers delay the next write
-        self._spare_is_full = False  # since somebody reads it
-        self._next_try = 0.0  # to get memory for it
+        self._warned = False  # that there is no memory for the spare
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
 
@@ -349,55 +321,38 @@ class NodeMemory:
         return self._files[self._order[write % 2]].reader()
 
     def has_room(self, write: int) -> bool:
-        """Whether weights of that number may be written; the node leader must ask until they may.
-
-        Raises ExchangeError if those that would be overwritten are read for READ_DEADLINES.
-        """
+        """Whether weights of that number may be written; the node leader must ask until they may."""
         if self._node.rank != 0:
             return True
         place, spare = self._order[write % 2], sum(range(FILES)) - self._order.sum()
-        if self._spare_is_full and not self._files[spare].has_readers:
+        spare_is_read = self._files[spare].has_readers
+        if not spare_is_read:
             self._files[spare].give_back()
-            self._spare_is_full = False
         if not self._files[place].has_readers:
             self._crowded = None
             return True
         now = time.monotonic()
         self._crowded = self._crowded or now
-        self._refuse_readers(now - self._crowded)
-        if self._spare_is_full or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
+        if spare_is_read or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
         self._maps[spare][::PAGE].max(initial=0)
-        self._order[write % 2] = spare
-        self._last, self._spare_is_full, self._crowded = self._whole(), True, None
+        self._order[write % 2], self._crowded = spare, None
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Take memory for a third copy; not tried often, as a try in vain may take what is left meanwhile."""
-        if time.monotonic() < self._next_try:
-            return False
+        """Take memory for a third copy, if there is enough."""
         if shutil.disk_usage(SHARED_MEMORY).free >= self.layout.nbytes:
             with suppress(OSError):  # others were faster
                 self._files[spare].allocate()
                 return True
-        if not self._next_try:
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "%s on %s has no room for a third copy of the weights: new ones wait until nobody reads the "
                 "oldest, in an evaluation for instance",
                 *(SHARED_MEMORY, socket.gethostname()),
             )
-        self._next_try = time.monotonic() + SPARE_SECONDS
         return False
-
-    def _refuse_readers(self, seconds: float) -> None:
-        """Raise ExchangeError if they have delayed the next write for too long."""
-        longest = READ_DEADLINES * self._world.deadline
-        if seconds > longest:
-            raise ExchangeError(
-                f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and there is no "
-                "memory for newer ones beside them: it hangs, or evaluates for longer; see the logs of the "
-                f"ranks there, and free some of {SHARED_MEMORY} or raise launch.timeout_seconds"
-            )
 
     def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""
@@ -424,8 +379,6 @@ class NodeMemory:
         self.nodes = len(nodes)
         roots = np.searchsorted(nodes, leaders[: self._world.trainers]).tolist()
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
-        self._last_write = -2  # the last write that all of these have
-        self._last = self._whole()  # its changes
 
     def _open(self) -> tuple[list[WeightFile], np.ndarray]:
         """The node's files, and which of them even and odd writes go to, int64 [2]."""
@@ -460,56 +413,13 @@ class NodeMemory:
 
     def _broadcast(self, write: int) -> None:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
-        if not self._buckets:
-            return
-        began, slot = time.monotonic(), self.slot(write)
-        changes = self._own_changes(write)
-        sizes = np.array([WHOLE if change is None else len(change) for change in changes])
-        sent = (sizes != WHOLE).any()
-        if self._travel != "never":
-            tell = self._nodes.Iallreduce(MPI.IN_PLACE, sizes, MPI.MAX)
-            self._finish_broadcast([(self._world.rank, tell)])
+        slot = self.slot(write)
         under_way: deque[Pending] = deque()
-        for i, (start, end, root) in enumerate(self._buckets):
+        for start, end, root in self._buckets:
             if len(under_way) == BUCKETS_IN_FLIGHT:
                 self._finish_broadcast([under_way.popleft()])
-            if sizes[i] != WHOLE and root != self._nodes.rank:
-                changes[i] = np.empty(sizes[i], np.uint8)
-            change = changes[i]
-            message = slot[start:end] if change is None else change
-            under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
-            self.travelled += len(message)
+            under_way.append((self._world.rank, self._nodes.Ibcast(slot[start:end], root)))
         self._finish_broadcast(under_way)
-        self._worth.note(time.monotonic() - began, changes=bool(sent))
-        self._bring_up_to_date(write, changes)
-
-    def _own_changes(self, write: int) -> list[np.ndarray | None]:
-        """Per bucket, what has changed in it since the write before: of those that come from this node."""
-        known = self._travel != "never" and self._last_write == write - 1
-        if not known or not (self._travel == "always" or self._worth.likely):
-            return self._whole()
-        new, old = self.slot(write), self.slot(write - 1)
-        return [
-            find_changes(new[start:end], old[start:end]) if root == self._nodes.rank else None
-            for start, end, root in self._buckets
-        ]
-
-    def _whole(self) -> list[np.ndarray | None]:
-        """The changes of buckets that travel whole."""
-        return [None] * len(self._buckets)
-
-    def _bring_up_to_date(self, write: int, changes: list[np.ndarray | None]) -> None:
-        """Apply what has come from other nodes. Raises ValueError if it cannot be of these weights."""
-        slot, before = self.slot(write), self.slot(write - 1)
-        for (start, end, root), last, change in zip(self._buckets, self._last, changes, strict=True):
-            if change is None or root == self._nodes.rank:
-                continue
-            if last is None:  # the write before came whole, or this file is a new one
-                np.copyto(slot[start:end], before[start:end])
-            else:
-                apply_changes(last, slot[start:end])
-            apply_changes(change, slot[start:end])
-        self._last, self._last_write = changes, write
 
     def _finish_broadcast(self, buckets: Sequence[Pending]) -> None:
         # MPI moves data only while we look, so look often.

@@ -33,28 +33,6 @@ MOST = 0.25
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """That look for changes together; numpy releases Python's lock."""
 
-AGAIN = 32
-"""After that many publishes the slower way is tried once more."""
-
-
-class Worth:
-    """Whether it was quicker lately to look for changes and send those than to send all."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[bool, float] = {}  # that changes, or all, took last
-        self._noted = 0
-
-    @property
-    def likely(self) -> bool:
-        """All are sent first, then changes, then whatever took less."""
-        changes, whole = self._seconds.get(True, 0.0), self._seconds.get(False, 0.0)
-        return whole > 0 and (changes < whole) != (self._noted % AGAIN == 0)
-
-    def note(self, seconds: float, *, changes: bool) -> None:
-        """What a publish has taken, with changes or with all."""
-        self._seconds[changes] = seconds
-        self._noted += 1
-
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
     """uint8: the changes that turn ``old`` into ``new``, both uint8 [nbytes]; None if they are too many.

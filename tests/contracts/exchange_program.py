@@ -46,7 +46,6 @@ TRAINERS = {
     "files-two-trainers": 2,
     "mpi": 1,
     "mpi-nodes-two-trainers": 2,
-    "mpi-nodes-delta-two-trainers": 2,
 }
 BOTH = "both"
 """Searcher 0 shares the trainer's MPI world, searcher 1 comes and goes over files."""
@@ -422,6 +421,7 @@ def open_board(
     return FileTrainerExchange(
         run.weights,
         LAYOUT,
+        attempt="first",
         read_pending=shards.read,
         progress=Progress(),
         evaluated=lambda split, version: False,
@@ -463,7 +463,7 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int, *, delta: b
         follow(follower.slot, flags, trainers, rank)
         follower.close()
     else:
-        searcher = FileSearcherExchange(run.weights, rank - trainers, deadline=PATIENCE)
+        searcher = FileSearcherExchange(run.weights, rank - trainers, attempt="first", deadline=PATIENCE)
         flags.set(f"open-{rank - trainers}")
         search(SearcherSide(searcher, rank - trainers, flags, partial(seal, run)))
 
@@ -487,11 +487,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
     )
     if rank == 0:
         trainer: TrainerExchange = mpi_exchange.MpiTrainerExchange.open(
-            world,
-            LAYOUT,
-            bucket_mb=1,
-            delta="always" if "delta" in transport else "never",
-            progress=Progress(),
+            world, LAYOUT, bucket_mb=1, progress=Progress()
         )
         if transport == BOTH:
             run = make_run(folder)
@@ -499,9 +495,6 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             flags.wait("open-1")
             trainer = HybridTrainerExchange(trainer, board, visited=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
-        if scenario == "weights" and "delta" in transport:
-            assert isinstance(trainer, mpi_exchange.MpiTrainerExchange)
-            assert LAYOUT.nbytes < trainer._memory.travelled < 1.5 * LAYOUT.nbytes, "four times in all"
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower.open(world)
         follow(follower.slot, flags, trainers, rank)

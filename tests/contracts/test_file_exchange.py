@@ -26,11 +26,14 @@ from tba_hpc.exchange.file_exchange import (
 LAYOUT = WeightLayout.of([("a", (3, 5)), ("b", (7,)), ("c", (2, 1, 2))], "F32")
 
 
-def trainer(folder: Path, done: set[tuple[Split, int]] | None = None) -> FileTrainerExchange:
+def trainer(
+    folder: Path, done: set[tuple[Split, int]] | None = None, attempt: str = "first"
+) -> FileTrainerExchange:
     """A leader without shards."""
     return FileTrainerExchange(
         folder,
         LAYOUT,
+        attempt=attempt,
         read_pending=lambda cursors: [],
         progress=Progress(),
         evaluated=lambda split, version: (split, version) in (done or ()),
@@ -47,9 +50,9 @@ def publish(exchange: FileTrainerExchange, version: int, evaluate: Split | None 
         pass
 
 
-def searcher(folder: Path, deadline: float = 60) -> FileSearcherExchange:
+def searcher(folder: Path, deadline: float = 60, attempt: str = "first") -> FileSearcherExchange:
     """A searcher that looks at every call."""
-    return FileSearcherExchange(folder, 0, deadline=deadline)
+    return FileSearcherExchange(folder, 0, attempt=attempt, deadline=deadline)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +112,7 @@ def test_who_follows_one_that_was_killed_lets_go_what_that_held(tmp_path: Path) 
     exchange = trainer(tmp_path)
     publish(exchange, 1)
     update = searcher(tmp_path).poll()
-    others = FileSearcherExchange(tmp_path, 3, deadline=60).poll()
+    others = FileSearcherExchange(tmp_path, 3, attempt="first", deadline=60).poll()
     assert update is not None and others is not None
     searcher(tmp_path)
     for version in range(2, 5):
@@ -148,10 +151,10 @@ def test_a_resume_goes_on_where_the_attempt_before_ended(tmp_path: Path) -> None
     first = trainer(tmp_path)
     publish(first, 8, "validation")
     first.close()
-    reader = searcher(tmp_path)
+    reader = searcher(tmp_path, attempt="second")
     assert not reader.closed, "the end of an earlier attempt is not the end of this one"
     assert (update := reader.poll()) and update.publication.version == 8
-    second = trainer(tmp_path)
+    second = trainer(tmp_path, attempt="second")
     publish(second, 4)  # from an older checkpoint
     assert (update := reader.poll()) and update.publication == Publication(version=4)
     second.close()
@@ -188,7 +191,7 @@ def test_what_a_kill_left_of_the_board_is_removed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)])
     assert len(list(tmp_path.iterdir())) == 1
     trainer(tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == ["latest.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"latest.json", "progress"}
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) -> None:
@@ -200,7 +203,8 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
         "from tba_hpc.core.types import Publication, WeightLayout\n"
         "folder, layout = Path(sys.argv[1]), WeightLayout.of([('w', (100_000,))], 'F32')\n"
         "trainer = FileTrainerExchange(\n"
-        "    folder, layout, read_pending=lambda c: [], progress=Progress(), evaluated=lambda s, v: True)\n"
+        "    folder, layout, attempt='first', read_pending=lambda c: [], progress=Progress(),\n"
+        "    evaluated=lambda s, v: True)\n"
         "trainer.publish(Publication(version=0), lambda out: out.fill(0))\n"
         "trainer.close()\n"
     )
@@ -234,6 +238,7 @@ def teller(folder: Path) -> FileTrainerExchange:
     return FileTrainerExchange(
         folder,
         LARGER,
+        attempt="first",
         read_pending=lambda cursors: [],
         progress=Progress(),
         evaluated=lambda split, version: False,

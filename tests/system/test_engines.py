@@ -68,7 +68,7 @@ def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_pa
     first.
     """
     settings = (
-        *("exchange.transport=files", "exchange.delta=always", "exchange.max_staleness=8"),
+        *("exchange.transport=files", "exchange.max_staleness=8"),
         *("model.dtype=bfloat16", "train.learning_rate.peak=1e-6", "train.steps=24", "evaluate.every=20"),
     )
     process = start(model, tmp_path, *settings)

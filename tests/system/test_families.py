@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 WAYS: dict[str, tuple[str, ...]] = {
     "qwen2": ("exchange.transport=mpi",),
-    "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
+    "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files"),
     "qwen3_moe": (
         *("train.zero_stage=3", "launch.trainers=2", "exchange.transport=files"),
         "train.deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}",
