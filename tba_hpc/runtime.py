@@ -20,6 +20,7 @@ from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import (
     Backend,
+    Conversing,
     Generator,
     Learner,
     Reference,
@@ -371,9 +372,11 @@ class SearchParts:
         refuse_few_prompts(task, config)
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
-        decode = backend.tokenizer().decode  # the task's own is in use in another thread
+        tokenizer = backend.tokenizer()  # the task's own is in use in another thread
+        if isinstance(task, Conversing):
+            generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
-        return cls(run, config, index, generator, task, metrics, reference, decode)
+        return cls(run, config, index, generator, task, metrics, reference, tokenizer.decode)
 
     def searcher(
         self,

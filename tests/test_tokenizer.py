@@ -36,7 +36,7 @@ def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_chat_template_says_what_to_change(tmp_path: Path) -> None:
     make_tokenizer(128).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template: set task\.options\.chat=false"):
+    with pytest.raises(ConfigError, match=r"has no chat template: .* set task\.options\.chat=false"):
         load_tokenizer(str(tmp_path)).encode_chat("12+3")
 
 

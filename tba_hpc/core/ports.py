@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -51,11 +51,29 @@ class Tokenizer(Protocol):
         """Text of ``tokens``, without special tokens."""
 
 
+Message = dict[str, Any]
+"""Of a chat: role, content, and what else a chat template knows."""
+
+
+@runtime_checkable
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with the model's chat template."""
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+        """The text of a conversation; ask: up to the model's next message.
+
+        Raises ConfigError if the model has no chat template, or that refuses the messages.
+        """
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of rendered text: nothing is added at its start or end."""
+
+
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
     Optional: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; methods of ``Summarising``, ``Asking``, ``Grading`` and ``Itemising``.
+    names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -85,6 +103,17 @@ class Asking(Protocol):
 
     def encode_question(self, text: str) -> np.ndarray:
         """Tokens int32 [T]."""
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """An optional method of a task whose completions are conversations with an environment."""
+
+    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
+        """A generator of conversations around one of turns; ``tokenizer`` is for the caller's thread."""
+
+    def question(self, text: str) -> Prompt:
+        """For ``tba ask``: the start of a conversation about a user's question. Raises ConfigError."""
 
 
 @runtime_checkable
@@ -144,10 +173,17 @@ class Generator(Protocol):
     spent generating so far. rebuilds: dead engines replaced.
     """
 
-    version: int
-    load_seconds: float
-    busy_seconds: float
-    rebuilds: int
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def load_seconds(self) -> float: ...
+
+    @property
+    def busy_seconds(self) -> float: ...
+
+    @property
+    def rebuilds(self) -> int: ...
 
     @property
     def loading(self) -> bool:

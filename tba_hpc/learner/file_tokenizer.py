@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import Message
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -60,6 +63,14 @@ class FileTokenizer:
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Tokens int32 [T] of the message alone."""
+        return self.encode(text)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+        """The texts of the messages alone."""
+        return "".join(message["content"] for message in messages)
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Tokens int32 [T]."""
         return self.encode(text)
 
     def decode(self, tokens: np.ndarray) -> str:

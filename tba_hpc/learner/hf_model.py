@@ -7,7 +7,7 @@ Shape letters: N sequences, L padded length, T sampled tokens in all, D hidden s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -24,6 +25,7 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype, ModelSection
+from tba_hpc.core.ports import Message
 from tba_hpc.core.types import WeightSlot
 from tba_hpc.learner.file_tokenizer import NO_END
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, share_prompts
@@ -58,14 +60,37 @@ class HfTokenizer:
 
         Raises ConfigError if the tokenizer has no chat template.
         """
+        return self.encode_rendered(self.render([{"role": "user", "content": text}], tools=(), ask=True))
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+        """The text of a conversation, by the chat template; ask: up to the model's next message.
+
+        Raises ConfigError if there is no chat template, or it refuses the messages.
+        """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
-                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template: set "
-                "task.options.chat=false, or give a model that was tuned for chat"
+                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template: "
+                "give a model that was tuned for chat, or set task.options.chat=false"
             )
-        message = [{"role": "user", "content": text}]
-        whole = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=[*map(dict, tools)] or None,
+                    add_generation_prompt=ask,
+                    tokenize=False,
+                )
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(
+                f"the chat template of {self._tokenizer.name_or_path} refuses messages of {roles} ({error}): "
+                "give another chat_template in its tokenizer_config.json"
+            ) from None
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of rendered text: nothing is added at its start or end."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     @property
     def has_chat(self) -> bool:

@@ -71,6 +71,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
         config.model.path,
         task.name,
         config.train.objective.name,
+        str(task.options.get("environment", "")),
         *(reward.function for reward in task.reward.values() if reward.function),
     ]
     yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if is_own(name)}, folder)

@@ -31,6 +31,7 @@ from tba_hpc.tasks.rows import Rows
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
+    "environment": "tba_hpc.environments.task:Environment",
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
     "jsonl": "tba_hpc.tasks.jsonl:Jsonl",
     "math": "tba_hpc.tasks.math:Math",

@@ -25,7 +25,12 @@ from tba_hpc.tasks.rows import Rows
 
 
 class Jsonl(Rows[Fields]):
-    """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off."""
+    """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off.
+
+    own_reward: completions bring a reward of their own, which is added, cut off or not.
+    """
+
+    own_reward = False
 
     def __init__(
         self,
@@ -50,12 +55,14 @@ class Jsonl(Rows[Fields]):
         validation_prompts: rows of a held-out part of train_file.
         """
         super().__init__(tokenizer, chat=chat)
-        if not reward:
+        name = type(self).__name__.lower()
+        if not reward and not self.own_reward:
             raise ConfigError(
-                "the task jsonl has no reward: set task.reward=module:function, of a module beside the config"
+                f"the task {name} has no reward: set task.reward=module:function, of a module beside the "
+                "config"
             )
         if train_file is None:
-            raise ConfigError("the task jsonl has no prompts: set task.train_file to a JSONL file")
+            raise ConfigError(f"the task {name} has no prompts: set task.train_file to a JSONL file")
         needed = set(re.findall(r"\{(\w+)\}", template))
         self._table = Table(
             sources=sources_of(train_file, test_file, {}),
@@ -121,7 +128,11 @@ class Jsonl(Rows[Fields]):
         for name, reward in self._rewards.items():
             found = iter(reward(answers) if answers else [])
             self._parts[name] = [next(found) if judged else 0.0 for judged in whole]
+        weights = self._weights
+        if self.own_reward:
+            self._parts["environment"] = [completion.reward or 0.0 for completion in completions]
+            weights = {**weights, "environment": 1.0}
         return [
-            math.fsum(weight * self._parts[name][i] for name, weight in self._weights.items())
+            math.fsum(weight * self._parts[name][i] for name, weight in weights.items())
             for i in range(len(completions))
         ]

@@ -1,0 +1,185 @@
+"""An environment class, by TRL's contract: ``reset``, ``get_reward``, and tools, the other public methods.
+
+    class Shop:
+        def reset(self, budget, seed=None):         # takes fields of the row by their names
+            self.left = budget
+            return f"You have {budget} coins."      # added to the prompt, or None
+
+        def buy(self, item: str, count: int = 1) -> str:
+            '''Buy something.
+
+            Args:
+                item: What to buy.
+            '''
+            ...
+
+        def get_reward(self) -> float:
+            return float(self.left == 0)
+
+A class may also have ``step(messages) -> (messages, done, reward)``, which answers a turn without tool calls;
+its rewards add up to the episode's unless there is ``get_reward``. Neither is needed with task.reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import find_function
+from tba_hpc.environments.chat import Call, Message, parse_calls
+
+NO_TOOLS = ("reset", "get_reward", "step")
+"""Public methods of an environment that the model cannot call."""
+
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+ERROR_CHARS = 300
+"""Characters of an error that the model is shown."""
+
+ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+"""A line of a docstring that describes an argument."""
+
+
+class Contract:
+    """What an environment class offers. Raises ConfigError where it does not keep the contract.
+
+    name: ``module:Class``. max_chars: of a tool's result.
+    """
+
+    def __init__(self, key: str, name: str, *, max_chars: int) -> None:
+        self._key = f"{key}={name}"
+        self.make: Callable[[], Any] = find_function(self._key, name)
+        self.max_chars = max_chars
+        found = dict(inspect.getmembers(self.make, inspect.isfunction))
+        if not inspect.isclass(self.make) or "reset" not in found:
+            raise ConfigError(f"{self._key} is no environment: give a class with a method reset()")
+        names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
+        self.tools = {name: self._tool(found[name]) for name in names}
+        self.schemas = [_schema(name, found[name], tool) for name, tool in self.tools.items()]
+        self.has_step, self.has_reward = "step" in found, "get_reward" in found
+        if not self.tools and not self.has_step:
+            raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
+        parameters = list(inspect.signature(found["reset"]).parameters.values())[1:]
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
+
+    def _tool(self, method: Callable[..., Any]) -> TypeAdapter[Any]:
+        """Checks arguments by the type hints of a method, converts them, and calls it."""
+        try:
+            return TypeAdapter(cast(Any, method))
+        except (PydanticUserError, NameError, TypeError) as error:
+            raise ConfigError(
+                f"{self._key}: the type hints of its tool {method.__name__} cannot be understood "
+                f"({str(error).splitlines()[0]}): use types that JSON can hold"
+            ) from None
+
+    def require(self, row: Mapping[str, object], line: str) -> None:
+        """Raise ConfigError where a row lacks what ``reset`` needs; line: which row it is."""
+        lacking = [name for name, needed in self._named.items() if needed and name not in row]
+        if lacking and lacking != ["seed"]:
+            raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
+
+    def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
+        """What ``reset`` takes of a row, and the seed if it takes one that the row has not."""
+        given = {"seed": seed} if "seed" in self._named else {}
+        return given | {name: row[name] for name in row if self._takes_all or name in self._named}
+
+
+def _schema(name: str, method: Callable[..., Any], tool: TypeAdapter[Any]) -> dict[str, Any]:
+    """A tool as chat templates want it: JSON schema of the type hints, texts of the docstring."""
+    text, _, arguments = inspect.cleandoc(method.__doc__ or "").partition("Args:\n")
+    described = _arguments(arguments)
+    properties = {}
+    for argument, schema in tool.json_schema()["properties"].items():
+        if argument == "self":
+            continue
+        plain = {key: value for key, value in schema.items() if key != "title"}
+        note = {"description": described[argument]} if argument in described else {}
+        properties[argument] = plain | note
+    required = [p for p in tool.json_schema().get("required", []) if p != "self"]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": text.strip(), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """By name, what the section ``Args:`` of a docstring says."""
+    found: dict[str, str] = {}
+    indent = len(text) - len(text.lstrip(" "))
+    for line in text.splitlines():
+        level = len(line) - len(line.lstrip(" "))
+        if not line.strip() or level < indent:
+            break
+        if level == indent and (match := ARGUMENT.fullmatch(line)):
+            found[match[1]] = match[2]
+        elif found:
+            found[[*found][-1]] += f" {line.strip()}"
+    return found
+
+
+@dataclass(slots=True)
+class Session:
+    """One environment through an episode. Its methods run the user's code, and raise whatever that raises."""
+
+    contract: Contract
+    row: Mapping[str, object]
+    seed: int
+    _environment: Any = None
+    _sum: float | None = field(default=None, init=False)
+
+    def open(self) -> str | None:
+        """Make the environment and reset it; the text for the prompt, if there is one."""
+        self._environment = self.contract.make()
+        text = self._environment.reset(**self.contract.fields(self.row, self.seed))
+        return None if text is None else str(text)
+
+    def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
+        """Answer a turn, which reads ``text``, with messages; and whether the episode is over.
+
+        messages: all of the conversation, for ``step``.
+        """
+        if self.contract.tools and (calls := parse_calls(text)):
+            return [self._result(call) for call in calls], False
+        if not self.contract.has_step:
+            return [], True
+        answers, done, reward = self._environment.step(list(messages))
+        self._sum = (self._sum or 0.0) + float(reward or 0.0)
+        if isinstance(answers, str):
+            answers = [{"role": "user", "content": answers}]
+        return list(answers or []), bool(done) or not answers
+
+    def reward(self) -> float | None:
+        """Of the whole episode; None if the environment has no reward."""
+        return float(self._environment.get_reward()) if self.contract.has_reward else self._sum
+
+    def _result(self, call: Call | str) -> Message:
+        """A tool's result as a message; an error if it raises, or the call is wrong."""
+        if isinstance(call, str):
+            return {"role": "tool", "name": "error", "content": call}
+        return {"role": "tool", "name": call.name, "content": self._call(call)[: self.contract.max_chars]}
+
+    def _call(self, call: Call) -> str:
+        tool = self.contract.tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
+        try:
+            return str(tool.validate_python({**call.arguments, "self": self._environment}))
+        except ConfigError:
+            raise
+        except ValidationError as error:
+            first = error.errors()[0]
+            return _error(": ".join([*map(str, first["loc"]), first["msg"]]))
+        except Exception as error:  # a user's code may raise anything
+            return _error(f"{type(error).__name__}: {error}")
+
+
+def _error(text: str) -> str:
+    """On one line, cut."""
+    return f"error: {' '.join(text.split())[:ERROR_CHARS]}"

@@ -1,0 +1,262 @@
+"""A Generator of whole conversations around one of single turns.
+
+A request for n completions becomes n episodes. The engine samples a turn, the environment answers in a
+thread, and the turn after that is submitted at once with the same tokens in front. While the environments of
+some episodes are at work the engine has those of others. A completion is all that follows the prompt; what
+the policy did not sample has the log-probability NaN.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import Generator, Message
+from tba_hpc.core.types import Completion, FinishReason, Group, Prompt, Request, WeightUpdate
+from tba_hpc.environments.chat import Chat
+from tba_hpc.environments.contract import Session
+from tba_hpc.environments.workers import Job, Workers
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.005
+"""Longest wait for an environment while the engine has nothing to do."""
+
+TOLD_EVERY = 100
+"""Of faults of one kind one in so many is logged."""
+
+
+class Scenes(Protocol):
+    """What a task tells of its environment. max_turns: of the model, in an episode."""
+
+    max_turns: int
+
+    def session(self, prompt: Prompt) -> Session:
+        """A new environment for an episode."""
+
+    def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """The prompt with what ``reset`` has said, also as messages.
+
+        Raises ValueError where it said something else before, or too much.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """The group of one request as its episodes end."""
+
+    request: Request
+    completions: dict[int, Completion] = field(default_factory=dict)
+    versions: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = np.zeros((self.request.n, 2), np.int32)
+
+    @property
+    def group(self) -> Group:
+        """All of it."""
+        completions = tuple(self.completions[place] for place in range(self.request.n))
+        return Group(self.request, completions, self.versions)
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One completion of a group, so far. prompt: with what reset has said. tokens: after it."""
+
+    whole: Conversation
+    place: int
+    session: Session
+    prompt: Prompt
+    messages: list[Message] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    turns: int = 0
+    finish: FinishReason = "stop"
+
+    @property
+    def length(self) -> int:
+        """Tokens after the prompt."""
+        return sum(map(len, self.tokens))
+
+    def add(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> None:
+        """logprobs: None for the environment's tokens."""
+        self.tokens.append(tokens)
+        self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
+
+
+class Conversations:
+    """The Generator of a task with an environment. See the module.
+
+    at_once: environments that work at a time. seconds: deadline of what one does in a turn.
+    """
+
+    def __init__(
+        self, generator: Generator, scenes: Scenes, chat: Chat, *, at_once: int, seconds: float
+    ) -> None:
+        self._generator = generator
+        self._scenes = scenes
+        self._chat = chat
+        self._workers = Workers(at_once, seconds)
+        self._turns: dict[int, Episode] = {}  # that the engine samples, by request of it
+        self._asked = 0
+        self._open = 0
+        self._finished: list[Group] = []
+        self._faults: Counter[str] = Counter()
+
+    @property
+    def version(self) -> int:
+        """The engine's."""
+        return self._generator.version
+
+    @property
+    def loading(self) -> bool:
+        """The engine's."""
+        return self._generator.loading
+
+    @property
+    def load_seconds(self) -> float:
+        """The engine's."""
+        return self._generator.load_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        """The engine's."""
+        return self._generator.busy_seconds
+
+    @property
+    def rebuilds(self) -> int:
+        """The engine's."""
+        return self._generator.rebuilds
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that the engine has, but at least half of the episodes that are open.
+
+        So new ones begin while environments work, up to twice as many as the engine decodes.
+        """
+        return max(self._generator.in_flight, -(-self._open // 2))
+
+    def submit(self, request: Request) -> None:
+        """Begin the episodes of a request."""
+        whole = Conversation(request)
+        self._open += request.n
+        for place in range(request.n):
+            episode = Episode(whole, place, self._scenes.session(request.prompt), request.prompt)
+            self._work(episode, episode.session.open, self._opened)
+
+    def step(self) -> list[Group]:
+        """Go on with every episode; those of a request are returned together."""
+        for turn in self._generator.step():
+            self._said(self._turns.pop(turn.request.id), turn)
+        self._workers.deliver(0 if self._generator.in_flight else PAUSE_SECONDS)
+        groups, self._finished = self._finished, []
+        return groups
+
+    def load(self, update: WeightUpdate) -> None:
+        """Episodes go on under the new weights."""
+        self._generator.load(update)
+
+    def close(self) -> None:
+        """Open episodes are lost."""
+        self._generator.close()
+
+    def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
+        """Run the environment's code; its result, or any error of ours with it, is the episode's."""
+
+        def take(result: Any) -> None:
+            try:
+                then(episode, result)
+            except ConfigError:
+                raise
+            except Exception as error:  # templates raise anything, too
+                self._fail(episode, error)
+
+        self._workers.add(Job(call, take, partial(self._fail, episode)))
+
+    def _opened(self, episode: Episode, text: str | None) -> None:
+        episode.prompt, episode.messages = self._scenes.opening(episode.prompt, text, self._chat)
+        episode.whole.request = replace(episode.whole.request, prompt=episode.prompt)
+        self._ask(episode)
+
+    def _ask(self, episode: Episode) -> None:
+        """Have the next turn sampled."""
+        request = episode.whole.request
+        sampling = request.sampling
+        limits = {
+            "max_tokens": sampling.max_tokens - episode.length,
+            "min_tokens": max(0, sampling.min_tokens - episode.length),
+        }
+        self._asked += 1
+        self._turns[self._asked] = episode
+        tokens = np.concatenate([episode.prompt.tokens, *episode.tokens])
+        prompt = Prompt(request.prompt.id, tokens, request.prompt.target)
+        self._generator.submit(Request(prompt, self._asked, 1, replace(sampling, **limits), request.split))
+
+    def _said(self, episode: Episode, turn: Group) -> None:
+        """Let the environment act on a turn that is whole."""
+        (completion,) = turn.completions
+        episode.add(completion.tokens, completion.logprobs)
+        versions = episode.whole.versions[episode.place]
+        versions[:] = turn.versions[0] if not episode.turns else (versions[0], turn.versions[0, 1])
+        episode.turns += 1
+        if completion.finish_reason != "stop":
+            self._end(episode, "length")
+            return
+        text = self._chat.decode(completion.tokens)
+        episode.messages.append({"role": "assistant", "content": text})
+        self._work(episode, partial(episode.session.act, text, tuple(episode.messages)), self._acted)
+
+    def _acted(self, episode: Episode, reaction: tuple[Sequence[Message], bool]) -> None:
+        messages, done = reaction
+        if done:
+            self._end(episode, "stop")
+        elif episode.turns == self._scenes.max_turns:
+            self._end(episode, "turns")
+        else:
+            bridge = self._chat.bridge(episode.tokens[-1], messages)
+            if episode.length + len(bridge) >= episode.whole.request.sampling.max_tokens:
+                self._end(episode, "length")
+                return
+            episode.messages += messages
+            episode.add(bridge)
+            self._ask(episode)
+
+    def _end(self, episode: Episode, finish: FinishReason) -> None:
+        episode.finish = finish
+        self._work(episode, episode.session.reward, self._close)
+
+    def _close(self, episode: Episode, reward: float | None) -> None:
+        """Complete the episode, and maybe its group."""
+        whole = episode.whole
+        tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
+        whole.completions[episode.place] = Completion(tokens, logprobs, episode.finish, reward)
+        self._open -= 1
+        if len(whole.completions) == whole.request.n:
+            self._finished.append(whole.group)
+
+    def _fail(self, episode: Episode, error: BaseException) -> None:
+        """Set an episode aside whose environment failed."""
+        if isinstance(error, ConfigError):
+            raise error
+        kind = type(error).__name__
+        if self._faults[kind] % TOLD_EVERY == 0:
+            log.warning(
+                "the environment of %s prompt %d failed in turn %d; the completion is set aside "
+                "(%d like it before; one in %d is logged)",
+                *(episode.whole.request.split, episode.prompt.id, episode.turns, self._faults[kind]),
+                TOLD_EVERY,
+                exc_info=error,
+            )
+        self._faults[kind] += 1
+        if not episode.tokens:  # an answer has at least one
+            end = np.array([self._chat.eos_token_id], np.int32)
+            episode.add(end, np.zeros(1, np.float32))
+        self._close(episode, math.nan)

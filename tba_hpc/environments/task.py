@@ -1,0 +1,160 @@
+"""Conversations with an environment of the user's own: rows of JSONL, each the start of one.
+
+    {"prompt": "Buy three apples.", "budget": 5}
+
+``prompt`` is a text or a list of messages; the environment's ``reset`` gets the fields that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
+
+import numpy as np
+from pydantic import Field
+
+from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.environments.chat import Chat
+from tba_hpc.environments.contract import Contract, Session
+from tba_hpc.environments.conversations import Conversations
+from tba_hpc.tasks.jsonl import Jsonl
+from tba_hpc.tasks.judge import filled_in
+from tba_hpc.tasks.rewards import Fields
+
+Count = Annotated[int, Field(ge=1)]
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Environment(Jsonl):
+    """Reward: the environment's own, and the named rewards, of the last turn's text, by their weights."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        reward: Mapping[str, RewardSection],
+        environment: str,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        max_turns: Count = 8,
+        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
+        max_tool_chars: Count = 4000,
+        concurrency: Count = 16,
+        template: str = "{prompt}",
+        target: str = "answer",
+        correct_from: float = 1.0,
+        judge_truncated: bool = False,
+        validation_prompts: Count = 64,
+    ) -> None:
+        """The options of the config; those that Jsonl has mean the same. Raises ConfigError.
+
+        environment: ``module:Class``, see environments.contract. max_turns: of the model; an episode that
+        needs more is cut off. step_seconds: longest time for what an environment does in a turn.
+        max_tool_chars: of a tool's result. concurrency: environments of a searcher that work at a time.
+        """
+        self._contract = Contract("task.options.environment", environment, max_chars=max_tool_chars)
+        self.own_reward = self._contract.has_reward or self._contract.has_step
+        super().__init__(
+            tokenizer,
+            reward=reward,
+            train_file=train_file,
+            test_file=test_file,
+            template=template,
+            target=target,
+            correct_from=correct_from,
+            judge_truncated=judge_truncated,
+            validation_prompts=validation_prompts,
+        )
+        self.max_turns = max_turns
+        self._seconds, self._at_once = step_seconds, concurrency
+        self._chat = self._chat_of(tokenizer)
+        self._encode = self._chat.encode
+        self._seeds: dict[Prompt, int] = {}
+        self._opened: dict[Prompt, tuple[str, Prompt]] = {}
+
+    def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
+        """As the chat template shows them to the model."""
+        found = super().rows(split)
+        for number, (_, _, row) in enumerate(found, start=1):
+            self._contract.require(row, f"row {number} of the {split} rows")
+        return [(self._chat.render(self._messages(row)), target, row) for _, target, row in found]
+
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
+        """Each with a seed of its own for ``reset``, the same in every run."""
+        found = super().prompts(split)
+        for prompt in found:
+            stream = np.random.default_rng([SPLITS.index(split), prompt.id])
+            self._seeds[prompt] = int(stream.integers(1 << 31))
+        return found
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """As a user's message."""
+        return self.question(text).tokens
+
+    def question(self, text: str) -> Prompt:
+        """The start of a conversation, of a row with nothing but a prompt. Raises ConfigError."""
+        row = {"prompt": text}
+        self._contract.require(row, "a question")
+        prompt = Prompt(0, self._encode(self._chat.render(self._messages(row))), "")
+        self._rows[prompt], self._seeds[prompt] = row, 0
+        return prompt
+
+    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
+        """Conversations by a generator of turns."""
+        chat = self._chat_of(tokenizer)
+        return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
+
+    def session(self, prompt: Prompt) -> Session:
+        """A new environment for an episode: all of a prompt begin alike."""
+        return Session(self._contract, self.row(prompt), self._seeds[prompt])
+
+    def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """The prompt with what ``reset`` has said, also as messages.
+
+        Raises ValueError where that is not what it said before, or too much: a group has one prompt.
+        """
+        row = self.row(prompt)
+        messages = self._messages(row)
+        if text:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
+        if prompt not in self._opened:
+            begun = prompt
+            if text:
+                begun = Prompt(prompt.id, chat.encode(chat.render(messages)), prompt.target)
+                self._rows[begun] = row
+            self._opened[prompt] = text or "", begun
+        said, begun = self._opened[prompt]
+        if said != (text or ""):
+            raise ValueError(
+                "reset() returned another text than before: let it follow from the row and the seed alone"
+            )
+        if self.room is not None and len(begun.tokens) > self.room:
+            raise ValueError(
+                f"what reset() returned makes a prompt of {len(begun.tokens)} tokens, but "
+                f"model.context_length less generator.max_tokens leaves {self.room}"
+            )
+        return begun, messages
+
+    def text(self, completion: Completion) -> str:
+        """What the model wrote in its last turn."""
+        between = np.flatnonzero(~completion.action_T)
+        return self._decode(completion.tokens[between[-1] + 1 if len(between) else 0 :])
+
+    def _messages(self, row: Fields) -> list[Message]:
+        """How a conversation begins."""
+        given: Any = row.get("prompt") if self._template == "{prompt}" else None
+        if isinstance(given, list):
+            return list(given)
+        return [{"role": "user", "content": filled_in(self._template, row)}]
+
+    def _chat_of(self, tokenizer: Tokenizer) -> Chat:
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ConfigError(
+                "the task environment needs a chat template, which the tokenizer of model.path cannot "
+                "render: let it have the methods of ports.ChatTokenizer"
+            )
+        roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
+        return Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles)

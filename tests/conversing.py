@@ -1,0 +1,127 @@
+"""What tests of environments share: chat templates, a tokenizer for them, a policy that plays a script."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from tiny_models import SPECIAL
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
+from tba_hpc.learner.hf_model import HfTokenizer
+
+ENDS = {"hermes": "<|im_end|>", "llama": "<|eot|>", "plain": "<eos>"}
+"""By template, the token that ends the model's message."""
+
+TEMPLATES = {
+    # ChatML with tools as Hermes and Qwen have them; results of one turn share a user's message.
+    "hermes": (
+        "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+        "<|im_end|>\n{% endif %}"
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' %}"
+        "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+        "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    # A head of two special tokens, contents trimmed, and a generation prompt that begins a thought.
+    "llama": (
+        "{% for m in messages %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
+        "{{ m.content | trim }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n<think>{% endif %}"
+    ),
+    # No special token at all.
+    "plain": (
+        "{% for m in messages %}{{ {'user': 'Q: ', 'tool': 'R: ', 'assistant': 'A: '}[m.role] }}"
+        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    ),
+}
+
+REWRITING = {
+    "drops answers": (
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.content }}|{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    ),
+    "moves its head to the last message": (
+        "{% for m in messages %}{% if loop.last %}[TOOLS]{% endif %}{{ m.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    ),
+    "drops results": (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}|{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    ),
+    "refuses tools": "{% for m in messages %}{{ raise_exception('no such role') if m.role == 'tool' }}"
+    "{{ m.content }}|{% endfor %}",
+}
+"""Templates with which no conversation can be held, by what they do."""
+
+
+def make_tokenizer(template: str, text: str | None = None) -> HfTokenizer:
+    """A token per character, but one for ``th`` and special ones for the templates' heads and ends."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = [*SPECIAL, *characters, "th"]
+    backend = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[("t", "h")], unk_token="<unk>")
+    )
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        extra_special_tokens=["<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"],
+    )
+    tokenizer.chat_template = text or TEMPLATES[template]
+    end = tokenizer.convert_tokens_to_ids(ENDS.get(template, "<eos>"))
+    return HfTokenizer(tokenizer, end)
+
+
+class Script:
+    """A Generator of single turns: ``play`` writes the answer to a prompt, both as tokens.
+
+    An answer longer than allowed is cut. It decodes ``sequences`` turns at a time, each within one step.
+    """
+
+    def __init__(self, play: Callable[[np.ndarray], np.ndarray], *, sequences: int = 64) -> None:
+        self._play, self._sequences = play, sequences
+        self._waiting: deque[Request] = deque()
+        self.requests: list[Request] = []
+        self.idle_steps = 0
+        self.version, self.loading = 0, False
+        self.load_seconds = self.busy_seconds = 0.0
+        self.rebuilds = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        assert request.n == 1
+        self.requests.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Group]:
+        self.idle_steps += not self._waiting
+        some = [self._waiting.popleft() for _ in range(min(self._sequences, len(self._waiting)))]
+        return [self._answer(request) for request in some]
+
+    def load(self, update: WeightUpdate) -> None:
+        self.version = update.publication.version
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _answer(self, request: Request) -> Group:
+        whole = self._play(request.prompt.tokens)
+        tokens = whole[: request.sampling.max_tokens].astype(np.int32)
+        logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+        finish = "stop" if len(tokens) == len(whole) else "length"
+        versions = np.full((1, 2), self.version, np.int32)
+        return Group(request, (Completion(tokens, logprobs, finish),), versions)

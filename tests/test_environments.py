@@ -1,0 +1,487 @@
+"""Environments: the contract of their classes, chat templates token by token, conversations, faults."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversing import REWRITING, TEMPLATES, Script, make_tokenizer
+from transformers.utils import get_json_schema
+
+from tba_hpc.config import ConfigError, TaskSection, parse_config
+from tba_hpc.core.ports import Generator
+from tba_hpc.core.types import Completion, Group, Request, Sampling
+from tba_hpc.environments import workers
+from tba_hpc.environments.chat import Call, Chat, parse_calls
+from tba_hpc.environments.contract import Contract, Session
+from tba_hpc.environments.task import Environment
+from tba_hpc.learner.hf_model import HfTokenizer
+from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
+from tba_hpc.tasks import load_task
+
+OWN = '''
+import threading
+from typing import Literal
+
+GATE = threading.Event()
+
+class Till:
+    """Coins are put in and counted."""
+
+    def reset(self, coins: int, seed: int = -1):
+        self.coins, self.seed = coins, seed
+        return None
+
+    def put(self, coins: int, note: str = "none") -> str:
+        """
+        Put coins in.
+
+        Args:
+            coins: How many
+                in all.
+            note: What for.
+        """
+        self.coins += coins
+        return f"{self.coins} coins"
+
+    def count(self, unit: Literal["coins", "notes"] = "coins") -> int:
+        return self.coins
+
+    def burn(self):
+        """Lose the till."""
+        raise OSError("no\\nmatches" + "!" * 1000)
+
+    def wait(self) -> str:
+        """Until the gate opens."""
+        return str(GATE.wait(20))
+
+    def get_reward(self) -> float:
+        return self.coins / 10
+
+    def _hidden(self): ...
+
+class Guess:
+    def reset(self, secret, **others):
+        self.secret, self.left = secret, 3
+        return " Guess it."
+
+    def step(self, messages):
+        self.left -= 1
+        right = messages[-1]["content"] == self.secret
+        return ([] if right else "No."), right or not self.left, float(right)
+
+class Bad(Till):
+    def reset(self, bad=None, **row):
+        self.bad, self.coins = bad, 0
+        if bad == "reset": raise RuntimeError("cannot begin")
+        if bad == "hang": GATE.wait(20)
+        if bad == "random": return str(id(self))
+    def get_reward(self):
+        if self.bad == "reward": raise RuntimeError("cannot end")
+        return float("inf") if self.bad == "inf" else 1.0
+
+class Idle:
+    def reset(self): ...
+
+class Odd(Till):
+    def ask(self, what: "Nothing"): ...
+
+def size(completion): return float(len(completion))
+'''
+NAME = "task.options.environment"
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path, with a module of environments."""
+    (tmp_path / "own_worlds.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_worlds", None)
+    return tmp_path
+
+
+def contract(name: str = "Till", max_chars: int = 4000) -> Contract:
+    return Contract(NAME, f"own_worlds:{name}", max_chars=max_chars)
+
+
+def session(**row: object) -> Session:
+    made = Session(contract(), {"coins": 1, **row}, seed=7)
+    made.open()
+    return made
+
+
+# --- The contract ---
+
+
+def test_tools_are_described_as_transformers_describes_them() -> None:
+    found = {schema["function"]["name"]: schema for schema in contract().schemas}
+    assert [*found] == ["burn", "count", "put", "wait"]
+    import own_worlds
+
+    expected = get_json_schema(own_worlds.Till().put)
+    expected["function"].pop("return", None)
+    expected["function"]["parameters"]["properties"]["note"]["default"] = "none"
+    assert found["put"] == expected
+    assert found["count"]["function"]["parameters"]["properties"]["unit"]["enum"] == ["coins", "notes"]
+
+
+def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
+    made = Session(contract(), {"prompt": "?", "coins": 3}, seed=7)
+    assert made.open() is None and made.reward() == pytest.approx(0.3)
+    assert contract().fields({"coins": 3, "seed": 5}, 7) == {"coins": 3, "seed": 5}
+    assert contract("Guess").fields({"secret": "a", "prompt": "?"}, 7) == {"secret": "a", "prompt": "?"}
+    with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 lacks"):
+        contract().require({"prompt": "?"}, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (Call("put", {"coins": 2}), "3 coins"),
+        (Call("put", {"coins": "2"}), "3 coins"),
+        (Call("count", {}), "1"),
+        (Call("put", {}), "error: coins: Missing required argument"),
+        (Call("put", {"coins": "two"}), "error: coins: Input should be a valid integer"),
+        (Call("put", {"coins": 1, "self": 0, "colour": 1}), "error: colour: Unexpected keyword argument"),
+        (Call("steal", {}), "error: there is no tool 'steal', but burn, count, put, wait"),
+        (Call("_hidden", {}), "error: there is no tool '_hidden'"),
+        (Call("reset", {"coins": 100}), "error: there is no tool 'reset'"),
+        (Call("burn", {}), "error: OSError: no matches!!!"),
+    ],
+)
+def test_every_call_gets_a_result(call: Call, result: str) -> None:
+    text = json.dumps({"name": call.name, "arguments": call.arguments})
+    messages, done = session().act(f"<tool_call>{text}</tool_call>", [])
+    assert not done and len(messages) == 1 and messages[0]["role"] == "tool"
+    assert messages[0]["content"].startswith(result)
+    assert len(messages[0]["content"]) < 400 and "\n" not in messages[0]["content"]
+
+
+def test_results_are_cut_and_calls_are_executed_in_order() -> None:
+    made = Session(contract(max_chars=3), {"coins": 1}, seed=0)
+    made.open()
+    calls = '<tool_call>{"name": "put", "arguments": {"coins": 10}}</tool_call>' * 9
+    messages, _ = made.act(calls, [])
+    assert [message["content"] for message in messages] == [f"{n}1 " for n in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("Hello.", []),
+        ('So: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [Call("f", {"a": 1})]),
+        ('<tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}', [Call("f", {}), Call("g", {})]),
+        ('{"name": "f", "parameters": {"a": [1]}}', [Call("f", {"a": [1]})]),
+        ('{"answer": 5}', []),
+        ("{no JSON", []),
+        ('<think><tool_call>{"name": "f"}</tool_call></think>5', []),
+        ("<tool_call>f(1)</tool_call>", ["error: the call is no JSON"]),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', ["error: write a call as"]),
+        ("<tool_call>[]</tool_call>", ["error: write a call as"]),
+    ],
+)
+def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
+    found = parse_calls(text)
+    assert len(found) == len(calls)
+    for one, expected in zip(found, calls, strict=True):
+        assert one == expected or (isinstance(one, str) and one.startswith(str(expected)))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Nobody", "no function 'Nobody' there"),
+        ("size", "is no environment"),
+        ("Idle", "offers the model nothing to do"),
+        ("Odd", "the type hints of its tool ask cannot be understood"),
+    ],
+)
+def test_what_is_no_environment_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        contract(name)
+
+
+# --- Templates ---
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut by a stop string"])
+def test_the_history_is_what_the_template_would_write(template: str, ended: bool) -> None:
+    """Turn by turn, with two results after the first one; also where the model did not end its message."""
+    tokenizer = make_tokenizer(template)
+    chat = Chat(tokenizer, contract().schemas, ["tool", "user"])
+    story: list[dict[str, Any]] = [{"role": "user", "content": "Put th coins in."}]
+    history = [chat.encode(chat.render(story))]
+    results = [{"role": "tool", "name": "put", "content": f"{n} coins"} for n in (1, 2)]
+    for answer, following in (("First.", results), ("Second.", [{"role": "user", "content": "More?"}])):
+        end = [tokenizer.eos_token_id] if ended and template != "plain" else []
+        turn = np.array([*tokenizer.encode(answer), *end], np.int32)
+        history += [turn, chat.bridge(turn, following)]
+        story += [{"role": "assistant", "content": answer}, *following]
+    expected = chat.render(story).replace("<|/head|>\n\nFirst", "<|/head|>\n\n<think>First")
+    expected = expected.replace("<|/head|>\n\nSecond", "<|/head|>\n\n<think>Second")
+    raw = tokenizer._tokenizer.decode(np.concatenate(history).tolist(), skip_special_tokens=False)
+    assert raw == expected
+    np.testing.assert_array_equal(np.concatenate(history), chat.encode(expected))
+
+
+def test_an_end_of_another_kind_takes_the_place_of_the_templates() -> None:
+    tokenizer = make_tokenizer("llama")
+    chat, message = Chat(tokenizer, [], ["tool"]), [{"role": "tool", "content": "5"}]
+    eot, eos = (tokenizer._tokenizer.convert_tokens_to_ids(word) for word in ("<|eot|>", "<eos>"))
+    ends = [chat.bridge(np.array([end], np.int32), message).tolist() for end in (eot, eos)]
+    assert ends[0] == ends[1] and eot not in ends[0][:1]
+
+
+@pytest.mark.parametrize("kind", REWRITING)
+def test_a_template_that_rewrites_the_past_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"the chat template of .*: give") as refused:
+        Chat(make_tokenizer("", REWRITING[kind]), [], ["tool"])
+    assert "\n" not in str(refused.value)
+
+
+# --- Conversations ---
+
+
+def make_task(
+    own: Path, tokenizer: HfTokenizer, environment: str, *rows: dict[str, object], **options: object
+) -> Environment:
+    """A task of these rows, the last of which are held out."""
+    reward = options.pop("reward", {})
+    lines = [{"prompt": "Go.", **row} for row in (*rows, *rows[:1], *rows[:1])]
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    section = TaskSection.model_validate(
+        {
+            "name": "environment",
+            "train_file": str(own / "rows.jsonl"),
+            "reward": reward,
+            "options": {"environment": f"own_worlds:{environment}", "validation_prompts": 1, **options},
+        }
+    )
+    task = load_task(section, tokenizer)
+    assert isinstance(task, Environment)
+    return task
+
+
+class Stage:
+    """A task with its conversations, and a policy that says the next of its lines at each turn."""
+
+    def __init__(self, task: Environment, tokenizer: HfTokenizer, lines: list[str]) -> None:
+        self.task, self.tokenizer, self.lines = task, tokenizer, lines
+        self.script = Script(self._play)
+        self.generator: Generator = task.converse(self.script, tokenizer)
+
+    def _play(self, prompt: np.ndarray) -> np.ndarray:
+        said = self.tokenizer._tokenizer.decode(prompt.tolist()).count("assistant\n") - 1
+        line = self.lines[min(said, len(self.lines) - 1)]
+        tokens = [self.tokenizer.encode(letter) for letter in line]  # th is two tokens to this model
+        return np.concatenate([*tokens, [self.tokenizer.eos_token_id]])
+
+    def play(self, *, n: int = 1, max_tokens: int = 400, prompt: int = 0) -> Group:
+        """All of a request."""
+        sampling = Sampling(1.0, 1.0, max_tokens)
+        self.generator.submit(Request(self.task.prompts("train")[prompt], 0, n, sampling))
+        return self.finish(1)[0]
+
+    def finish(self, groups: int) -> list[Group]:
+        found: list[Group] = []
+        deadline = time.monotonic() + 30
+        while len(found) < groups:
+            assert time.monotonic() < deadline, "the conversations do not end"
+            found += self.generator.step()
+        return found
+
+    def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
+        """Whether the policy said it, and what, in turn."""
+        breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
+        return [
+            (bool(mask[0]), self.tokenizer._tokenizer.decode(part.tolist()))
+            for part, mask in zip(
+                np.split(completion.tokens, breaks), np.split(completion.action_T, breaks), strict=True
+            )
+        ]
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def stage(own: Path) -> Callable[..., Stage]:
+    def make(environment: str, lines: list[str], *rows: dict[str, object], **options: object) -> Stage:
+        tokenizer = make_tokenizer("hermes")
+        return Stage(make_task(own, tokenizer, environment, *rows, **options), tokenizer, lines)
+
+    return make
+
+
+def test_a_conversation_is_one_completion_and_what_was_sampled_stays_as_it_was(
+    stage: Callable[..., Stage],
+) -> None:
+    lines = [f"the {call('put', coins=2)}{call('count')}", "3, the end"]
+    made = stage("Till", lines, {"coins": 1})
+    group = made.play(n=3)
+    assert len(group.completions) == 3 and group.request.prompt is made.task.prompts("train")[0]
+    for one in group.completions:
+        assert made.pieces(one) == [
+            (True, f"{lines[0]}<|im_end|>"),
+            (
+                False,
+                "\n<|im_start|>user\n<tool_response>\n3 coins\n</tool_response>\n<tool_response>\n3\n"
+                "</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            ),
+            (True, "3, the end<|im_end|>"),
+        ]
+        assert (one.finish_reason, one.reward, one.turns) == ("stop", pytest.approx(0.3), 2)
+        t, h, both = (made.tokenizer.encode(text)[0] for text in ("t", "h", "th"))
+        assert both not in one.tokens[one.action_T] and list(one.tokens[:2]) == [t, h]
+        actions = one.logprobs[one.action_T]
+        np.testing.assert_array_equal(actions[-11:], -np.arange(1, 12))
+    assert made.task.rewards(group.request.prompt, group.completions) == pytest.approx([0.3] * 3)
+    assert made.task.text(group.completions[0]) == "3, the end"
+    # The second turn was asked for with the very tokens of the first one in front.
+    second = made.script.requests[-1].prompt.tokens
+    whole = np.concatenate([group.request.prompt.tokens, group.completions[0].tokens])
+    np.testing.assert_array_equal(second, whole[: len(second)])
+
+
+def test_a_game_answers_by_step_and_what_reset_says_is_part_of_the_prompt(
+    stage: Callable[..., Stage],
+) -> None:
+    made = stage("Guess", ["a", "b", "c"], {"secret": "b"})
+    group = made.play(n=2)
+    assert "Go. Guess it." in made.tokenizer.decode(group.request.prompt.tokens)
+    assert [piece for mine, piece in made.pieces(group.completions[0]) if mine] == [
+        "a<|im_end|>",
+        "b<|im_end|>",
+    ]
+    assert made.task.rewards(group.request.prompt, group.completions) == [1.0, 1.0]
+    assert made.task.correct([group.request.prompt] * 2, group.completions) == [True, True]
+    assert made.play().request.prompt is group.request.prompt
+
+
+def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]) -> None:
+    made = stage("Guess", ["a", "b"], {"secret": "b"})
+    made.script.version = 3
+    play = made.script._play
+
+    def play_and_learn(prompt: np.ndarray) -> np.ndarray:
+        made.script.version += 1
+        return play(prompt)
+
+    made.script._play = play_and_learn
+    assert made.play().versions.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "finish", "turns", "reward"),
+    [
+        ({"max_tokens": 20}, "length", 1, 0.1),  # the call is cut, and not executed
+        ({"max_tokens": 75}, "length", 1, 0.3),  # no room for the next turn
+        ({"max_tokens": 160}, "length", 2, 0.3),
+        ({}, "turns", 3, 0.7),  # the last call counts, too
+    ],
+)
+def test_conversations_are_cut_by_tokens_and_turns(
+    stage: Callable[..., Stage], limits: dict[str, int], finish: str, turns: int, reward: float
+) -> None:
+    made = stage("Till", [call("put", coins=2)], {"coins": 1}, max_turns=3)
+    (one,) = made.play(**limits).completions
+    assert (one.finish_reason, one.turns, one.reward) == (finish, turns, pytest.approx(reward))
+    assert one.action_T[-1] and len(one.tokens) <= limits.get("max_tokens", 400)
+
+
+@pytest.mark.parametrize("bad", ["reset", "reward", "inf", "random", "hang"])
+def test_an_episode_whose_environment_fails_is_set_aside(
+    stage: Callable[..., Stage], bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = stage("Bad", ["So."], {"bad": bad}, {"bad": ""}, step_seconds=0.2 if bad == "hang" else 20)
+    group = made.play(n=3)
+    rewards = made.task.rewards(group.request.prompt, group.completions)
+    assert not any(np.isfinite(rewards[1:])) and np.isfinite(rewards[0]) == (bad == "random")
+    assert all(len(one.tokens) for one in group.completions)
+    assert made.task.correct([group.request.prompt], group.completions[1:2]) == [False] or bad == "inf"
+    assert ("failed in turn" in caplog.text) == (bad != "inf")
+    assert made.play(prompt=1).completions[0].reward == 1.0
+
+
+def test_calls_that_hang_for_ever_end_the_run(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "MOST_HANGING", 2)
+    made = stage("Bad", ["So."], {"bad": "hang"}, step_seconds=0.05)
+    with pytest.raises(ConfigError, match=r"[23] calls of the environment take more than"):
+        made.play(n=3)
+
+
+def test_the_engine_gets_other_episodes_while_environments_work(stage: Callable[..., Stage]) -> None:
+    """Up to twice as many as it decodes, as the searcher's and the evaluation's loops ask for them."""
+    made = stage("Till", [call("wait"), "5"], {"coins": 1}, concurrency=2)
+    import own_worlds
+
+    sequences, submitted = 6, 0
+    sampling, prompt = Sampling(1.0, 1.0, 400), made.task.prompts("train")[0]
+    for _ in range(100):
+        while made.generator.in_flight < sequences and submitted < 100:
+            made.generator.submit(Request(prompt, submitted, 2, sampling))
+            submitted += 2
+        assert not made.generator.step()
+    assert submitted == 2 * sequences and made.script.in_flight == 0
+    assert len(made.script.requests) == 2 * sequences
+    own_worlds.GATE.set()
+    assert len(made.finish(sequences)) == sequences and made.generator.in_flight == 0
+    assert threading.active_count() < 10
+
+
+# --- The task ---
+
+
+def test_rewards_by_name_see_the_last_turn_and_are_added(stage: Callable[..., Stage]) -> None:
+    reward = {"size": {"function": "own_worlds:size", "weight": 0.5}}
+    made = stage("Till", [call("put", coins=2), "four"], {"coins": 1}, reward=reward)
+    group = made.play()
+    assert made.task.rewards(group.request.prompt, group.completions) == pytest.approx([2.3])
+    assert made.task.reward_parts() == {"size": [4.0], "environment": [pytest.approx(0.3)]}
+
+
+def test_a_task_is_refused_before_anything_starts(own: Path) -> None:
+    tokenizer = make_tokenizer("hermes")
+    with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 of the train rows lacks"):
+        make_task(own, tokenizer, "Till", {"coin": 1})
+    with pytest.raises(ConfigError, match="rewrites or drops earlier text"):
+        make_task(own, make_tokenizer("", REWRITING["drops answers"]), "Till", {"coins": 1})
+    with pytest.raises(ConfigError, match="has no option 'max_turn': did you mean 'max_turns'"):
+        make_task(own, tokenizer, "Till", {"coins": 1}, max_turn=3)
+
+
+def test_a_prompt_may_be_messages_and_every_prompt_has_a_seed(own: Path) -> None:
+    tokenizer = make_tokenizer("hermes")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+    task = make_task(own, tokenizer, "Till", {"coins": 1, "prompt": messages}, {"coins": 2})
+    first, second = task.prompts("train")
+    text = tokenizer._tokenizer.decode(first.tokens.tolist())
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>" in text
+    assert '"name": "put"' in text  # the tools
+    seeds = [task.session(prompt).seed for prompt in (first, first, second, *task.prompts("test"))]
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+
+
+def test_the_class_is_kept_with_the_run(own: Path, tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "run": {"root": str(tmp_path / "runs")},
+            "model": {"path": "model"},
+            "task": {"name": "environment", "options": {"environment": "own_worlds:Till"}},
+        }
+    )
+    run = RunDir(config.run_dir)
+    modules.keep(run, config, own)
+    assert (run.modules / "own_worlds.py").read_text() == OWN
