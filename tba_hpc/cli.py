@@ -277,9 +277,7 @@ def status(
 
     run_dir = RunDir.open(run)
     if once or as_json:
-        from tba_hpc.loops.ending import size_of_shard
-
-        print_status(run_dir, run_dir.config(), job_states, as_json=as_json, size_of=size_of_shard)
+        print_status(run_dir, run_dir.config(), job_states, as_json=as_json)
     else:
         follow(run_dir, run_dir.config(), job_states)
 
@@ -610,17 +608,16 @@ def _open(path: Path) -> RunDir:
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
     """Write the summary, and the report if it is missing or ``anew``; print the summary."""
-    from tba_hpc.loops.ending import size_of_shard
     from tba_hpc.report.tables import print_summary
 
     if anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
-        summary = write_report(run_dir, size_of_shard)
+        summary = write_report(run_dir)
     else:
         from tba_hpc.report.summary import summarise, write_summary
 
-        summary = summarise(run_dir, run_dir.config(), size_of_shard)
+        summary = summarise(run_dir, run_dir.config())
         write_summary(run_dir, summary)
     print_summary(run_dir, summary, as_json=as_json)
 

@@ -34,6 +34,7 @@ def write(path: Path, records: list[dict[str, object]]) -> None:
 def step(number: int, time: float, **values: object) -> dict[str, object]:
     """The trainer's record of an optimizer step."""
     names = {"loss": "train/loss", "wait": "train/wait_share", "stall": "sync/publish_stall_seconds"}
+    names["seconds"] = "time/step_seconds"
     base = {"step": number, "time": time, "staleness/mean": 2.0, "staleness/histogram": [1, 2, 3]}
     return {**base, **{names[name]: value for name, value in values.items()}}
 
@@ -100,9 +101,12 @@ def resumed_run(run: RunDir) -> None:
     """Two attempts: steps 1-6 in 60 s, an hour's pause, steps 5-10 in 50 s after a resume from 4."""
     trainer = run.metrics_file("trainer")
     write(trainer, [{"time": 1000.0, "event": "started", "step": 0}])
-    write(trainer, [step(s, 1000.0 + 10 * s, loss=100.0, stall=0.5) for s in range(1, 7)])
+    write(trainer, [step(s, 1000.0 + 10 * s, loss=100.0, stall=0.5, seconds=10.0) for s in range(1, 7)])
     write(trainer, [{"time": 4660.0, "event": "resumed", "step": 4}])
-    write(trainer, [step(s, 4660.0 + 5 * (s - 4), loss=float(s), wait=s / 1000) for s in range(5, 11)])
+    write(
+        trainer,
+        [step(s, 4660.0 + 5 * (s - 4), loss=float(s), wait=s / 1000, seconds=5.0) for s in range(5, 11)],
+    )
     write(trainer, [{"time": 4700.0, "event": "checkpoint", "step": 10}])
     write(trainer, [{"time": 4710.0, "event": "finished", "step": 10}])
     write(run.metrics_file("searcher", 0), [search(1005.0, 100, 1000), search(4665.0, 100, 3000)])

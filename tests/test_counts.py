@@ -12,7 +12,6 @@ from tabular_run import EVERY, STEPS, make_config, start
 from typer.testing import CliRunner
 
 from tba_hpc.cli import app
-from tba_hpc.loops.ending import size_of_shard
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.data import Counts, searcher_files
 from tba_hpc.report.monitor import RunMonitor
@@ -33,7 +32,7 @@ def of_audit(verdict: Audit) -> dict[str, int]:
 
 def of_summary(run: RunDir) -> dict[str, int]:
     """What ``summary.json`` would say."""
-    summary = asdict(summarise(run, run.config(), size_of_shard))
+    summary = asdict(summarise(run, run.config()))
     return {name: summary[name] for name in NAMES}
 
 
@@ -41,7 +40,7 @@ def of_status(run: RunDir) -> dict[str, int]:
     """What ``tba status --json`` says."""
     monitor = RunMonitor(run, run.config())
     monitor.update()
-    return dict(figures(monitor, size_of_shard)["counts"])
+    return dict(figures(monitor)["counts"])
 
 
 def drop_digests(run: RunDir) -> None:

@@ -38,7 +38,7 @@ from tba_hpc.loops.elastic import (
     leased_place,
 )
 from tba_hpc.loops.freshness import Freshness
-from tba_hpc.loops.merger import Merger, by_tenths
+from tba_hpc.loops.merger import Merger
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts, figures
@@ -365,16 +365,14 @@ def test_what_comes_too_late_or_again_stays_out_and_is_counted(tmp_path: Path) -
     assert (state.trajectories, state.added, len(buffer)) == (8, 6, 6)
     first.append(*of_version(2, 6))
     first.seal()
-    late_lengths = np.array([len(c.tokens) for c in of_version(2, 6)[0].completions])
     state = merger.merge(state, list(PendingShards(run).read(state.cursors)), sync=13)
     assert (state.trajectories, state.added, len(buffer)) == (10, 6, 6)
     assert all(request_id in completed for request_id in (0, 2, 4, 6))
     told = [
-        [r.get(name) for name in ("late", "again", "answered", "unlearned")]
+        [r.get(name) for name in ("late", "again", "answered")]
         for r in read_metrics(run.metrics_file("trainer"))
     ]
-    tenths = by_tenths(late_lengths, config.generator.max_tokens)
-    assert told == [[None] * 4, [None, 2, [2], None], [2, None, None, tenths]] and sum(tenths) == 2
+    assert told == [[None] * 3, [None, 2, [2]], [2, None, None]]
 
 
 def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_still_at_work(

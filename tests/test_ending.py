@@ -104,7 +104,7 @@ def test_a_stop_at_the_last_evaluation_leaves_only_that_to_do(
 def test_a_run_is_finished_before_there_is_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill in the report leaves a finished run, of which only that is missing."""
 
-    def killed(run: RunDir, size_of: object) -> None:
+    def killed(run: RunDir) -> None:
         assert run.finished and run.export.is_dir() and not run.summary.exists() and not run.report.exists()
         raise KeyboardInterrupt
 

@@ -100,7 +100,9 @@ class Flow:
             self._evict()
 
     def _evict(self) -> None:
-        self.dropped += len(self._freshness.unlearned_lengths(self._step)) // 2
+        record = self._buffer._record()
+        new = ~np.isin(record["request_id"], record["request_id"][record["uses"] > 0])
+        self.dropped += int((new & self._freshness.is_stale(record, self._step)).sum()) // 2
         self._freshness.evict_stale(self._step)
 
     def _learn(self) -> None:

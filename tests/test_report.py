@@ -64,6 +64,19 @@ def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_word
     assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 5)
 
 
+def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:
+    """Steps 1 to 4 of 10 s and 5 to 10 of 5 s count; 65 s on this machine, 110 s of a job, 40 s between."""
+    assert summarise(run, run.config()).ettr is None
+    resumed_run(run)
+    happen(run, 995.0, "start", attempt="attempt-001", trainers=1, searchers=2)  # ends with its last step
+    happen(run, 4600.0, "allocated", job="7", nodes="a,c")
+    happen(run, 4650.0, "start", job="7", attempt="attempt-002", trainers=1, searchers=2)
+    assert summarise(run, run.config()).ettr == pytest.approx((4 * 10 + 6 * 5) / (65 + 110))
+    happen(run, 4710.0, "failed", job="7", code=1)
+    happen(run, 4750.0, "start", job="7", attempt="attempt-003", trainers=1, searchers=2)
+    assert summarise(run, run.config()).ettr == pytest.approx(70 / (65 + 110 + 40))
+
+
 def test_an_evaluation_counts_once_all_parts_are_there(run: RunDir) -> None:
     part = Evaluation(split="test", step=0, correct=1, total=2, tokens=9, truncated=0)
     write_evaluation(run, 1, 2, part)
@@ -232,7 +245,7 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     assert shown == [  # the bars' scale: 995 to 4710, the trainer's last word
         ("attempt-001", "", "1:05", "0 → 6", "ended without a word", "bad", 0),
         ("no ranks", "job 7, restarts: 0", "0:10", "–", "back to the queue", "", 27),
-        ("attempt-002", "job 7, restarts: 1", "1:00", "4 → 10", "finished", "good", 98),
+        ("attempt-002", "job 7, restarts: 1", "1:50", "4 → 10", "finished", "good", 97),
     ]
     text = written(run)
     assert (

@@ -65,7 +65,7 @@ def trained(run: RunDir, *, ago: float = 1.0) -> None:
     """Four optimizer steps, a second apart, the last of them ``ago`` seconds ago."""
     started = time.time() - ago - 4
     write(run.metrics_file("trainer"), [{"time": started, "event": "started", "step": 0}])
-    write(run.metrics_file("trainer"), [step(s, started + s) for s in range(1, 5)])
+    write(run.metrics_file("trainer"), [step(s, started + s, seconds=1.0) for s in range(1, 5)])
 
 
 TBA_RUN = "tba run {run}"
@@ -202,7 +202,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert plain_line(monitor).endswith("] filling the buffer 312/500")
     evaluate(run, "test", 0, (20, 21))
-    write(trainer, [step(s, now - 40 + 10 * s, loss=0.25) for s in (1, 2, 3)])
+    write(trainer, [step(s, now - 40 + 10 * s, loss=0.25, seconds=10.0) for s in (1, 2, 3)])
     write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
     write(run.metrics_file("searcher", 0), [search(now, 5, 2345.0)])
     monitor.update()
@@ -224,14 +224,17 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     assert "test 41.0 % → 90.0 %" in plain_line(monitor)
 
 
-def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run: RunDir) -> None:
+def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(run: RunDir) -> None:
     resumed_run(run)
     happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
     monitor = look(run)
     assert (monitor.phase, monitor.data.step, monitor.eta, monitor.rates) == ("", 10, None, [])
-    write(run.metrics_file("trainer"), [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0)])
+    write(
+        run.metrics_file("trainer"),
+        [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0, seconds=15.0)],
+    )
     monitor.update()
-    assert (monitor.phase, monitor.data.step, monitor.eta) == ("training", 5, None)
+    assert (monitor.phase, monitor.data.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:

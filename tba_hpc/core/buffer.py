@@ -365,14 +365,6 @@ class ReplayBuffer:
         self.evicted += gone
         return gone
 
-    def unlearned_lengths(self, wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """int64 [N]: tokens of live completions whose RECORD is ``wanted`` and whose request no step used."""
-        record = self._record()
-        groups = self._groups.values() or [_NOTHING]
-        length_N = joined([Trajectories.of(columns).completions.lengths for columns in groups])
-        new_N = ~np.isin(record["request_id"], record["request_id"][record["uses"] > 0])
-        return length_N[new_N & wanted(record)]
-
     def evict_used_up(self, group_size: int) -> int:
         """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
 

@@ -323,11 +323,10 @@ def _for_good(turn: Turn) -> bool:
 
 def _draw(turn: Turn) -> None:
     """The report, for which the ranks had no time."""
-    from tba_hpc.loops.ending import size_of_shard
     from tba_hpc.report.page import write_report
     from tba_hpc.run.directory import RunDir
 
-    write_report(RunDir.open(turn.run), size_of_shard)
+    write_report(RunDir.open(turn.run))
 
 
 def _progress(turn: Turn, mark: str) -> bool:

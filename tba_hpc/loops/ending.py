@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tba_hpc.config import Config, LaunchSection
 from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
@@ -12,7 +11,6 @@ from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.summary import summarise, write_summary
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
-from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, number
 
 POLL_SECONDS = 0.1
@@ -55,20 +53,9 @@ def end_run(
     if complete:
         from tba_hpc.report.page import write_report  # matplotlib costs every start a second
 
-        write_report(run, size_of_shard)
+        write_report(run)
     else:  # drawing takes longer than a job may have to stop: the launcher draws
-        write_summary(run, summarise(run, config, size_of_shard))
-
-
-def size_of_shard(path: Path) -> ShardSize:
-    """What a shard file holds; nothing if it cannot be read."""
-    from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
-
-    try:
-        trajectories = read_shard(path).trajectories
-    except (OSError, ShardError):
-        return EMPTY
-    return ShardSize(len(trajectories), len(trajectories.completions.values))
+        write_summary(run, summarise(run, config))
 
 
 def publish_last(trainer: Trainer) -> bool:

@@ -72,12 +72,6 @@ class Freshness:
             return used_up
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
-    def unlearned_lengths(self, step: int) -> np.ndarray:
-        """int64 [N], tokens: of what is to be evicted though no step has learned from its request."""
-        if not self._has_stale(step):
-            return np.zeros(0, np.int64)
-        return self._buffer.unlearned_lengths(lambda record: self.is_stale(record, step))
-
     def _has_stale(self, step: int) -> bool:
         """Looks at the kinds of trajectories, which are few."""
         return self._config.selective and bool(self.is_stale(self._buffer.kinds, step).any())

@@ -19,7 +19,7 @@ from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.core.types import Shard, Trajectories
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.run.checkpoints import TrainerState
-from tba_hpc.run.metrics import TENTHS, MetricsWriter, Value
+from tba_hpc.run.metrics import MetricsWriter, Value
 
 MERGED_AT_ONCE = 32
 """Pending shards in memory at a time: with the decoding of one after the other, that is little."""
@@ -29,19 +29,13 @@ MERGED_AT_ONCE = 32
 class Sifted:
     """What of a shard is merged, and of what stays out: too late, or answered again.
 
-    late: int64 [N], tokens of these completions. again: how many; answered: their requests.
+    late, again: how many of either; answered: requests of the latter.
     """
 
     kept: Trajectories
-    late: np.ndarray
+    late: int
     again: int
     answered: Sequence[int]
-
-
-def by_tenths(length_N: np.ndarray, longest: int) -> list[int]:
-    """How many of N lengths, in tokens, lie in each tenth of ``longest``, upper bounds included."""
-    tenth_N = (length_N - 1) * TENTHS // longest
-    return np.bincount(tenth_N.clip(0, TENTHS - 1), minlength=TENTHS).tolist()
 
 
 @dataclass
@@ -70,11 +64,7 @@ class Merger:
         merged = [self.buffer.merge(some.kept, revision, sync=sync) for some in sifted]
         self.metrics.log(
             *(
-                {
-                    **_merge_event(state.step, revision, sync, shard, some, what),
-                    "lengths": self._by_tenths(shard.trajectories.completions.lengths),
-                    "unlearned": self._by_tenths(some.late),
-                }
+                _merge_event(state.step, revision, sync, shard, some, what)
                 for shard, some, what in zip(shards, sifted, merged, strict=True)
             )
         )
@@ -91,20 +81,11 @@ class Merger:
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
         """Evict what the next step must not learn from: a revision of the buffer, if there is any."""
-        unlearned = self.freshness.unlearned_lengths(state.step)
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
             return state
         step, revision = state.step, state.revision + 1
-        self.metrics.log(
-            {
-                "event": "evicted",
-                "step": step,
-                "revision": revision,
-                "evicted": evicted,
-                "unlearned": self._by_tenths(unlearned),
-            }
-        )
+        self.metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
     def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
@@ -114,11 +95,7 @@ class Merger:
         if self._rivals or self.freshness.has_late:
             return [self._sift(state.step, shard) for shard in shards]
         self.completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        return [Sifted(shard.trajectories, np.zeros(0, np.int64), 0, ()) for shard in shards]
-
-    def _by_tenths(self, length_N: np.ndarray) -> list[int] | None:
-        """How many completions lie in each tenth of the longest; None of none."""
-        return by_tenths(length_N, self.config.generator.max_tokens) if len(length_N) else None
+        return [Sifted(shard.trajectories, 0, 0, ()) for shard in shards]
 
     def _sift(self, step: int, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
@@ -132,7 +109,7 @@ class Merger:
         kept = shard.trajectories.take(np.flatnonzero(~out)) if out.any() else shard.trajectories
         return Sifted(
             kept,
-            shard.trajectories.completions.lengths[late],
+            int(late.sum()),
             int(again.sum()),
             np.unique(record["request_id"][again]).tolist(),
         )
@@ -178,7 +155,7 @@ def _merge_event(
         "added": merged.added,
         "duplicates": merged.duplicates,
         "evicted": merged.evicted,
-        "late": len(sifted.late) or None,
+        "late": sifted.late or None,
         "again": sifted.again or None,
         "answered": sifted.answered or None,
     }

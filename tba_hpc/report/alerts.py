@@ -187,22 +187,19 @@ def skipped_steps(view: View) -> Found | None:
 
 @rule(
     key="the reference is another model",
-    why="at version 0 it must be 0; the reference is not the model that the run began with, or engine and "
+    why="it must be 0 there; the reference is not the model that the run began with, or engine and "
     "reference compute different distributions, so every β·KL is off",
     remedy="Check model.path and that nothing in RUN/references was replaced, then start over",
 )
 def wrong_reference(view: View) -> Found | None:
-    """At version 0 the policy is the reference, and log π − log π_ref is 0."""
-    if view.config.train.reference.name == "behaviour":
+    """At the first step the policy is the reference, and log π − log π_ref is 0."""
+    ratio, lengths = view.trends.first_log_ratio, view.values("search/length")
+    if ratio is None or view.config.train.reference.name == "behaviour":
         return None
-    kl, figure = view.trends.initial_kl.latest, "KL"
-    if kl is None:
-        kl, figure = view.trends.first_log_ratio, "log-ratio"
-    lengths = view.values("search/length")
     # Engines of any dtype differ by less than .02 nats per token.
-    if kl is None or abs(kl) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
+    if abs(ratio) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
         return None
-    return Found(f"{figure} of {_few(kl)} nats per completion at the start")
+    return Found(f"log-ratio of {_few(ratio)} nats per completion at the first step")
 
 
 @rule(
@@ -345,7 +342,7 @@ def distant_policy(view: View) -> Found | None:
     kl, length = trends.latest("search/kl"), trends.latest("search/length")
     if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
         return None
-    gain, cost = _gain(view), kl * (trends.beta or 0.0)
+    gain, cost = _gain(view), kl * (trends.latest("train/beta") or 0.0)
     dear = gain is not None and cost > 2 * gain
     if kl <= length and not dear:
         return None
@@ -471,26 +468,6 @@ def truncated(view: View) -> Found | None:
     return Found(f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}", held[1])
 
 
-@rule(key="", why="what takes long comes too late, and the policy is taught short answers")
-def starved_lengths(view: View) -> Found | None:
-    """Long completions are dropped before anything is learned from them, more often than short ones."""
-    by_length, config = view.trends.by_length, view.config
-    half = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0) // 2
-    long, short = by_length.lost(half), by_length.lost(0, half)
-    if sum(by_length.came[half:]) < 200 or long <= max(0.01, 2 * short):
-        return None
-    bounded = config.exchange.max_staleness is not None
-    bound = "exchange.max_staleness" if bounded else "buffer.max_age_steps"
-    queue = bounded and not config.buffer.oldest_first
-    raise_it = f"Raise {bound}, or lower generator.prompts_in_flight={{generator.prompts_in_flight}}"
-    return Found(
-        f"{_share(long)} of the completions longer than {half} tenths of generator.max_tokens dropped "
-        f"unlearned, {_share(short)} of the others",
-        key=bound,
-        remedy=("Set buffer.replay_limit=1, so that steps wait for them. " if queue else "") + raise_it,
-    )
-
-
 @rule(
     key="launch.searchers",
     why="completions come too slowly",
@@ -526,7 +503,7 @@ def slow_reward(view: View) -> Found | None:
 )
 def idle_searchers(view: View) -> Found | None:
     """Searchers stand still for lack of weights."""
-    points = view.trends.paused.trend.points
+    points = view.trends.trend("search/paused_share")
     if len(points) < LEAST_POINTS or view.config.exchange.max_staleness == 0:
         return None
     idle = median(point.value for point in points)

@@ -62,7 +62,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         if kind == "allocated" or (kind == "start" and not _is_placing(last, event)):
             found[-1:] = [*_killed(last), _begun(event)]
         elif kind == "start":
-            found[-1] = _begun(event)
+            found[-1] = replace(_begun(event), start=found[-1].start)
         elif last and kind in ENDS:
             found[-1] = _ended(last, event)
         elif last and kind == "requeue" and last.restarts == event.get("restarts"):
@@ -96,6 +96,15 @@ def _killed(attempt: Attempt | None) -> list[Attempt]:
     if attempt is None:
         return []
     return [attempt if attempt.end else replace(attempt, outcome=KILLED)]
+
+
+def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:
+    """Seconds in which the attempts held machines, which a Slurm job also does between two of them."""
+    held = sum(end - attempt.start for attempt, end in zip(found, ends, strict=True))
+    for before, after, end in zip(found, found[1:], ends, strict=False):
+        if after.job and (before.job, before.restarts) == (after.job, after.restarts):
+            held += after.start - end
+    return held
 
 
 def failures_in_a_row(found: Sequence[Attempt]) -> int:

@@ -1,7 +1,4 @@
-"""The course of a run's figures, folded record by record in bounded memory: a few hundred points each.
-
-What was folded of several files adds up.
-"""
+"""The course of a run's metrics, folded record by record into a few hundred points each; folds add up."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import NamedTuple
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.run.metric_table import CURVES
-from tba_hpc.run.metrics import TENTHS, Record, number
+from tba_hpc.run.metrics import Record, number
 
 POINTS = 256
 """Most points of a curve: as many as a plot has room for."""
@@ -27,19 +24,19 @@ LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
 
 STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Means of a searcher's record, weighted by its trajectories."""
+"""Means of a searcher's record, weighted by its trajectories unless OF_TIME."""
 
 NEWEST_STEPS = 120
 """Steps of which ``Trends.rewarded`` is kept one by one: a collapse takes some dozen."""
 
-WAITS = (
-    "sync/publish_stall_seconds",
-    "search/propagation_seconds",
-    "search/load_seconds",
-    "search/seal_share",
-    "search/busy_share",
+OF_TIME = frozenset(
+    f"search/{name}"
+    for name in (
+        *("busy_share", "paused_share", "reward_share", "seal_share"),
+        *("load_seconds", "propagation_seconds"),
+    )
 )
-"""Figures of which mean and 95th percentile are shown."""
+"""Figures of a searcher's record that are weighted by the record, not by its trajectories."""
 
 
 class Point(NamedTuple):
@@ -158,116 +155,50 @@ def _mean(points: Iterable[Point]) -> float | None:
     return total / weights if weights else None
 
 
-@dataclass
-class Spread:
-    """Mean and quantiles of values from 0 up, the latter to 1 %.
-
-    bins: how many values lie within 2 % from 1.02**bin; LEAST for those of 0.
-    """
-
-    total: float = 0.0
-    count: int = 0
-    bins: dict[int, int] = field(default_factory=dict)
-
-    BASE = math.log(1.02)
-    LEAST = -4096
-
-    def take(self, value: float) -> None:
-        """Count one more value."""
-        bin_ = math.floor(math.log(value) / self.BASE) if value > 0 else self.LEAST
-        self.add(Spread(value, 1, {bin_: 1}))
-
-    def add(self, other: Spread) -> None:
-        """Count all values of another one as well."""
-        self.total += other.total
-        self.count += other.count
-        for bin_, count in other.bins.items():
-            self.bins[bin_] = self.bins.get(bin_, 0) + count
-
-    @property
-    def mean(self) -> float | None:
-        """Of all values; None of nothing."""
-        return self.total / self.count if self.count else None
-
-    def quantile(self, share: float) -> float:
-        """The value that ``share`` of all do not exceed; of at least one."""
-        places = sorted(self.bins)
-        passed = itertools.accumulate(self.bins[place] for place in places)
-        place = next(at for at, count in zip(places, passed, strict=True) if count >= share * self.count)
-        return 0.0 if place == self.LEAST else math.exp(self.BASE * (place + 0.5))
-
-
-@dataclass
-class ByLength:
-    """Trajectories in all attempts, by tenths of generator.max_tokens.
-
-    unlearned: of what came, what was dropped as too stale or too late before a step learned from its request.
-    """
-
-    came: list[int] = field(default_factory=lambda: [0] * TENTHS)
-    unlearned: list[int] = field(default_factory=lambda: [0] * TENTHS)
-
-    def take(self, record: Record) -> None:
-        """One more record of the trainer."""
-        for counts, name in ((self.came, "lengths"), (self.unlearned, "unlearned")):
-            if isinstance(more := record.get(name), list):
-                counts[:] = [int(a + b) for a, b in zip(counts, more, strict=True)]
-
-    def lost(self, first: int = 0, end: int = TENTHS) -> float:
-        """Share of what came of these tenths, 0 … 1, that was dropped; 0 if nothing came."""
-        return sum(self.unlearned[first:end]) / max(1, sum(self.came[first:end]))
-
-
 def _curves() -> dict[str, Curve]:
-    latest = {**dict.fromkeys(STEP_CURVES, LATEST_STEPS), **dict.fromkeys(FRESH_CURVES, LATEST_COMPLETIONS)}
-    return {name: Curve(latest_weight=weight) for name, weight in latest.items()}
+    by_record = {*STEP_CURVES, *OF_TIME}
+    return {
+        name: Curve(latest_weight=LATEST_STEPS if name in by_record else LATEST_COMPLETIONS)
+        for name in CURVES
+    }
 
 
 @dataclass
 class Trends:
     """The curves of a run, by the names of the metrics, and what is counted since its start.
 
-    rewarded: train/better_log_weight of the newest steps. initial_kl: search/kl of the initial weights'
-    samples alone, a single point. first_log_ratio: train/log_ratio of the first step, if that is plainly
-    against π_ref. paused: share of its time that a searcher with trained weights was idle, by version.
-    rewards, staleness: histograms by version and by step. beta: of the last step. last_skip: the last step
-    that was skipped. rejected: trajectories set aside, in all attempts.
+    rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
+    if that is plainly against π_ref. rewards, staleness: histograms by version and by step. last_skip: the
+    last step that was skipped. rejected: trajectories set aside, in all attempts.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
     rewarded: list[Point] = field(default_factory=list)
-    initial_kl: Curve = field(default_factory=lambda: Curve(latest_weight=LATEST_COMPLETIONS))
     first_log_ratio: float | None = None
-    paused: Curve = field(default_factory=Curve)
     rewards: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
     staleness: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
-    waits: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in WAITS})
     steps: int = 0
-    beta: float | None = None
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
-    by_length: ByLength = field(default_factory=ByLength)
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
-        """One more record of the trainer. What a resume takes back is forgotten, as far as spans tell."""
+        """Add a record of the trainer. A resume forgets what it takes back, as far as spans tell."""
         skipped = self.skips.take(record)
-        self.by_length.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:
             self._go_back(step)
         if "event" in record:
             return
         self.steps = max(self.steps, step)
-        self.beta = number(record, "train/beta") or self.beta
         self.last_skip = step if skipped else self.last_skip
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
         if (rewarded := number(record, "train/better_log_weight")) is not None:
             self.rewarded = [*self.rewarded, Point(step, rewarded, 1.0)][-NEWEST_STEPS:]
-        self._follow(record, STEP_CURVES, step, 1.0)
-        self._count_waits(record)
+        for name in STEP_CURVES:
+            self._follow(name, record, step, 1.0)
         self._count_histogram(self.staleness, step, record, "staleness/histogram")
 
     def _go_back(self, step: int) -> None:
@@ -277,28 +208,19 @@ class Trends:
             curve.cut(step)
 
     def take_search(self, record: Record) -> None:
-        """One more record of a searcher."""
-        self._count_waits(record)
+        """Add a record of a searcher."""
         if (version := number(record, "search/version")) is None:
             return
         step, count = int(version), number(record, "search/trajectories", 0.0)
-        if step and (paused := number(record, "search/paused_share")) is not None:
-            self.paused.take(step, paused)
         self.trajectories += int(count)
-        self._follow(record, FRESH_CURVES, step, count)
+        for name in FRESH_CURVES:
+            self._follow(name, record, step, 1.0 if name in OF_TIME else count)
         self._count_histogram(self.rewards, step, record, "search/reward_histogram")
-        if count and step == 0 and (kl := number(record, "search/kl")) is not None:
-            self.initial_kl.take(0, kl, count)
 
-    def _follow(self, record: Record, curves: Iterable[str], step: int, weight: float) -> None:
-        for name in curves if weight else ():
-            if (value := number(record, name)) is not None and math.isfinite(value):
-                self.curves[name].take(step, value, weight)
-
-    def _count_waits(self, record: Record) -> None:
-        for name, spread in self.waits.items():
-            if (value := number(record, name)) is not None:
-                spread.take(value)
+    def _follow(self, name: str, record: Record, step: int, weight: float) -> None:
+        value = number(record, name)
+        if weight and value is not None and math.isfinite(value):
+            self.curves[name].take(step, value, weight)
 
     @staticmethod
     def _count_histogram(spans: Spans, step: int, record: Record, name: str) -> None:
@@ -306,13 +228,9 @@ class Trends:
             spans.put(step, counts)
 
     def add(self, other: Trends) -> None:
-        """Count what was folded of a searcher's file as well."""
+        """Add what was folded of a searcher's file."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
-        for name, spread in other.waits.items():
-            self.waits[name].add(spread)
-        self.initial_kl.add(other.initial_kl)
-        self.paused.add(other.paused)
         self.rewards.add(other.rewards)
         self.trajectories += other.trajectories
         self.rejected += other.rejected

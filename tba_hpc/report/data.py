@@ -6,17 +6,17 @@ digest, and the lines after that.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import is_elastic
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
-from tba_hpc.report.attempts import Attempt, Event, attempts, count_faults
+from tba_hpc.report.attempts import Attempt, Event, attempts, count_faults, held_seconds
 from tba_hpc.report.curves import Trends
-from tba_hpc.report.digest import SearcherDigest, TrainerDigest, kept_digest
+from tba_hpc.report.digest import SearcherDigest, Stretch, TrainerDigest, kept_digest
 from tba_hpc.report.estimates import Estimate, mean, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
@@ -29,14 +29,6 @@ MANY_SEARCHERS = 4
 
 MEAN_REWARD = "mean reward"
 """Name of the score of a run whose rewards are not just 0 and 1."""
-
-SizeOf = Callable[[Path], ShardSize]
-"""Reads what a shard file holds: a seal just before a kill may be in no metrics."""
-
-
-def unknown_size(_: Path) -> ShardSize:
-    """Of a shard that nobody can read here."""
-    return EMPTY
 
 
 @dataclass(slots=True)
@@ -171,13 +163,13 @@ class RunData:
         """A score in words."""
         return f"{score:.3f}" if self.graded else percent(score)
 
-    def counts(self, size_of: SizeOf = unknown_size) -> Counts:
-        """What the run has done by now. size_of: of a shard that no metrics tell of."""
+    def counts(self) -> Counts:
+        """What the run has done by now; reads the shards that wait for their merge."""
         merged, trainer = self.trainer.merged, self.trainer
         waiting = [
-            size
-            for index, digest in self.searchers.items()
-            for size in _waiting(self.run, digest, merged.cursors.get(index, 0), size_of)
+            _size(path)
+            for (searcher, index), path in self.run.shard_files().items()
+            if index >= merged.cursors.get(searcher, 0)
         ]
         return Counts(
             attempts=trainer.starts,
@@ -191,25 +183,46 @@ class RunData:
             dropped=merged.dropped,
         )
 
+    @property
+    def stretches(self) -> list[list[Stretch]]:
+        """By attempt, what its trainer did."""
+        until = [*(attempt.start for attempt in self.attempts[1:]), math.inf]
+        return [
+            [stretch for stretch in self.trainer.stretches if attempt.start <= stretch.start < end]
+            for attempt, end in zip(self.attempts, until, strict=False)
+        ]
+
+    @property
+    def ends(self) -> list[float]:
+        """When each attempt ended: as noted, or else with its trainer's last record so far, unix seconds."""
+        return [
+            attempt.end or max([attempt.start, *(stretch.end for stretch in stretches)])
+            for attempt, stretches in zip(self.attempts, self.stretches, strict=True)
+        ]
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio: seconds of the steps that count over those of held machines."""
+        held = held_seconds(self.attempts, self.ends)
+        return self.trainer.trained / held if held else None
+
+
+def _size(path: Path) -> ShardSize:
+    """What a shard file holds; nothing if it cannot be read."""
+    from tba_hpc.exchange.hdf5_shards import ShardError, read_shard  # h5py takes a moment
+
+    try:
+        trajectories = read_shard(path).trajectories
+    except (OSError, ShardError):
+        return EMPTY
+    return ShardSize(len(trajectories), len(trajectories.completions.values))
+
 
 def _is_event(line: Event) -> bool:
     """Whether a line of events.jsonl, which anyone may have written, has what all events have."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     job = str(line.get("job"))
     return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
-
-
-def _waiting(run: RunDir, digest: SearcherDigest, cursor: int, size_of: SizeOf) -> Iterator[ShardSize]:
-    """Of a searcher's shards that the trainer has not merged; some it did not live to log."""
-    logged = {index: size for index, size in digest.seals.items() if index >= cursor}
-    for index in itertools.count(cursor):
-        file = run.shard_file(digest.index, index)
-        if index in logged:
-            yield logged.pop(index)
-        elif file.exists():
-            yield size_of(file)
-        elif not logged:
-            return
 
 
 def searcher_files(run: RunDir) -> list[Path]:

@@ -1,8 +1,7 @@
-"""What a metrics file comes to, folded record by record in bounded memory, and kept beside the file.
+"""Folds a metrics file record by record in bounded memory, and keeps the result next to the file.
 
-Whoever writes the file keeps its digest (``KeptDigest``), so that a reader has only the last lines to parse,
-however long the run. It holds nothing that the lines do not: if it is missing or does not fit its file, the
-lines are folded again.
+The writer of the file keeps its digest (``KeptDigest``), so that a reader parses only the last lines, however
+long the run. A digest that is missing or does not fit its file is made again from the lines.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
-from tba_hpc.report.curves import Curve, Spread, Trends
+from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.run.files import is_for_room, open_regular, write_atomic
-from tba_hpc.run.history import ShardSize, whole
+from tba_hpc.run.history import whole
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0
-"""Between two writings of a digest: lines of so long are parsed by whoever reads the file."""
-
-SEALS = 2048
-"""Newest seals of a searcher that are remembered: more than were ever sealed beyond a checkpoint."""
+"""Pause between two writes of a digest; readers parse the lines since."""
 
 CHECKPOINTS = 16
 """Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
@@ -40,8 +36,8 @@ CHECKPOINTS = 16
 SHOWN_EVENTS = 256
 """Newest events of the trainer that are remembered."""
 
-PACE_STEPS = 20
-"""Steps whose mean duration the estimate of the time left is made from."""
+RECENT_STEPS = 4096
+"""Newest steps whose durations are kept, to take them back: a resume takes back fewer."""
 
 ROUTINE = ("filling", "merged", "evicted", "snapshot")
 """Events of the trainer that a report leaves out."""
@@ -110,8 +106,9 @@ class TrainerDigest:
 
     phase: the last event of PHASES, or ``training``. postponed: the newest checkpoint for which there was no
     space, if none was complete since. damaged: checkpoints set aside. latest: the newest value of every
-    figure. step: the last one done. redone: steps taken back by all resumes. saved: what was merged by the
-    newest checkpoints. events: the newest rows of the run's history; older_events: how many came before.
+    figure. step: the last one done. redone: steps taken back by all resumes. trained: seconds of the steps
+    that count, less those; durations: of the newest of them. saved: what was merged by the newest
+    checkpoints. events: the newest SHOWN_EVENTS rows of the run's history.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -123,12 +120,12 @@ class TrainerDigest:
     step: int = 0
     starts: int = 0
     redone: int = 0
-    step_times: list[float] = field(default_factory=list)
+    trained: float = 0.0
+    durations: list[float] = field(default_factory=list)
     merged: Merged = field(default_factory=Merged)
     saved: list[Merged] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
     events: list[EventRow] = field(default_factory=list)
-    older_events: int = 0
 
     def take(self, record: Record) -> None:
         """One more record."""
@@ -140,7 +137,9 @@ class TrainerDigest:
             self._take_event(event, record)
         else:
             self.phase, self.step = "training", whole(record, "step")
-            self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
+            self.durations.append(seconds := number(record, "time/step_seconds", 0.0))
+            del self.durations[:-RECENT_STEPS]
+            self.trained += seconds
             self.latest = {**self.latest, **record}
         if event != "damaged":  # logged before the start that it belongs to
             self._stretch(event, record)
@@ -149,7 +148,7 @@ class TrainerDigest:
         if event in STARTS:
             self._begin(whole(record, "step"), whole(record, "revision"))
         if event in PHASES:
-            self.phase, self.step_times = event, []
+            self.phase = event
         match event:
             case "snapshot" | "checkpoint":
                 self._save(whole(record, "revision"))
@@ -174,8 +173,11 @@ class TrainerDigest:
     def _begin(self, step: int, revision: int) -> None:
         """Go back to where an attempt begins: a checkpoint, or nothing."""
         self.starts += 1
-        self.redone += max(0, self.step - step)
-        self.step = step
+        redone = max(0, self.step - step)
+        kept = max(0, len(self.durations) - redone)
+        self.trained -= sum(self.durations[kept:])
+        del self.durations[kept:]
+        self.redone, self.step = self.redone + redone, step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
         if self.merged.revision != revision:  # else nothing came after the checkpoint
             self.merged = self.saved[-1].copy() if self.saved and revision else Merged()
@@ -192,9 +194,7 @@ class TrainerDigest:
         times = 1 + (last.times if last and last.event == event else 0)
         row = EventRow(event, times, number(record, "time", 0.0), whole(record, "step"))
         self.events[len(self.events) - (times > 1) :] = [row]
-        if len(self.events) > SHOWN_EVENTS:
-            del self.events[0]
-            self.older_events += 1
+        del self.events[:-SHOWN_EVENTS]
 
     @property
     def seconds(self) -> float:
@@ -206,20 +206,19 @@ class TrainerDigest:
 class SearcherDigest:
     """A searcher's records.
 
-    trends: of its own records, or of a whole run that it is counted in. stays: seconds of its starts but the
-    last, each to its last record; since, until: of that one, unix seconds. tokens: generated, those lost with
-    their searcher included. rates: tokens per second by unix second; at_work: the same while it generated.
-    seals: its newest, by index. last: the last record that is no event.
+    trends: of its own records, or of the whole run, which then counts them. stays: seconds of its earlier
+    starts, each to its last record; since, until: of the last one, unix seconds. tokens: generated, also
+    those lost with their searcher. rates: tokens per second by unix second; at_work: only while it
+    generated. last: the last record that is no event.
     """
 
     index: int
     trends: Trends = field(default_factory=Trends)
     rates: Curve = field(default_factory=Curve)
-    at_work: Spread = field(default_factory=Spread)
+    at_work: Curve = field(default_factory=lambda: Curve(limit=1))
     tokens: int = 0
     rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
-    seals: dict[int, ShardSize] = field(default_factory=dict)
     last: Record = field(default_factory=dict)
     stays: float = 0.0
     since: float = 0.0
@@ -233,8 +232,6 @@ class SearcherDigest:
         self.until = when
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
-        if event == "sealed":
-            self._seal(record)
         if event is not None:
             return
         self.trends.take_search(record)
@@ -243,14 +240,7 @@ class SearcherDigest:
         if (rate := number(record, "search/tokens_per_second")) is not None:
             self.rates.take(int(when), rate)
             if rate:
-                self.at_work.take(rate)
-
-    def _seal(self, record: Record) -> None:
-        index = whole(record, "shard")
-        self.seals.pop(index, None)
-        self.seals[index] = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
-        if len(self.seals) > SEALS:
-            del self.seals[next(iter(self.seals))]
+                self.at_work.take(0, rate)
 
     @property
     def seconds(self) -> float:
@@ -264,16 +254,22 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """Where the digest of a metrics file is kept: a line with FORMAT and where it ends, and the digest."""
+    """The digest of a metrics file: a line with FORMAT and the length of what it covers, then the digest."""
     return metrics.with_suffix(".digest.json")
 
 
+@functools.cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    """Reads and writes digests of a class; built on first use, which takes a moment."""
+    return TypeAdapter(kind)
+
+
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
-    """The digest as it was kept, or ``digest``, a fresh one, and what follows the file from where it ends."""
+    """The digest on disk, or ``digest``, a fresh one; and a reader of the records after it."""
     try:
         with open_regular(digest_file(metrics)) as file:
             head, _, body = file.read().partition(b"\n")
-        kept: D = _adapter(type(digest).__name__).validate_json(body)
+        kept: D = _adapter(type(digest)).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
         with open_regular(metrics) as file:
             file.seek(end - 1)
@@ -283,28 +279,21 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     return (kept, MetricsTail(metrics, place=end)) if fits else (digest, MetricsTail(metrics))
 
 
-@functools.cache
-def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Reads and writes the class of that name; made when it is needed, as that takes a moment."""
-    return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
-
-
 class KeptDigest(Generic[D]):
-    """Folds the records of a metrics file as they are written, and keeps their digest beside it.
+    """Folds records as they are written to a metrics file, and keeps the digest next to it.
 
     digest: a fresh one; what the file holds already is folded first.
     """
 
     def __init__(self, metrics: Path, digest: D) -> None:
         self._metrics = metrics
-        found = kept_digest(metrics, digest)
-        self._digest: D = found[0]
-        for record in found[1].records():
+        self._digest, tail = kept_digest(metrics, digest)
+        for record in tail.records():
             self._digest.take(record)
         self._next = 0.0  # one that did not fit the file is replaced at once
 
     def take(self, record: Record) -> None:
-        """One more record is in the file."""
+        """Fold one more record of the file."""
         self._digest.take(record)
 
     def keep_if_due(self, end: int) -> None:
@@ -313,12 +302,12 @@ class KeptDigest(Generic[D]):
             self.keep(end)
 
     def keep(self, end: int) -> None:
-        """Write the digest of the file's first ``end`` bytes; a full disk keeps the old one."""
+        """Write the digest of the file's first ``end`` bytes; on a full disk the old one stays."""
         self._next = time.monotonic() + KEEP_SECONDS
+        path, head = digest_file(self._metrics), json.dumps({f"format {FORMAT}": end})
         try:
-            body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
-            write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
+            write_atomic(path, f"{head}\n{_adapter(type(self._digest)).dump_json(self._digest).decode()}")
         except OSError as error:
             if not is_for_room(error):
                 raise
-            log.warning("%s: %s; what it sums up is in the metrics", digest_file(self._metrics), error)
+            log.warning("%s: %s; readers take longer, as they parse the metrics", path, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from tba_hpc.config import Config
 from tba_hpc.report.alerts import Alert, alerts
@@ -21,6 +22,9 @@ from tba_hpc.run.owners import Owner, holders
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""
+
+PACE_STEPS = 20
+"""Steps whose mean duration the estimate of the time left is made from."""
 
 FRESH_SECONDS = 60.0
 """A searcher silent for longer, and for two records, is not at work; clocks of nodes may differ by less."""
@@ -94,12 +98,11 @@ class RunMonitor:
 
     @property
     def eta(self) -> float | None:
-        """Seconds that the steps left take at the pace of the last ones; None before two of an attempt."""
-        times = self.data.trainer.step_times
-        if self.phase != "training" or len(times) < 2:
+        """Seconds that the steps left take at the pace of the last ones; None while none is taken."""
+        latest = self.data.trainer.durations[-PACE_STEPS:]
+        if self.phase != "training" or not any(latest):
             return None
-        pace = (times[-1] - times[0]) / (len(times) - 1)
-        return pace * (self.config.train.steps - self.data.step)
+        return fmean(latest) * (self.config.train.steps - self.data.step)
 
     @property
     def silence(self) -> float | None:

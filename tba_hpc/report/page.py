@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ from markupsafe import Markup
 from tba_hpc.config import Config, ConfigError, dump_config
 from tba_hpc.core.wording import count, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
-from tba_hpc.report.data import RunData, SizeOf, unknown_size
+from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots, run_minutes
 from tba_hpc.report.summary import Summary, summary_of, write_summary
-from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration
+from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
@@ -79,10 +78,10 @@ class AttemptRow(NamedTuple):
     width: float
 
 
-def write_report(run: RunDir, size_of: SizeOf = unknown_size) -> Summary:
+def write_report(run: RunDir) -> Summary:
     """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
     data, config = RunData.read(run), run.config()
-    summary = summary_of(data, config, size_of)
+    summary = summary_of(data, config)
     write_summary(run, summary)
     write_atomic(run.report, render(data, config, summary))
     return summary
@@ -159,6 +158,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """The headline numbers."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
+    ettr = "" if summary.ettr is None else f", ETTR {_share(summary.ettr)}"
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
     rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
@@ -166,7 +166,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [
         _score_tile(data, summary),
-        Tile("Training time", duration(summary.train_seconds), steps + attempts),
+        Tile("Training time", duration(summary.train_seconds), steps + attempts + ettr),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
         Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
         Tile("Staleness", staleness, "mean, in steps"),
@@ -221,14 +221,14 @@ WAITS = (
 
 
 def waits(data: RunData) -> list[tuple[str, str, str, str]]:
-    """How long trainer and searchers stood still: name, meaning, mean and 95th percentile."""
+    """How long trainer and searchers stood still: name, meaning, mean and latest value."""
     wait = number(data.trainer.latest, "train/wait_share")
     trainer = "wall time outside forward, backward and optimizer, after warm-up"
     rows = [("Trainer wait", trainer, NOTHING if wait is None else _share(wait), "")]
     for name, metric, meaning in WAITS:
-        values, show = data.trends.waits[metric], _share if metric.endswith("share") else _time
-        high = show(values.quantile(0.95)) if values.count > 1 else ""
-        rows.append((name, meaning, NOTHING if values.mean is None else show(values.mean), high))
+        curve, show = data.trends.curves[metric], _share if metric.endswith("share") else _time
+        mean, latest = (NOTHING if value is None else show(value) for value in (curve.mean, curve.latest))
+        rows.append((name, meaning, mean, latest))
     return rows
 
 
@@ -242,8 +242,7 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    older, trends, minutes = data.trainer.older_events, data.trends, run_minutes(data)
-    lines = [HistoryRow("", "", f"{older:,} rows before these", "")] if older else []
+    trends, minutes, lines = data.trends, run_minutes(data), list[HistoryRow]()
     for row in data.trainer.events:
         into = duration(60 * float(minutes(np.array([row.time]))[0]))
         what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
@@ -251,8 +250,6 @@ def events(data: RunData) -> list[HistoryRow]:
     if trends.skipped:
         what = f"{trends.skipped} × optimizer step skipped: loss or gradient norm not finite"
         lines.append(HistoryRow("", "", what, f"{trends.last_skip}"))
-    if dropped := dropped_unlearned(trends.by_length):
-        lines.append(HistoryRow("", "", f"dropped unlearned, too stale or too late: {dropped}", ""))
     for index, searcher in data.searchers.items():
         for times, what in (
             (searcher.rebuilds.total, "engine rebuilt"),
@@ -265,19 +262,10 @@ def events(data: RunData) -> list[HistoryRow]:
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:
     """The attempts of the run, each with what its trainer did."""
-    found, stretches = data.attempts, data.trainer.stretches
-    until = [*(attempt.start for attempt in found[1:]), math.inf]
-    parts = [
-        [stretch for stretch in stretches if attempt.start <= stretch.start < end]
-        for attempt, end in zip(found, until, strict=False)
-    ]
-    ends = [  # of the trainer's last word, if nobody noted it
-        attempt.end or max([attempt.start, *(stretch.end for stretch in part)])
-        for attempt, part in zip(found, parts, strict=True)
-    ]
+    found, ends = data.attempts, data.ends
     return [
         _attempt_row(attempt, part, end, since=found[0].start, until=max(ends))
-        for attempt, part, end in zip(found, parts, ends, strict=True)
+        for attempt, part, end in zip(found, data.stretches, ends, strict=True)
     ]
 
 

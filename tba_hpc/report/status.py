@@ -26,11 +26,11 @@ from tba_hpc.config import Config
 from tba_hpc.core.wording import count
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import Attempt, fault_words
-from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData, SizeOf, unknown_size
+from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
-from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration
+from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -66,6 +66,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
+        "ETTR": _show(monitor.data.ettr, "{:.1%}"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -110,7 +111,6 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
-        "dropped unlearned": dropped_unlearned(trends.by_length),
         "faults": " · ".join(fault_words(monitor.data.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
@@ -183,7 +183,7 @@ def done(counts: Counts) -> dict[str, str]:
     return {**found, "redone": count(counts.redone, "step")} if counts.redone else found
 
 
-def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
+def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None if there is no value yet.
 
     figures: means over the last steps, or completions, by metric; last_step: the trainer's last record.
@@ -202,14 +202,14 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "elastic": elastic_searchers(monitor),
         "step": data.step,
         "steps": monitor.config.train.steps,
-        "counts": asdict(data.counts(size_of)),
+        "counts": asdict(data.counts()),
+        "ettr": data.ettr,
         "seconds_left": monitor.eta if now.state == "training" else None,
         **_evaluated(monitor),
         "figures": {name: trends.latest(name) for name in CURVES},
         "last_step": latest,
         "skipped_steps": trends.skipped,
         "rejected": trends.rejected,
-        "by_length": asdict(trends.by_length),
         "alerts": [alert.sentence for alert in monitor.alerts],
         "searcher_tokens_per_second": monitor.rates,
         "checkpoint_step": number(data.trainer.checkpoint, "step"),
@@ -347,18 +347,17 @@ def print_status(
     *,
     as_json: bool = False,
     console: Console | None = None,
-    size_of: SizeOf = unknown_size,
 ) -> None:
     """Print once how a run stands."""
     monitor = RunMonitor(run, config, queue)
     monitor.update()
     if as_json:
-        print(json.dumps(figures(monitor, size_of), indent=2))
+        print(json.dumps(figures(monitor), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
     steps = f"{monitor.data.step}/{monitor.config.train.steps}"
     heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
-    values = {**heading, **cells(monitor), **done(monitor.data.counts(size_of)), **facts(monitor, now)}
+    values = {**heading, **cells(monitor), **done(monitor.data.counts()), **facts(monitor, now)}
     for title, value in values.items():
         # Unwrapped: a path or a command broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

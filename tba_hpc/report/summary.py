@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from tba_hpc.config import Config, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.report.alerts import alerts
-from tba_hpc.report.data import RunData, SizeOf, unknown_size
+from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -28,6 +28,7 @@ class Summary:
     perplexity: of the same answers under the policy of step ``perplexity_reference``; None, too, without a
     reference model, and before where another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
+    ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: by all searchers, for evaluations and by those that were killed, too.
     searcher_tokens_per_second: of all searchers together, while they ran.
@@ -53,6 +54,7 @@ class Summary:
     redone: int
     seed: int
     train_seconds: float
+    ettr: float | None
     shards: int
     trajectories: int
     tokens: int
@@ -74,14 +76,14 @@ class Summary:
     alerts: list[str]
 
 
-def summarise(run: RunDir, config: Config, size_of: SizeOf = unknown_size) -> Summary:
+def summarise(run: RunDir, config: Config) -> Summary:
     """Take the summary of a run from its files."""
-    return summary_of(RunData.read(run), config, size_of)
+    return summary_of(RunData.read(run), config)
 
 
-def summary_of(data: RunData, config: Config, size_of: SizeOf = unknown_size) -> Summary:
+def summary_of(data: RunData, config: Config) -> Summary:
     """The same from files already read."""
-    test, trends, counts = data.evaluated("test"), data.trends, data.counts(size_of)
+    test, trends, counts = data.evaluated("test"), data.trends, data.counts()
     alike, searchers = same_reference(config.train, test), list(data.searchers.values())
     rates = [rate for searcher in searchers if (rate := searcher.at_work.mean) is not None]
     seconds = sum(searcher.seconds for searcher in searchers)
@@ -100,15 +102,16 @@ def summary_of(data: RunData, config: Config, size_of: SizeOf = unknown_size) ->
         finished=data.finished,
         seed=config.run.seed,
         train_seconds=data.trainer.seconds,
+        ettr=data.ettr,
         generated_tokens=sum(searcher.tokens for searcher in searchers),
         searcher_tokens_per_second=sum(rates) if rates else None,
         searcher_seconds=seconds,
         goodput=counts.tokens / seconds if seconds else None,
         trainer_wait_share=number(data.trainer.latest, "train/wait_share"),
         publish_stall_seconds=trends.curves["sync/publish_stall_seconds"].mean,
-        seal_share=trends.waits["search/seal_share"].mean,
+        seal_share=trends.curves["search/seal_share"].mean,
         staleness=trends.curves["staleness/mean"].mean,
-        propagation_seconds=trends.waits["search/propagation_seconds"].mean,
+        propagation_seconds=trends.curves["search/propagation_seconds"].mean,
         figures={name: trends.latest(name) for name in CURVES},
         skipped_steps=trends.skipped,
         rejected=trends.rejected,

@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.core.wording import count, percent
-from tba_hpc.report.curves import ByLength
+from tba_hpc.core.wording import percent
 from tba_hpc.report.data import MEAN_REWARD
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.report.summary import Summary, policy_name
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import TENTHS
 
 NOTHING = "–"
 """Shown if there is no value yet."""
@@ -54,6 +52,7 @@ def print_summary(
         "perplexity after": summary.perplexity_after,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
+        "ETTR": None if summary.ettr is None else percent(summary.ettr),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
         "tokens per searcher-second": summary.goodput,
@@ -115,18 +114,6 @@ def _cell(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def dropped_unlearned(by_length: ByLength) -> str:
-    """How many trajectories were, and which share of each tenth of length; nothing where none was."""
-    dropped = sum(by_length.unlearned)
-    if not dropped:
-        return ""
-    shares = " ".join(f"{100 * by_length.lost(tenth, tenth + 1):.0f}" for tenth in range(TENTHS))
-    return (
-        f"{dropped:,} of {count(sum(by_length.came), 'trajectory')} ({percent(by_length.lost())}); of each "
-        f"tenth of generator.max_tokens, in %: {shares}"
-    )
 
 
 def duration(seconds: float) -> str:

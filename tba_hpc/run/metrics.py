@@ -29,9 +29,6 @@ Record = dict[str, float | int | str | list[float]]
 REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
 """Edges of the bins of search/reward_histogram, equally wide in asinh of the reward."""
 
-TENTHS = 10
-"""Bins of counts by length."""
-
 PLAIN = frozenset({float, int, str, bool, type(None)})
 """Types that JSON gives back as they are."""
 
