@@ -259,9 +259,9 @@ def digest_file(metrics: Path) -> Path:
 
 
 @functools.cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Reads and writes digests of a class; built on first use, which takes a moment."""
-    return TypeAdapter(kind)
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    """Reads and writes digests of the class of that name; built on first use, which takes a moment."""
+    return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
@@ -269,7 +269,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     try:
         with open_regular(digest_file(metrics)) as file:
             head, _, body = file.read().partition(b"\n")
-        kept: D = _adapter(type(digest)).validate_json(body)
+        kept: D = _adapter(type(digest).__name__).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
         with open_regular(metrics) as file:
             file.seek(end - 1)
@@ -287,8 +287,9 @@ class KeptDigest(Generic[D]):
 
     def __init__(self, metrics: Path, digest: D) -> None:
         self._metrics = metrics
-        self._digest, tail = kept_digest(metrics, digest)
-        for record in tail.records():
+        found = kept_digest(metrics, digest)
+        self._digest: D = found[0]
+        for record in found[1].records():
             self._digest.take(record)
         self._next = 0.0  # one that did not fit the file is replaced at once
 
@@ -306,7 +307,8 @@ class KeptDigest(Generic[D]):
         self._next = time.monotonic() + KEEP_SECONDS
         path, head = digest_file(self._metrics), json.dumps({f"format {FORMAT}": end})
         try:
-            write_atomic(path, f"{head}\n{_adapter(type(self._digest)).dump_json(self._digest).decode()}")
+            body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
+            write_atomic(path, f"{head}\n{body}")
         except OSError as error:
             if not is_for_room(error):
                 raise
