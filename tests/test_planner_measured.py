@@ -14,9 +14,8 @@ from learner_worker import DEADLINE, join, make_batch, make_config, start
 from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from tba_hpc.checks.planner.memory import activation_bytes, trainer_items
+from tba_hpc.checks.planner.memory import Workload, activation_bytes, trainer_items
 from tba_hpc.checks.planner.shapes import BYTES, adapter_weights, load_shape, shape_of
-from tba_hpc.checks.planner.workload import workload_of
 from tba_hpc.config import Config, Dtype, LoraSection
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
@@ -147,7 +146,7 @@ def test_a_learner_holds_what_the_planner_says(
     folder = make_random_model(tmp_path / "model", tied=False, hidden=hidden, layers=4, vocab=2048)
     config = make_config(folder, ranks=ranks, dtype=dtype, zero_stage=stage)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
-    items = trainer_items(workload_of(config))
+    items = trainer_items(Workload.of(config))
     names = ("weights", "adapter", "float32 masters", "AdamW", "gradients")
     planned = sum(items.get(name, 0) for name in names)
     (tmp_path / "store").mkdir()

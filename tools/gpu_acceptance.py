@@ -49,8 +49,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
-from tba_hpc.checks.planner.memory import CONTEXT, trainer_items
-from tba_hpc.checks.planner.workload import workload_of
+from tba_hpc.checks.planner.memory import CONTEXT, Workload, trainer_items
 from tba_hpc.config import Config, load_config, parse_config
 from tba_hpc.core.types import (
     LIVE_RECORD,
@@ -277,7 +276,7 @@ def learner(stage: Stage) -> None:
     stage.note("FLOP that the mathematics needs", shape.step_flops / seconds / 1e12, "TFLOP/s")
     if sheet := bf16_peak():
         stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
-    work = workload_of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
+    work = Workload.of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
     stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
     stage.note("peak memory ÷ the planner's", peak_bytes() / (sum(trainer_items(work).values()) - CONTEXT))
     weights = np.zeros(trainer.layout.nbytes, np.uint8)
@@ -307,7 +306,7 @@ def shared(stage: Stage) -> None:
         stage.note("most memory of the GPU in use at once", peak[0], "MiB")
     planned = estimate(load_config(ROOT / config, changes), GPUS["a100-80"], gpus=1)
     stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
-    stage.note("published ÷ all weights", planned.published_bytes / planned.policy_bytes)
+    stage.note("published ÷ all weights", planned.adapter / planned.parameters)
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
 
 

@@ -1,4 +1,4 @@
-"""``tba plan``: whether a run fits on given GPUs, how fast it is, and what it costs; estimated in advance.
+"""``tba plan``: whether a run fits on given GPUs, how many it takes and roughly how long.
 
 Arithmetic on a config: it starts nothing and imports neither torch nor a model.
 ``launch.plan`` is something else: which nodes of a job do what.
@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestions
+from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestion
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
@@ -67,16 +67,13 @@ def plan_run(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
-    others = suggestions(config, found, spread=spread) if found.problems else []
+    change = suggestion(config, found, spread=spread) if found.problems else []
     if as_json:
-        print(json.dumps(as_values(config, found, others), indent=2))
+        print(json.dumps(as_values(config, found, change), indent=2))
         return not found.problems
     console = Terminal()
-    for line in _head(config, found):
-        console.print(Text(line))
-    console.print(_table(found))
-    for line in _verdict(config, found, others):
-        console.print(Text(line))
+    for part in (*_head(config, found), _table(found), *_verdict(config, found, change)):
+        console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
 
 
@@ -86,13 +83,13 @@ def _gpu_of(site: Site | None) -> Gpu:
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
 
 
-def as_values(config: Config, found: Estimate, others: Sequence[Sequence[str]]) -> dict[str, Any]:
+def as_values(config: Config, found: Estimate, change: Sequence[str]) -> dict[str, Any]:
     """Plain values of all that is printed; bytes and seconds."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": _notes(config),
         "fits": not found.problems,
-        "suggestions": [list(changes) for changes in others],
+        "suggestion": list(change),
     }
 
 
@@ -109,7 +106,7 @@ def _head(config: Config, found: Estimate) -> Iterator[str]:
     )
     yield (
         f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "
-        f"{found.cache_tokens:,.0f} tokens of {found.cache_bytes / 1024:,.0f} KiB"
+        f"{found.cache_tokens:,.0f} tokens"
     )
 
 
@@ -125,27 +122,26 @@ def _table(found: Estimate) -> Table:
             times = f"{number} × " if number > 1 else ""
             for name, nbytes in found.items[who].items():
                 table.add_row(Text(f"  {times}{name}"), f"{nbytes / GIB:.2f}")
-    table.add_row(Text("times", "dim"), Text("s", "dim"))
-    for title, spent in {"a step": found.step, "a group, on one searcher": found.group}.items():
-        table.add_row(Text(title, "bold"), Text(f"{sum(spent.values()):,.3g}", "bold"))
-        for name, seconds in spent.items():
-            table.add_row(Text(f"  {name}"), f"{seconds:,.3g}")
     return table
 
 
-def _verdict(config: Config, found: Estimate, others: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"bottleneck: {found.bottleneck}"
-    yield f"searchers that keep the trainer in fresh groups: {found.searchers_needed:.1f}"
+def _verdict(config: Config, found: Estimate, change: Sequence[str]) -> Iterator[str]:
+    yield f"about {found.step:.3g} s for a step, and {found.group:.3g} s of one searcher for a group"
+    yield (
+        f"searchers that keep the trainer in fresh groups: {found.searchers_needed:.1f}, of "
+        f"{config.launch.searchers}; with fewer it "
+        + ("waits" if config.selective else "goes on with older data from its buffer")
+    )
     yield (
         f"{count(config.train.steps, 'step')}: {duration(3600 * found.hours)}, {found.gpu_hours:.3g} "
-        "GPU-hours, without start-up, checkpoints and evaluations"
+        "GPU-hours, without start-up, communication, checkpoints and evaluations"
     )
     yield from (f"note: {note}" for note in _notes(config))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
-    for changes in others:
-        yield "  would fit with " + " ".join(c if c.startswith("--") else f"--set {c}" for c in changes)
-    if found.problems and not others:
+    if change:
+        yield "  would fit with " + " ".join(change)
+    elif found.problems:
         yield "  nothing that the planner tries would fit: use a smaller model, or larger GPUs"
 
 

@@ -1,4 +1,4 @@
-"""A run on given GPUs, estimated before it starts: whether it fits, how fast, at what cost."""
+"""A run on given GPUs, estimated before it starts: whether it fits, and a rough time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu
-from tba_hpc.checks.planner.memory import KV_CACHE, Items, engine_items, searcher_items, trainer_items
-from tba_hpc.checks.planner.seconds import Seconds, group_seconds, step_seconds
-from tba_hpc.checks.planner.workload import Workload, workload_of
+from tba_hpc.checks.planner.hardware import GB, GIB, GPUS, Gpu
+from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_items, trainer_items
+from tba_hpc.checks.planner.shapes import Shape
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.core.wording import count
 
 MARGIN = 0.03
 """Share of a GPU that is left to fragments and to what is not counted."""
+
+TRAINING_SHARE, READING_SHARE, DECODE_SHARE, BANDWIDTH_SHARE = 0.3, 0.3, 0.6, 0.8
+"""Of a data sheet's FLOP/s, by a learner, a model that reads and an engine; of its bandwidth, by an engine.
+Assumed: no GPU has run these yet."""
+
+DECODE_STEP_SECONDS, DECODE_SEQUENCE_SECONDS = 0.5e-3, 10e-6
+"""Overhead of an engine's step, and of each of its sequences."""
 
 TRAINER_REMEDIES = (
     "train.gradient_checkpointing=true",
@@ -30,12 +35,10 @@ SEARCHER_REMEDIES = (
     *(f"generator.tensor_parallel={ranks}" for ranks in (2, 4, 8)),
     "launch.searchers=1",
 )
+MOST_CHANGES = 3
+"""Most changes in a suggestion."""
 
-MOST_REMEDIES = 3
-"""Most changes that are suggested together, and most suggestions."""
-
-TRAINER, SEARCHER, FURTHER = "trainer", "searcher", "searcher's further GPUs"
-"""What a rank is called; the last: an engine on all but the first of its GPUs."""
+TRAINER, SEARCHER = "trainer", "searcher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +53,15 @@ class Device:
     @property
     def name(self) -> str:
         """trainer + 2 × searcher."""
-        counts = Counter(self.ranks)
-        return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in counts.items())
+        return _named(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """All of it; bytes, seconds. items: of a rank, by its name. step, group: for mean lengths.
 
-    micro_batch_tokens: with the longest completions; cache_tokens: of an engine, cache_bytes each.
-    searchers_needed: how many give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
+    micro_batch_tokens: with the longest completions; cache_tokens: of an engine. searchers_needed: how many
+    give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
     """
 
     gpu: str
@@ -67,19 +69,15 @@ class Estimate:
     nodes: int
     parameters: int
     adapter: int
-    policy_bytes: float
-    published_bytes: float
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: float
     cache_tokens: float
-    cache_bytes: float
     items: dict[str, Items]
     devices: tuple[Device, ...]
-    step: Seconds
-    group: Seconds
+    step: float
+    group: float
     searchers_needed: float
-    bottleneck: str
     hours: float
     gpu_hours: float
 
@@ -102,42 +100,36 @@ def estimate(
 
     gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
     own, as in a Slurm job; else all ranks are on one node, and share GPUs if there are too few. Mean lengths:
-    as for ``workload_of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype, or there are no
+    as for ``Workload.of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype, or there are no
     searchers.
     """
     _require(config, gpu)
-    work = workload_of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    work = Workload.of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     trainers, engines = config.launch.trainers, config.launch.searchers * config.generator.tensor_parallel
     per_node = gpus or trainers + engines
     nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node) if spread else 1
-    engine = engine_items(work, gpu)
-    items = {TRAINER: trainer_items(work), SEARCHER: searcher_items(work, gpu), FURTHER: engine}
-    placed = _placed(config, per_node, spread=spread)
+    items = {TRAINER: trainer_items(work), SEARCHER: searcher_items(work, gpu)}
+    placed = _placed(trainers, engines, per_node, spread=spread)
     devices = tuple(_device(ranks, number, items, gpu, work) for ranks, number in placed.items())
-    step, group = step_seconds(work, gpu, per_node), group_seconds(work, gpu, engine[KV_CACHE])
-    at_work, fresh = sum(step.values()), config.train.prompts_per_step * sum(group.values())
+    step, group = step_seconds(work, gpu), group_seconds(work, gpu, items[SEARCHER][KV_CACHE])
+    fresh = config.train.prompts_per_step * group
     shared = any({TRAINER, SEARCHER} <= set(device.ranks) for device in devices)
-    bottleneck, seconds = _course(config, at_work, fresh, shared=shared)
-    hours = seconds * config.train.steps / 3600
+    hours = run_seconds(config, step, fresh, shared=shared) * config.train.steps / 3600
     return Estimate(
         gpu=gpu.name,
         gpus_per_node=per_node,
         nodes=nodes,
         parameters=work.policy.parameters,
         adapter=work.adapter,
-        policy_bytes=work.policy_bytes,
-        published_bytes=work.published_bytes,
         prompt_tokens=work.prompt,
         completion_tokens=work.completion,
-        micro_batch_tokens=work.micro_batch(work.longest),
-        cache_tokens=engine[KV_CACHE] / work.cache_bytes,
-        cache_bytes=work.cache_bytes,
+        micro_batch_tokens=work.micro_batch(config.generator.max_tokens),
+        cache_tokens=items[SEARCHER][KV_CACHE] / work.cache_bytes,
         items=items,
         devices=devices,
         step=step,
         group=group,
-        searchers_needed=fresh / at_work,
-        bottleneck=bottleneck,
+        searchers_needed=fresh / step,
         hours=hours,
         gpu_hours=hours * min(trainers + engines, per_node * nodes),
     )
@@ -156,13 +148,19 @@ def _require(config: Config, gpu: Gpu) -> None:
         )
 
 
-def _placed(config: Config, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
-    """On how many GPUs there are which ranks."""
-    ranks = [TRAINER] * config.launch.trainers
-    ranks += [SEARCHER, *[FURTHER] * (config.generator.tensor_parallel - 1)] * config.launch.searchers
+# --- Memory ---
+
+
+def _placed(trainers: int, engines: int, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
+    """On how many GPUs there are which ranks; each GPU of an engine counts as its fullest."""
+    ranks = [TRAINER] * trainers + [SEARCHER] * engines
     if spread:
         return Counter((rank,) for rank in ranks)
     return Counter(tuple(ranks[number::gpus]) for number in range(min(gpus, len(ranks))))
+
+
+def _named(ranks: Sequence[str]) -> str:
+    return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in Counter(ranks).items())
 
 
 def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: Gpu, work: Workload) -> Device:
@@ -173,11 +171,11 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
             f"would need {used / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} GiB can be counted "
             f"on: {(used - room) / GIB:.1f} GiB too much"
         )
-    elif set(ranks) != {TRAINER}:
-        others = used - sum(items[FURTHER].values())
-        problem = _engine_problem(items[FURTHER][KV_CACHE], others, gpu, work, shared=len(ranks) > 1)
-    device = Device(count=number, ranks=ranks, bytes=used, problem="")
-    named = f"{gpu.name} with {device.name} {problem}" if problem else ""
+    elif SEARCHER in ranks:
+        engine = sum(size for name, size in items[SEARCHER].items() if name.startswith("engine"))
+        cache = items[SEARCHER][KV_CACHE]
+        problem = _engine_problem(cache, used - engine, gpu, work, shared=len(ranks) > 1)
+    named = f"{gpu.name} with {_named(ranks)} {problem}" if problem else ""
     return Device(count=number, ranks=ranks, bytes=used, problem=named)
 
 
@@ -208,46 +206,21 @@ def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, sh
     return ""
 
 
-def _course(config: Config, at_work: float, fresh: float, *, shared: bool) -> tuple[str, float]:
-    """The bottleneck in words, and seconds of a step. at_work: of the trainer; fresh: of one searcher.
-
-    shared: trainer and searchers share a GPU.
-    """
-    searchers = config.launch.searchers
-    brought = fresh / searchers
-    words = (
-        f"{count(searchers, 'searcher')} can bring a step's groups in {brought:.3g} s, the trainer learns "
-        f"from them in {at_work:.3g} s"
-    )
-    if shared:
-        return f"the GPU that they share: {words}, and one waits for the other", at_work + fresh
-    if brought <= at_work:
-        return f"the trainer: {words}", at_work
-    if config.selective:
-        return f"the searchers: {words} and waits", brought
-    return f"the searchers: {words} and goes on with older data from its buffer", at_work
-
-
-def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[str]]:
-    """What would make it fit: few changes of the config, as ``--set`` takes them; else a larger GPU."""
-    found: list[list[str]] = []
+def suggestion(config: Config, given: Estimate, *, spread: bool) -> list[str]:
+    """The fewest changes that would make it fit, as ``--set`` takes them; a larger GPU; or nothing."""
     troubled = {rank for device in given.devices if device.problem for rank in device.ranks}
-    wanted = SEARCHER_REMEDIES if troubled - {TRAINER} else ()
+    wanted = SEARCHER_REMEDIES if SEARCHER in troubled else ()
     wanted += TRAINER_REMEDIES if TRAINER in troubled else ()
-    for number in range(1, MOST_REMEDIES + 1):
+    for number in range(1, MOST_CHANGES + 1):
         for changes in itertools.combinations(wanted, number):
             keys = {change.partition("=")[0] for change in changes}
             if len(keys) == number and _fits(config, changes, given, spread=spread):
-                found.append(list(changes))
-                if len(found) == MOST_REMEDIES:
-                    return found
-        if found:
-            break
+                return [f"--set {change}" for change in changes]
     for gpu in GPUS.values():
         larger = gpu.memory > GPUS[given.gpu].memory and (gpu.bf16 or config.model.dtype != "bfloat16")
         if larger and not estimate(config, gpu, gpus=given.gpus_per_node, spread=spread).problems:
-            return [*found, [f"--gpu {gpu.name}"]]
-    return found
+            return [f"--gpu {gpu.name}"]
+    return []
 
 
 def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bool) -> bool:
@@ -258,3 +231,72 @@ def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bo
     shared = any(len(device.ranks) > 1 for device in given.devices)  # then there are no more GPUs
     gpus = given.gpus_per_node if spread or shared else None
     return not estimate(changed, GPUS[given.gpu], gpus=gpus, spread=spread).problems
+
+
+# --- Time: arithmetic and bandwidth alone ---
+
+
+def passes_of(work: Workload) -> int:
+    """Forward passes that a step is worth, for mean lengths: three, and one for each thing done again."""
+    train = work.config.train
+    group = train.completions_per_prompt * (work.prompt + work.completion)
+    split = work.micro_batch(work.completion) < group  # a split group is computed once more
+    reference = train.trainer_has_reference or train.reference.name == "ema"
+    return 3 + train.gradient_checkpointing + split - (work.adapter > 0) + reference
+
+
+def step_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of an optimizer step, for mean lengths: its matrix products."""
+    length = work.prompt + work.completion
+    once = work.policy.forward_flops(
+        work.sequences_per_rank * length,
+        attended=length / 2,
+        scored=work.sequences_per_rank * work.completion,
+    )
+    return passes_of(work) * once / (TRAINING_SHARE * gpu.flops(work.weight_bytes))
+
+
+def group_seconds(work: Workload, gpu: Gpu, cache: float) -> float:
+    """Of a searcher for a group: decoding and reading. cache: bytes of KV cache on each of its GPUs."""
+    config, options, size = work.config, work.config.task.options, work.weight_bytes
+    texts, length = config.generator.completions_per_prompt, work.prompt + work.completion
+    half, ranks = work.completion / 2, config.generator.tensor_parallel
+    kept = work.policy.kv_bytes(size) * max(work.prompt / texts + half, 1)
+    batch = max(1.0, min(work.sequences, cache * ranks / kept))
+    each = decode_seconds(
+        work.policy, gpu, batch=batch, length=work.prompt + half, weight_bytes=size, ranks=ranks
+    )
+    seconds = texts * work.completion * each / batch
+    read = 0.0
+    if config.train.searcher_has_reference:
+        flops = work.policy.forward_flops(texts * length, attended=0, scored=texts * work.completion)
+        read = flops / gpu.flops(size)
+    if work.victim:  # as fast as the policy's engine; the readers read its answers
+        texts, length = texts * int(options.get("answers", 5)), int(options.get("victim_max_tokens", 30))
+        seconds += texts * length * each / batch
+    for option, reader in work.readers.items():
+        if option not in ("gold_model", "embedder"):  # these work in evaluations only
+            flops = reader.forward_flops(texts * length, attended=0, scored=0)
+            read += flops / gpu.flops(reader.disk_bytes)
+    return seconds + read / READING_SHARE
+
+
+def decode_seconds(
+    shape: Shape, gpu: Gpu, *, batch: float, length: float, weight_bytes: int, ranks: int = 1
+) -> float:
+    """Seconds of one token for each of ``batch`` sequences of ``length`` tokens, over ``ranks`` GPUs."""
+    read = weight_bytes * shape.parameters + batch * length * shape.kv_bytes(weight_bytes)
+    memory = read / ranks / (BANDWIDTH_SHARE * gpu.bandwidth * GB)
+    flops = shape.forward_flops(batch, attended=length, scored=batch) / ranks
+    compute = flops / (DECODE_SHARE * gpu.flops(weight_bytes))
+    return max(memory, compute) + DECODE_STEP_SECONDS + batch * DECODE_SEQUENCE_SECONDS
+
+
+def run_seconds(config: Config, step: float, fresh: float, *, shared: bool) -> float:
+    """Of a step in the run. step: of the trainer; fresh: of one searcher for the step's groups.
+
+    shared: trainer and searchers share a GPU.
+    """
+    if shared:
+        return step + fresh
+    return max(step, fresh / config.launch.searchers) if config.selective else step

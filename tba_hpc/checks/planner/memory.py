@@ -5,9 +5,14 @@ Everything is for the longest completions: an untrained policy fills every group
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tba_hpc.checks.planner.hardware import GIB, Gpu
-from tba_hpc.checks.planner.shapes import BYTES, Shape
-from tba_hpc.checks.planner.workload import READERS, Workload
+from tba_hpc.checks.planner.shapes import BYTES, Shape, adapter_weights, load_shape
+from tba_hpc.config import Config
+
+READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
+"""Task options that name a model that reads whole texts on the searcher's GPU, and their default batch."""
 
 CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
 """What CUDA takes of a GPU for each process, and NCCL's buffers if there are several trainer ranks."""
@@ -28,6 +33,98 @@ BATCHED_TOKENS, LARGE_GPU = 8192, 70
 KV_CACHE = "engine: KV cache"
 
 Items = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a config asks of its ranks. prompt, completion: mean tokens. adapter: LoRA weights, 0 for none.
+
+    readers: models by task option. victim: of the red-teaming task. embedder: of the trainer's buffer.
+    """
+
+    config: Config
+    policy: Shape
+    adapter: int
+    readers: dict[str, Shape]
+    victim: Shape | None
+    embedder: Shape | None
+    prompt: float
+    completion: float
+
+    @classmethod
+    def of(
+        cls, config: Config, *, prompt_tokens: float | None = None, completion_tokens: float | None = None
+    ) -> Workload:
+        """Mean lengths: None takes a quarter of the room for prompts, and half of generator.max_tokens.
+
+        Raises ConfigError if a model is unknown.
+        """
+        longest, options = config.generator.max_tokens, config.task.options
+        room = config.model.context_length - longest
+        readers = {
+            option: load_shape(str(options[option]), f"task.options.{option}").without_head()
+            for option in READERS
+            if options.get(option)
+        }
+        victim, embedder = options.get("victim"), config.buffer.embedding_model
+        policy, lora = load_shape(config.model.path), config.model.lora
+        return cls(
+            config=config,
+            policy=policy,
+            adapter=adapter_weights(policy, lora, config.model.path) if lora else 0,
+            readers=readers,
+            victim=load_shape(str(victim), "task.options.victim") if victim else None,
+            embedder=load_shape(embedder, "buffer.duplicates.model").without_head() if embedder else None,
+            prompt=min(prompt_tokens or room / 4, room),
+            completion=min(completion_tokens or longest / 2, longest),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight of the policy."""
+        return BYTES[self.config.model.dtype]
+
+    @property
+    def policy_bytes(self) -> float:
+        """Bytes of the policy as it computes and is served."""
+        return self.weight_bytes * self.policy.parameters
+
+    @property
+    def trained(self) -> int:
+        """Weights that have gradients and optimizer state, and are published."""
+        return self.adapter or self.policy.parameters
+
+    @property
+    def sequences_per_rank(self) -> float:
+        """Sequences of an optimizer step that one trainer rank learns from."""
+        train = self.config.train
+        return train.prompts_per_step * train.completions_per_prompt / self.config.launch.trainers
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that an engine works on at once."""
+        generator = self.config.generator
+        return generator.prompts_in_flight * generator.completions_per_prompt
+
+    @property
+    def cache_bytes(self) -> float:
+        """KV cache of a token on one of an engine's GPUs; more GPUs than key-value heads hold copies."""
+        ranks = min(self.config.generator.tensor_parallel, self.policy.key_value_heads)
+        return self.policy.kv_bytes(self.weight_bytes) / ranks
+
+    @property
+    def trainer_reads_reference(self) -> bool:
+        """Whether a trainer rank loads reference weights; an adapter is only switched off for its base."""
+        train = self.config.train
+        if not train.trainer_has_reference:
+            return train.reference.name == "ema"
+        return not (self.adapter and train.reference.name == "frozen")
+
+    def micro_batch(self, completion: float) -> float:
+        """Tokens of a micro-batch if completions have so many; prompts count with each of their sequences."""
+        train, length = self.config.train, self.prompt + completion
+        tokens = train.tokens_per_micro_batch or train.completions_per_prompt * length
+        return min(tokens, self.sequences_per_rank * length)
 
 
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
@@ -51,7 +148,7 @@ def trainer_items(work: Workload) -> Items:
     ranks, stage = config.launch.trainers, config.train.zero_stage
     items = {"weights": work.policy_bytes / (ranks if stage == 3 else 1)}
     if work.adapter:
-        items["adapter"] = work.published_bytes
+        items["adapter"] = size * weights
     if not config.train.offloads_optimizer:
         items |= {"float32 masters": 4 * weights / ranks, "AdamW": 8 * weights / ranks}
     items["gradients"] = 4 * weights / (1 if stage == 1 else ranks)
@@ -61,11 +158,10 @@ def trainer_items(work: Workload) -> Items:
     peaks: list[Items] = [_backward_items(work)]
     if not config.train.offloads_optimizer:
         peaks.append({"in the optimizer": 8 * weights / ranks})
-    if work.trainer_reference in ("model", "average"):
-        scored = _scoring_bytes(work, work.micro_batch(work.longest))
+    if work.trainer_reads_reference:
+        scored = _scoring_bytes(work, work.micro_batch(config.generator.max_tokens))
         peaks.append({"reference, loaded when needed": work.policy_bytes, "reference: a micro-batch": scored})
-    highest: Items = max(peaks, key=lambda peak: sum(peak.values()))
-    items |= highest
+    items |= max(peaks, key=lambda peak: sum(peak.values()))
     if work.embedder:
         items["embedder of the buffer"] = _reader_bytes(work.embedder, 64)
     return items | {"CUDA": CONTEXT + (NCCL if ranks > 1 else 0)}
@@ -73,12 +169,12 @@ def trainer_items(work: Workload) -> Items:
 
 def _backward_items(work: Workload) -> Items:
     """Activations of a micro-batch, and the output layer's."""
-    shape, size = work.policy, work.weight_bytes
-    tokens, layer = work.micro_batch(work.longest), activation_bytes(shape, size)
+    shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
+    tokens, layer = work.micro_batch(longest), activation_bytes(shape, size)
     kept = layer * (shape.layers + 0.5)
     if work.config.train.gradient_checkpointing:
         kept = size * shape.hidden * shape.layers + 1.5 * layer
-    scored = tokens * work.longest / (work.prompt + work.longest)
+    scored = tokens * longest / (work.prompt + longest)
     items = {
         "activations": tokens * kept,
         "hidden states": 3 * size * shape.hidden * scored,
@@ -88,10 +184,10 @@ def _backward_items(work: Workload) -> Items:
     return items | head
 
 
-def engine_items(work: Workload, gpu: Gpu) -> Items:
-    """An engine on one of its GPUs."""
+def searcher_items(work: Workload, gpu: Gpu) -> Items:
+    """A searcher on the fullest of its GPUs, which holds all other models beside the engine."""
     generator, shape, size = work.config.generator, work.policy, work.weight_bytes
-    ranks = generator.tensor_parallel
+    options, ranks = work.config.task.options, generator.tensor_parallel
     weights = work.policy_bytes / ranks
     batched = BATCHED_TOKENS * (2 if gpu.memory >= LARGE_GPU else 1)
     runtime = ENGINE_RUNTIME + size * batched * (8 * shape.hidden + 4 * shape.inner / ranks)
@@ -99,14 +195,9 @@ def engine_items(work: Workload, gpu: Gpu) -> Items:
     cache = max(generator.gpu_memory_utilization * gpu.bytes - weights - runtime, 0.0)
     if generator.kv_cache_mb:
         cache = generator.kv_cache_mb << 20
-    return {"engine: weights": weights, KV_CACHE: cache, "engine: work": runtime}
-
-
-def searcher_items(work: Workload, gpu: Gpu) -> Items:
-    """A searcher rank on the first of its engine's GPUs: the engine, and all other models."""
-    options, items = work.config.task.options, engine_items(work, gpu)
+    items = {"engine: weights": weights, KV_CACHE: cache, "engine: work": runtime}
     if work.config.train.searcher_has_reference:
-        tokens = work.config.generator.completions_per_prompt * (work.prompt + work.longest)
+        tokens = generator.completions_per_prompt * (work.prompt + generator.max_tokens)
         items |= {"reference": work.policy_bytes, "reference: a group": _scoring_bytes(work, tokens)}
     for option, reader in work.readers.items():
         batch = options.get(f"{option}_batch") or options.get("batch") or READERS[option]
