@@ -161,7 +161,8 @@ def trainer_items(work: Workload) -> Items:
     if work.trainer_reads_reference:
         scored = _scoring_bytes(work, work.micro_batch(config.generator.max_tokens))
         peaks.append({"reference, loaded when needed": work.policy_bytes, "reference: a micro-batch": scored})
-    items |= max(peaks, key=lambda peak: sum(peak.values()))
+    highest: Items = max(peaks, key=lambda peak: sum(peak.values()))
+    items |= highest
     if work.embedder:
         items["embedder of the buffer"] = _reader_bytes(work.embedder, 64)
     return items | {"CUDA": CONTEXT + (NCCL if ranks > 1 else 0)}
