@@ -34,7 +34,7 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError
-from tba_hpc.run.notes import REFUSED, write_note
+from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -61,6 +61,10 @@ Subject = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a m
 TaskConfig = Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")]
 Index = Annotated[int | None, typer.Option(help="Rank within the role, if no MPI launcher gives it.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
+EXITS = (
+    "Exit status: 0 finished, or stopped on request; 2 only you can fix it; 4 given up, since restarts gain "
+    "nothing; 75 asked to stop inside a Slurm job, with a checkpoint: the same command goes on."
+)
 AGAIN = "train again with --set run.name=…, or continue to more steps with --set train.steps=…"
 WaitSeconds = Annotated[
     float | None,
@@ -85,7 +89,7 @@ def _tba(
     """Trajectory Balance with Asynchrony: post-train language models with reinforcement learning."""
 
 
-@app.command(rich_help_panel=TRAINING)
+@app.command(rich_help_panel=TRAINING, epilog=EXITS)
 def run(
     config: ConfigOrRun,
     overrides: Overrides = None,
@@ -153,6 +157,13 @@ def submit(
         bool, typer.Option("--wait", help="Return when the job has ended, with its success.")
     ] = False,
     as_json: AsJson = False,
+    chain: Annotated[
+        int, typer.Option(min=1, help="Submit so many jobs, each after the other, that do not requeue.")
+    ] = 1,
+    time_min: Annotated[str | None, typer.Option(help="Least wall time, as for sbatch.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another option of sbatch; repeatable.")
+    ] = None,
     elastic: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start elastic searchers for RUN, a job per node.")
     ] = None,
@@ -161,17 +172,26 @@ def submit(
     """Submit a run to Slurm, or resume one; the job requeues itself until the run is finished."""
     from tba_hpc.commands import order as ordered
 
+    options = ordered.sbatch_options([*([f"time-min={time_min}"] if time_min else []), *(sbatch or [])])
     if elastic:
         from tba_hpc.commands.elastic import submit_elastic
 
         own = {
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
             **{"--homogeneous": homogeneous, "--set": overrides, "--run-root": run_root, "--wait": wait},
+            "--chain": chain > 1,
         }
         _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
         chosen = site or ordered.default("sites", "generic")
         submit_elastic(
-            elastic, chosen, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json
+            elastic,
+            chosen,
+            nodes,
+            partition=partition,
+            time=time,
+            options=options,
+            dry_run=dry_run,
+            as_json=as_json,
         )
         return
     _refuse_idle(
@@ -189,6 +209,8 @@ def submit(
         overrides=overrides or [],
         run_root=run_root,
         after=after,
+        options=options,
+        chain=chain,
     )
     orders = ordered.spread(order, configs, seeds)
     if dry_run:
@@ -222,13 +244,13 @@ def search(run: RunPath, index: Index = None) -> None:
     gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
-    from tba_hpc.loops.elastic import NO_PLACE, NoPlaceError
+    from tba_hpc.loops.elastic import NoPlaceError
 
     try:
         runtime.search(_open(run), index)
     except NoPlaceError as error:
         print(f"tba: {printable(str(error))}", file=sys.stderr)
-        raise typer.Exit(NO_PLACE) from None
+        raise typer.Exit(Exit.NO_SLOT) from None
     gc.freeze()
 
 
@@ -372,7 +394,7 @@ def greet(verb: str, run: RunPath) -> None:
         rank.greet(run_dir, role)
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")
-        raise typer.Exit(REFUSED) from None
+        raise typer.Exit(Exit.REFUSED) from None
 
 
 @app.command("plan", rich_help_panel=BEFORE)
@@ -628,4 +650,4 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         command()
     except (ConfigError, OwnedError, StateError, DiskFullError, EngineError, LaunchError) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(Exit.REFUSED)

@@ -18,6 +18,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import local
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.notes import Exit
 
 PLAYER = """
 import os, signal, sys, time
@@ -111,7 +112,7 @@ def config_of(tmp_path: Path, transport: str = "mpi", trainers: int = 1, searche
 class Launched:
     """A launcher running in a process of its own."""
 
-    def __init__(self, tmp_path: Path, mode: str, transport: str) -> None:
+    def __init__(self, tmp_path: Path, mode: str, transport: str, **environment: str) -> None:
         self.run = RunDir.create(config_of(tmp_path, transport))
         player = tmp_path / "player.py"
         player.write_text(PLAYER)
@@ -120,6 +121,7 @@ class Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | environment,
         )
 
     def pids(self) -> list[int]:
@@ -234,6 +236,19 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     assert launched.events() == ["start", "signal", "stopped"]
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGUSR1, Exit.UNFINISHED), (signal.SIGTERM, Exit.UNFINISHED), (signal.SIGINT, 0)],
+)
+def test_preemption_of_a_job_of_ones_own_has_its_exit_status(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    launched = Launched(tmp_path, "wait", "files", SLURM_JOB_ID="7")
+    launched.wait_for_ranks()
+    launched.process.send_signal(number)
+    assert launched.end()[0] == code
+
+
 @pytest.mark.parametrize("transport", [MPI, "files"])
 def test_who_missed_the_request_to_stop_is_asked_again(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "deaf", transport)
@@ -311,7 +326,7 @@ def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
     pids = launched.wait_for_ranks()
     os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
     code, _, err = launched.end()
-    assert code == 137 and "mpiexec was ended by SIGKILL" in err
+    assert code == Exit.NO_PROGRESS and "mpiexec was ended by SIGKILL" in err
     assert alive(pids) == []
 
 
@@ -319,7 +334,7 @@ def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
 def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "fail", "mpi")
     code, _, err = launched.end()
-    assert code == 1
+    assert code == Exit.NO_PROGRESS
     assert "failed with exit status 1; the end of" in err and "the sky is too low" in err
     assert alive(launched.pids()) == []
     assert read_events(RunDir(tmp_path / "run-seed0"))[-1].items() >= {"event": "failed", "code": 1}.items()
@@ -329,7 +344,7 @@ def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
 def test_a_rank_killed_while_the_run_starts_is_named(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "killed", "mpi")
     code, _, err = launched.end()
-    assert code == 137
+    assert code == Exit.NO_PROGRESS
     assert re.match("searcher-000[01] was ended by SIGKILL; the end of ", err), err
     assert launched.events() == ["start", "failed"], "nothing was done, so nobody tries again"
     assert alive(launched.pids()) == []
@@ -339,7 +354,7 @@ def test_a_rank_killed_while_the_run_starts_is_named(tmp_path: Path) -> None:
 def test_ranks_start_again_as_long_as_each_start_takes_a_new_step(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "mortal", transport)
     code, out, err = launched.end()
-    assert code == 137 and err.count("was ended by SIGKILL") == 3
+    assert code == Exit.NO_PROGRESS and err.count("was ended by SIGKILL") == 3
     assert launched.events() == ["start", "failed"] * 3, "the third start came no further than the second"
     assert out.count("starting all ranks again, from the last checkpoint") == 2
     assert alive(launched.pids()) == []
@@ -349,7 +364,7 @@ def test_ranks_start_again_as_long_as_each_start_takes_a_new_step(tmp_path: Path
 def test_a_users_error_is_its_sentence_and_nothing_else(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "sentence", transport)
     code, _, err = launched.end()
-    assert code == 2
+    assert code == Exit.REFUSED
     assert err == "model.path=x is no model: give a folder\n"
     refused = read_events(launched.run)[-1]
     assert (refused["event"], refused["sentence"]) == ("refused", err.strip())
@@ -358,7 +373,7 @@ def test_a_users_error_is_its_sentence_and_nothing_else(tmp_path: Path, transpor
 def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "fail", "files")
     code, _, err = launched.end()
-    assert code == 1
+    assert code == Exit.NO_PROGRESS
     assert err.startswith("searcher-0000 failed with exit status 1") and "the sky is too low" in err
     assert alive(launched.pids()) == []
 

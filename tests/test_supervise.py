@@ -18,7 +18,6 @@ import pytest
 
 from tba_hpc.config import FIRST_ELASTIC, parse_config
 from tba_hpc.launch import supervise
-from tba_hpc.loops.elastic import NO_PLACE
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import owned
@@ -94,8 +93,8 @@ def test_it_is_a_command_of_tba_as_well(run: RunDir) -> None:
     assert (done.returncode, done.stdout) == (0, "queue\n") and "typer" not in done.stderr
 
 
-def test_numbers_of_rooms_that_are_slow_to_import_are_theirs() -> None:
-    assert supervise.FIRST_ELASTIC == FIRST_ELASTIC and supervise.NO_PLACE == NO_PLACE
+def test_first_elastic_number_is_the_configs() -> None:
+    assert supervise.FIRST_ELASTIC == FIRST_ELASTIC
 
 
 # --- begin ---
@@ -229,13 +228,13 @@ def test_only_the_leaders_word_makes_a_run_finished(run: RunDir) -> None:
 
 def test_failures_in_a_row_are_counted_until_something_is_sealed(run: RunDir) -> None:
     assert _next(run, "ended", code=9, failures=1) == "again 2"
-    assert _next(run, "ended", code=9, failures=2) == "exit 9"
+    assert _next(run, "ended", code=9, failures=2) == "exit 4"
     _touch(run.path / "shards/searcher-5000/000000.h5", 20)
-    assert _next(run, "ended", code=9, failures=2) == "exit 9", "an elastic searcher's"
+    assert _next(run, "ended", code=9, failures=2) == "exit 4", "an elastic searcher's"
     _touch(run.path / "checkpoints/step-000002/state.json", 20)
-    assert _next(run, "ended", code=9, failures=2) == "exit 9", "no checkpoint without COMPLETE"
+    assert _next(run, "ended", code=9, failures=2) == "exit 4", "no checkpoint without COMPLETE"
     _touch(run.path / "shards/searcher-0000/000000.h5", 5)
-    assert _next(run, "ended", code=9, failures=2) == "exit 9", "from before the start"
+    assert _next(run, "ended", code=9, failures=2) == "exit 4", "from before the start"
     _touch(run.path / "checkpoints/step-000002/COMPLETE", 20)
     assert _next(run, "ended", code=9, failures=2) == "again 1"
     assert {*_events(run)} == {"failed"} and read_events(run)[-1]["code"] == 9
@@ -289,21 +288,41 @@ def test_a_stopped_run_gets_its_report_after_its_ranks_have_left(run: RunDir) ->
     assert run.report.exists() and json.loads(run.summary.read_text())["finished"] is False
 
 
-@pytest.mark.parametrize(("sealed", "answer"), [(True, "exit 0"), (False, "exit 2")])
-def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
-    run: RunDir, sealed: bool, answer: str
+@pytest.mark.parametrize(
+    ("sealed", "stop", "answer"), [(True, 0, "exit 75"), (False, 1, "exit 75"), (False, 0, "exit 4")]
+)
+def test_job_without_requeue_is_unfinished_or_made_no_progress(
+    run: RunDir, sealed: bool, stop: int, answer: str
 ) -> None:
+    """What was asked to stop early has not failed."""
     if sealed:
         _touch(run.path / "shards/searcher-0000/000000.h5", 20)
-    assert _next(run, "leave", requeue="no") == answer
-    assert _events(run) == ([] if sealed else ["refused"])
+    assert _next(run, "leave", requeue="no", stop=stop) == answer
+    assert _events(run) == (["refused"] if answer == "exit 4" else [])
+
+
+def test_next_link_of_a_chain_goes_on_until_the_run_is_over(run: RunDir) -> None:
+    chain = run.path / "slurm/chain"
+    chain.write_text("6\n7\n8\n9\n")
+    assert [_next(run, "leave", requeue="no") for _ in range(2)] == ["exit 75", "exit 75"]
+    assert _next(run, "begin", chained=1).startswith("go ")
+    assert _next(run, "leave", requeue="no") == "exit 4 8 9", "three in a row sealed nothing"
+    assert not chain.exists()
+    before = _events(run)
+    assert _next(run, "begin", chained=1) == "exit 0" and _events(run) == before, "one that was not cancelled"
+    chain.write_text("6\n7\n8\n")
+    (run.attempt / "refused-trainer-0000.txt").write_text("no such model\n")
+    assert _next(run, "ended", code=2) == "exit 2 8"
+    chain.write_text("7\n8\n")
+    run.mark_finished()
+    assert _next(run, "begin", chained=1) == "exit 0 8" and not chain.exists()
 
 
 def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run.path / "slurm/idle").write_text("a[$(touch X)]")  # not a number: as if nothing was counted
-    assert [_next(run, "leave") for _ in range(3)] == ["queue", "queue", "exit 2"]
+    assert [_next(run, "leave") for _ in range(3)] == ["queue", "queue", "exit 4"]
     assert _events(run) == ["requeue", "requeue", "refused"]
     assert [_next(run, "leave", stop=1) for _ in range(4)] == ["queue"] * 4, "preempted"
     monkeypatch.setenv("TBA_JOB_END", str(time.time() + 100))
@@ -325,7 +344,7 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
         ({"code": 3}, "exit 0"),  # no place
         ({"code": 1}, "again 1"),  # srun, before any searcher began
         ({"code": 137, "failures": 1}, "again 2"),
-        ({"code": 137, "failures": 2}, "exit 137"),
+        ({"code": 137, "failures": 2}, "exit 4"),
         ({"code": 137, "failures": 2, "seconds": 300}, "again 1"),
     ],
 )

@@ -14,7 +14,7 @@ from tba_hpc.checks.facts import Facts, Finding, Level, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
 from tba_hpc.config import dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
-from tba_hpc.run.notes import REFUSED
+from tba_hpc.run.notes import Exit
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:
@@ -111,5 +111,5 @@ def check_task(facts: Facts) -> Iterator[Finding]:
     except (OSError, subprocess.TimeoutExpired):  # then the ranks find out
         return
     said = done.stdout.strip().splitlines()
-    if done.returncode == REFUSED and said:
+    if done.returncode == Exit.REFUSED and said:
         yield problem("task", said[-1], "")

@@ -21,7 +21,7 @@ from tba_hpc.core.ports import Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
-from tba_hpc.run.notes import REFUSED
+from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 
@@ -91,4 +91,4 @@ if __name__ == "__main__":
         check(asked, ask_judges=not sys.argv[1:])
     except ConfigError as error:
         print(" ".join(str(error).split()))
-        sys.exit(REFUSED)
+        sys.exit(Exit.REFUSED)

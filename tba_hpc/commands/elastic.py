@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def submit_elastic(
     *,
     partition: str | None = None,
     time: str | None = None,
+    options: Sequence[str] = (),
     dry_run: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -33,7 +35,7 @@ def submit_elastic(
     Raises ConfigError or LaunchError with one sentence.
     """
     run = RunDir.open(path)
-    config, site = run.config(), _searchers_site(site_file, partition, time)
+    config, site = run.config(), _searchers_site(site_file, partition, time, options)
     searcher = _searchers(config, site, nodes)
     code = snapshot.place(run.path)
     job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
@@ -47,7 +49,7 @@ def submit_elastic(
         return
     warnings = _warnings(run, config, site, site_file)
     snapshot.take(run.path)
-    number = slurm.submit_elastic(run, text)
+    number = slurm.send(run, text)
     done = {
         "job": number,
         "run": str(run.path),
@@ -87,7 +89,7 @@ def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[
     return [finding.sentence for finding in refuse(ELASTIC, facts)]
 
 
-def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:
+def _searchers_site(site_file: Path, partition: str | None, time: str | None, options: Sequence[str]) -> Site:
     site = load_site(site_file, **({"time": time} if time else {}))
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
-    return site.model_copy(update={"searcher": own})
+    return site.model_copy(update={"searcher": own, "sbatch_options": (*site.sbatch_options, *options)})

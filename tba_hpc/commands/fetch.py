@@ -19,7 +19,7 @@ from tba_hpc.checks.resources import hub_home, is_here, place, resources
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.types import Resource
 from tba_hpc.launch.plan import Site
-from tba_hpc.run.notes import REFUSED
+from tba_hpc.run.notes import Exit
 from tba_hpc.tasks.data import download
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -111,7 +111,7 @@ def _download_model(name: str) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if fetch_all(parse_config(yaml.safe_load(sys.stdin)), os.environ) else REFUSED)
+        sys.exit(0 if fetch_all(parse_config(yaml.safe_load(sys.stdin)), os.environ) else Exit.REFUSED)
     except ConfigError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(Exit.REFUSED)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
+from tba_hpc.launch import slurm_queue
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules
@@ -28,7 +29,8 @@ class Order:
     """A job as it is ordered.
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
-    shipped one. after: a run whose job is to end first. The others: as the options of ``tba submit``.
+    shipped one. after: a run whose job is to end first. options: further ones of sbatch, such as
+    ``--time-min=60``. chain: jobs, each after the other. The others: as the options of ``tba submit``.
     """
 
     config: Path
@@ -40,6 +42,8 @@ class Order:
     overrides: Sequence[str] = ()
     run_root: Path | None = None
     after: Path | None = None
+    options: Sequence[str] = ()
+    chain: int = 1
 
     @property
     def beside(self) -> Path:
@@ -48,7 +52,10 @@ class Order:
 
     def load_site(self) -> Site:
         """The site, with what the order says otherwise. Raises ConfigError."""
-        return load_site(self.site, **({"time": self.time} if self.time else {}))
+        site = load_site(self.site, **({"time": self.time} if self.time else {}))
+        again = site.requeue and self.chain == 1
+        options = (*site.sbatch_options, *self.options)
+        return site.model_copy(update={"sbatch_options": options, "requeue": again})
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
         """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them.
@@ -113,22 +120,40 @@ def script(order: Order) -> str:
     return script_of(*order.resolve(site), site, after=last_job(order.after) if order.after else None)
 
 
-def script_of(config: Config, split: Plan, site: Site, *, after: str | None, code: Path | None = None) -> str:
+def sbatch_options(words: Sequence[str]) -> list[str]:
+    """``key=value`` or ``key`` words as options of sbatch. Raises ConfigError."""
+    options = [f"--{word.removeprefix('--')}" for word in words]
+    if bad := next((word for word in options if not re.match(r"--[a-z][a-z-]+(=|$)", word)), None):
+        raise ConfigError(
+            f"--sbatch {bad[2:]} is no option of sbatch: write for example --sbatch exclude=node7"
+        )
+    return options
+
+
+def script_of(
+    config: Config,
+    split: Plan,
+    site: Site,
+    *,
+    after: str | None,
+    chained: bool = False,
+    code: Path | None = None,
+) -> str:
     """The batch script of a run. Raises ConfigError.
 
-    after: id of the job that is to end first. code: a snapshot of the package, once there is a run directory;
-    a container brings code of its own.
+    after: id of the job that is to end first; chained: it is of the same run. code: a snapshot of the
+    package, once there is a run directory; a container brings code of its own.
     """
     if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
         site = site.model_copy(update={"mpi": "none"})
     run = config.run_dir.absolute()
-    job = job_of(f"tba-{config.run.name}", run, site, code, after=after, mpi=config.one_world)
+    name = f"tba-{config.run.name}"
+    job = job_of(name, run, site, code, after=after, chained=chained, mpi=config.one_world)
     return batch_script(job, split, site)
 
 
 def last_job(path: Path) -> str:
     """The id of a run's last job. Raises ConfigError if it has had none."""
-    file = RunDir.open(path).path / "slurm/job"
-    if not file.exists():
-        raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")
-    return file.read_text().strip()
+    if jobs := slurm_queue.jobs_of(RunDir.open(path)):
+        return jobs[-1]
+    raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")

@@ -51,11 +51,10 @@ class Ready:
     warnings: Sequence[Finding]
     after: str | None
 
-    @property
-    def script(self) -> str:
-        """Its batch script."""
-        code = snapshot.place(self.run.path)
-        return script_of(self.config, self.split, self.site, after=self.after, code=code)
+    def script(self, link: str | None = None) -> str:
+        """Its batch script. link: the job of its chain that this one follows."""
+        code, after = snapshot.place(self.run.path), link or self.after
+        return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
 
 def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
@@ -135,18 +134,19 @@ def _left_out(script: str) -> list[Finding]:
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
     """The id of the run's job if it is queued or running; else None, and a warning."""
-    last_job(path)
-    if job := slurm_queue.active_job(RunDir.open(path)):
-        return job.number, []
+    last = last_job(path)
+    if slurm_queue.active_job(RunDir.open(path)):
+        return last, []
     found = f"--after {path}: no job of that run is queued or running, so none is awaited"
     return None, [warning("after", found, "submit that run first if this one is to follow it")]
 
 
 def _submit(ready: Ready) -> str:
-    text, changes = ready.script, told(ready.run, ready.config)
+    text, changes = ready.script(), told(ready.run, ready.config)
     modules.keep(create_run(ready.config), ready.config, ready.order.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
+    slurm.chain(ready.run, job, ready.script, length=ready.order.chain)
     log_event(ready.run, "submitted", job=job, restarts=0, command=_again(ready.order, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job
@@ -169,6 +169,8 @@ def _again(order: Order, run: RunDir) -> str:
     words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
     words += ["--time", order.time] if order.time else []
     words += ["--homogeneous"] if order.homogeneous else []
+    words += ["--chain", order.chain] if order.chain > 1 else []
+    words += [word for option in order.options for word in ("--sbatch", option.removeprefix("--"))]
     return shlex.join(map(str, words))
 
 
@@ -182,26 +184,26 @@ def _typed() -> list[object]:
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
     """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
-    warnings = [*ready.warnings, *_left_out(ready.script)]
+    warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
     return {
         "job": job,
         "run": str(ready.run.path),
-        "commands": _commands(ready, job) if job else {},
+        "commands": _commands(ready) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
     }
 
 
-def _commands(ready: Ready, job: str) -> dict[str, str]:
+def _commands(ready: Ready) -> dict[str, str]:
     """What comes next."""
-    run = str(ready.run.path)
+    run, jobs = str(ready.run.path), slurm_queue.jobs_of(ready.run)
     return {
         "watch": shlex.join(["tba", "status", run]),
         "log": shlex.join(["tba", "logs", run, "-f"]),
-        "queue": f"squeue --job {job}",
-        "cancel": f"scancel {job}",
+        "queue": f"squeue --jobs {','.join(jobs)}",
+        "cancel": f"scancel {' '.join(jobs)}",
         "stop": shlex.join(["tba", "stop", run]),
         "resume": _again(ready.order, ready.run),
     }

@@ -5,6 +5,7 @@
 #   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
 #   NODES, TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where; a het job needs TRAINERS, SEARCHERS
 #   REQUEUE, RELAUNCHES, SAVE_SECONDS                           what the site allows
+#   CHAINED                                                     1: it follows another job of a chain
 #   STEP_MEMORY, CACHES_IN                                      optional: see below
 #   ranks()          starts all ranks as one step, and waits for it
 
@@ -73,7 +74,9 @@ ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the w
         "requeue=${REQUEUE:-yes}" "save_seconds=$SAVE_SECONDS" "${@:2}") || return
     read -r NEXT WITH <<< "${answer##*$'\n'}"
     read -ra WITH <<< "$WITH"
-    [ "$NEXT" != exit ] || exit "${WITH[0]}"
+    [ "$NEXT" = exit ] || return 0
+    [ ${#WITH[@]} = 1 ] || scancel "${WITH[@]:1}" 2>/dev/null    # the rest of the chain
+    exit "${WITH[0]}"
 }
 
 # --- Being asked to stop ---
@@ -296,7 +299,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
     job_end
-    ask begin "hosts=$(allocated)" || exit
+    ask begin "hosts=$(allocated)" "chained=${CHAINED:-0}" || exit
     place_caches "${WITH[0]}"
     drop_orphans
     while [ "$STOP" = 0 ]; do
@@ -345,7 +348,7 @@ search_for_a_while() {    # in a job of one node: elastic searchers, as many as 
         done
     fi
     refuse_end
-    [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 0; }
+    [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 75; }
     queue_again
     exit 0
 }

@@ -38,7 +38,7 @@ from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.listeners import listeners
 from tba_hpc.run.metrics import MetricsTail, number
-from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
+from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session
 
 WATCH_SECONDS = 0.25
@@ -314,14 +314,16 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """What the user or the system asked for by signals."""
+    """What the user or the system asked for by signals. preempted: to stop, in a job of the user's own."""
 
     stop: bool = False
     kill: bool = False
+    preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
         """The signal handler: the first stops, another SIGINT kills."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
+        self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
 
 
@@ -341,7 +343,7 @@ def listening() -> Iterator[Signals]:
 def launch(
     run: RunDir, config: Config, *, program: Sequence[str] | None = None, console: Console | None = None
 ) -> int:
-    """Run all roles to the end; the exit status: 0 finished or stopped on request, 2 a user's error.
+    """Run all roles to the end; the exit status, one of ``Exit``, or 130 if it was killed on request.
 
     If ranks fail, all start again, as long as each start takes optimizer steps that the one before did not.
     Main thread only. Raises LaunchError if the run cannot be started.
@@ -357,8 +359,12 @@ def launch(
             code = _attempt(run, config, processes, asked, console)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
-            if code in (0, REFUSED) or asked.stop or reached <= before:
+            if code == Exit.DONE and asked.preempted and not run.finished:
+                return Exit.UNFINISHED
+            if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
                 return code
+            if reached <= before:
+                return Exit.NO_PROGRESS
             before = reached
             console.print("starting all ranks again, from the last checkpoint", highlight=False)
 
@@ -406,9 +412,9 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     Terminal(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     if refused:
         log_event(run, "refused", sentence=refused)
-        return REFUSED
-    log_event(run, "failed", code=code or FAILED)
-    return code or FAILED
+        return Exit.REFUSED
+    log_event(run, "failed", code=code or Exit.FAILED)
+    return code or Exit.FAILED
 
 
 def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:

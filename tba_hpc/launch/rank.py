@@ -18,7 +18,7 @@ from tba_hpc.launch.placement import Placement, refuse_index
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import DiskFullError
-from tba_hpc.run.notes import FAILED, REFUSED, Kind, rank_name, redirect_output, write_note
+from tba_hpc.run.notes import Exit, Kind, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
 
@@ -84,7 +84,7 @@ def told(tell: Callable[[str, Kind], None], *, tracebacks: bool) -> Iterator[Non
         if tracebacks or not refused:
             log.exception("this rank ends")
         tell(str(error), "refused" if refused else "failed")
-        raise SystemExit(REFUSED if refused else FAILED) from None
+        raise SystemExit(Exit.REFUSED if refused else Exit.FAILED) from None
 
 
 @contextmanager

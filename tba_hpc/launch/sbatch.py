@@ -39,13 +39,14 @@ VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "search
 class Job:
     """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA.
 
-    after: id of the job that is to end first, None for none. code: the folder whose ``tba_hpc`` the job uses
-    (``snapshot.py``); none: that of its Python.
+    after: id of the job that is to end first, None for none; chained: a job of the same run. code: the folder
+    whose ``tba_hpc`` the job uses (``snapshot.py``); none: that of its Python.
     """
 
     name: str
     run: Path
     after: str | None = None
+    chained: bool = False
     supervisor: Path = SUPERVISOR
     code: Path | None = None
     rank: Sequence[str] = RANK
@@ -53,13 +54,21 @@ class Job:
 
 
 def job_of(
-    name: str, run: Path, site: Site, code: Path | None, *, after: str | None = None, mpi: bool = True
+    name: str,
+    run: Path,
+    site: Site,
+    code: Path | None,
+    *,
+    after: str | None = None,
+    chained: bool = False,
+    mpi: bool = True,
 ) -> Job:
     """The job of a run by the site's Python and a copy of the code, unless a container brings its own."""
     return Job(
         name=name,
         run=run,
         after=after,
+        chained=chained,
         supervisor=code / "tba_hpc/launch" / SUPERVISOR.name if code else SUPERVISOR,
         code=None if site.container else code,
         rank=[*site.python, *(RANK if mpi else TBA)[1:]],
@@ -195,6 +204,7 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
     }
     mains |= {} if _step_memory(site) else {"STEP_MEMORY": ""}
     mains |= {"CACHES_IN": TMP} if site.container else {}
+    mains |= {"CHAINED": 1} if job.chained else {}
     return f"export RUN={shlex.quote(str(job.run))}\n" + "".join(
         f"{key}={value}\n" for key, value in mains.items()
     )

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -144,13 +144,25 @@ def submit(run: RunDir, script: str) -> str:
     with _alone(folder):
         refuse_active(run)
         job = _Executor(folder, script).submit_script()
+        (folder / "chain").unlink(missing_ok=True)
         write_atomic(folder / "job", f"{job}\n")
     return job
 
 
-def submit_elastic(run: RunDir, script: str) -> str:
-    """Submit jobs of elastic searchers, beside the run's own job; their id. Raises SubmitError."""
+def send(run: RunDir, script: str) -> str:
+    """Submit another job than the run's own, such as elastic searchers; its id. Raises SubmitError."""
     return _Executor(_folder(run), script).submit_script()
+
+
+def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> None:
+    """Submit the jobs that go on after the run's job, each after the other. Raises SubmitError.
+
+    script: of the job that follows another.
+    """
+    jobs = [job]
+    while len(jobs) < length:
+        jobs.append(send(run, script(jobs[-1])))
+        write_atomic(_folder(run) / "chain", "".join(f"{each}\n" for each in jobs))
 
 
 def _folder(run: RunDir) -> Path:

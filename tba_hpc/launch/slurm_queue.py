@@ -122,18 +122,27 @@ def await_job(run: RunDir) -> str:
         time.sleep(WATCH_SECONDS)
 
 
+def jobs_of(run: RunDir) -> list[str]:
+    """Ids of the run's job and of those that follow it in its chain; none if it was never submitted."""
+    job, chain = (
+        file.read_text().split() if file.exists() else []
+        for file in (run.path / "slurm/job", run.path / "slurm/chain")
+    )
+    return chain[chain.index(job[0]) :] if job and job[0] in chain else job
+
+
 def job_states(run: RunDir) -> list[dict[str, str]]:
     """How squeue sees the components of the run's job, ``job`` and SQUEUE_FIELDS; none if never submitted.
 
-    ``state`` is UNKNOWN if squeue is missing or silent, FORGOTTEN if it knows the job no more.
+    Of a chain it is the first job that is queued or running. ``state`` is UNKNOWN if squeue is missing or
+    silent, FORGOTTEN if it knows the job no more.
     """
-    file = run.path / "slurm" / "job"
-    if not file.exists():
+    jobs = jobs_of(run)
+    if not jobs:
         return []
-    job = file.read_text().strip()
-    nothing = {"job": job, **dict.fromkeys(SQUEUE_FIELDS, "")}
+    nothing = {"job": jobs[0], **dict.fromkeys(SQUEUE_FIELDS, "")}
     layout = "|".join(SQUEUE_FIELDS.values())
-    command = ("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={layout}")
+    command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
     try:
         seen = _run(command, SQUEUE_SECONDS)
     except SlurmError:
@@ -141,9 +150,12 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     if seen.returncode and "Invalid job id" not in seen.stderr:
         return [{**nothing, "state": UNKNOWN}]
     lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in sorted(seen.stdout.splitlines())]
-    rows = [{"job": job, **dict(zip(SQUEUE_FIELDS, line, strict=True))} for line in lines]
-    if any(_is(run, row["comment"]) for row in rows):  # ids come back after years
-        return rows
+    seen_rows = (dict(zip(SQUEUE_FIELDS, line, strict=True)) for line in lines)
+    rows = [{"job": row["id"].partition("+")[0], **row} for row in seen_rows]
+    by_job = [[row for row in rows if row["job"] == job] for job in jobs]
+    own = next(filter(active, by_job), by_job[0])
+    if any(_is(run, row["comment"]) for row in own):  # ids come back after years
+        return own
     return [{**nothing, "state": FORGOTTEN}]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ActiveJob, active, ask, job_states
+from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ActiveJob, active, ask, job_states, jobs_of
 from tba_hpc.report.run_state import UNKNOWN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
@@ -58,7 +58,7 @@ def cancel(run: RunDir) -> str:
         case None:
             return _nobody(run)
         case ActiveJob() as job:
-            ask("scancel", job.number)
+            ask("scancel", *_of_chain(run, job))
             said = f"job {job.number} is cancelled"
         case owner:
             _refuse_stranger(run, owner)
@@ -110,11 +110,20 @@ def _nobody(run: RunDir) -> str:
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
     # First the file: a job that starts meanwhile reads it, too.
     write_atomic(run.path / "slurm/stop", f"{job.number}\n")
+    jobs = _of_chain(run, job)
     if job.waiting:
-        ask("scancel", "--state=PENDING", job.number)
+        ask("scancel", "--state=PENDING", *jobs)
         return f"job {job.number} was waiting in the queue, and is cancelled; to go on: {_again(run)}"
+    if jobs[1:]:
+        ask("scancel", *jobs[1:])
     ask("scancel", "--batch", "--signal=USR1", job.number)
     return f"job {job.number} is asked to checkpoint and end, not to requeue; to go on then: {_again(run)}"
+
+
+def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:
+    """The job, and those that would go on after it."""
+    jobs = jobs_of(run)
+    return jobs[jobs.index(job.number) :]
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:

@@ -19,12 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from tba_hpc.core.wording import count
 from tba_hpc.run.events import append_event
 from tba_hpc.run.files import listing, publish, write_atomic
-from tba_hpc.run.notes import AT_WORK, REFUSED, first_note
-
-NO_PLACE = 3
-"""Exit status of an elastic searcher that found no free place (``loops.elastic``)."""
+from tba_hpc.run.notes import AT_WORK, Exit, first_note
 
 FIRST_ELASTIC = 5000
 """Number of the first elastic searcher (``config``)."""
@@ -49,9 +47,9 @@ class Turn:
     """What the script tells.
 
     code: status of the ranks that have ended after ``seconds``, and so many ``failures`` in a row. stop,
-    ending: whether the job was asked to stop, and whether Slurm ends it. nodes: how many it asked for. hosts:
-    of component 0, or the job; others: of component 1; ascending: all in Slurm's order; answers: those that
-    start a process, with "!" if they do not see RUN.
+    ending: whether the job was asked to stop, and whether Slurm ends it. chained: whether it follows another
+    job of a chain. nodes: how many it asked for. hosts: of component 0, or the job; others: of component 1;
+    ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN.
     """
 
     run: Path
@@ -61,6 +59,7 @@ class Turn:
     stop: bool = False
     ending: bool = False
     relaunches: int = 3
+    chained: bool = False
     save_seconds: int = 0
     requeue: str = "yes"
     het: bool = False
@@ -86,11 +85,23 @@ class Turn:
         """A line of the run's history."""
         append_event(self.run / "events.jsonl", event, **extra)
 
-    def refuse(self, sentence: str) -> str:
-        """End the job for good with what only the user can fix."""
+    def refuse(self, sentence: str, code: Exit = Exit.REFUSED) -> str:
+        """End the job for good, with what the user is to do."""
         self.log("refused", sentence=sentence)
         say(sentence)
-        return f"exit {REFUSED}"
+        return self.end(code)
+
+    def end(self, code: Exit = Exit.DONE) -> str:
+        """End the job for good, and the jobs of its chain that wait."""
+        links = self.links
+        self.mark("chain").unlink(missing_ok=True)
+        return f"exit {code} {' '.join(links)}".strip()
+
+    @property
+    def links(self) -> list[str]:
+        """The jobs of the chain that follow this one."""
+        job, jobs = os.environ["SLURM_JOB_ID"], _read(self.mark("chain")).split()
+        return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
     @property
     def finished(self) -> bool:
@@ -119,16 +130,19 @@ def begin(turn: Turn) -> str:
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
 
+    if turn.chained and os.environ["SLURM_JOB_ID"] not in _read(turn.mark("chain")).split():
+        say("the chain of this job has ended: nothing to do")
+        return f"exit {Exit.DONE}"
     claim_for_job(RunDir.open(turn.run))
     write_atomic(turn.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
     turn.mark("allocated").touch()
     turn.log("allocated", nodes=",".join(turn.hosts))
     if turn.finished:
         say(f"the run is finished already: {turn.run}/summary.json")
-        return "exit 0"
+        return turn.end()
     if _for_good(turn):
         turn.log("stopped")
-        return "exit 0"
+        return turn.end()
     return f"go {_caches(turn)}"
 
 
@@ -243,7 +257,7 @@ def ended(turn: Turn) -> str:
     if turn.finished:
         turn.log("finished")
         say(f"the run is finished: {turn.run}/report.html")
-        return "exit 0"
+        return turn.end()
     logs = turn.run / "logs/latest"
     listing(logs)
     sentence = first_note(logs, "refused")
@@ -266,7 +280,7 @@ def ended(turn: Turn) -> str:
     if failures <= turn.relaunches:
         return f"again {failures}"
     say("giving up")
-    return f"exit {turn.code}"
+    return turn.end(Exit.NO_PROGRESS)
 
 
 def leave(turn: Turn) -> str:
@@ -276,31 +290,27 @@ def leave(turn: Turn) -> str:
             _draw(turn)
         except Exception as error:  # a stop is a stop, with or without a picture
             say(f"no report was drawn ({error}): try tba report {turn.run}")
-        return "exit 0"
-    if turn.requeue == "no":
-        if not _progress(turn, "allocated"):
-            return turn.refuse(
-                "nothing was sealed, and this site does not requeue: see the job's log, then submit the same "
-                "run again"
-            )
-        say("stopped, and this site does not requeue: submit the same run again to go on")
-        return "exit 0"
-    idle = _count_idle(turn)
-    if idle > turn.relaunches:
+        return turn.end()
+    idle, goes_on = _count_idle(turn), turn.requeue != "no" or bool(turn.links)
+    if idle > (turn.relaunches if goes_on else 0):
         turn.mark("idle").unlink()
         return turn.refuse(
-            f"{idle} starts of this job in a row sealed nothing: give it more wall time (--time, site key "
-            "time), or, if the nodes would not do, other nodes or the form without het job (--homogeneous)"
+            f"nothing was sealed in {count(idle, 'allocation')} in a row: see the job's log, give it more "
+            "time (--time, site key time) or, if the nodes would not do, other nodes or the form without "
+            "het job (--homogeneous), and submit the same run again",
+            Exit.NO_PROGRESS,
         )
+    if turn.requeue == "no":
+        say(f"stopped; {f'job {turn.links[0]} goes on' if goes_on else 'submit the same run again to go on'}")
+        return f"exit {Exit.UNFINISHED}"
     turn.log("requeue")
     return "queue"
 
 
 def _count_idle(turn: Turn) -> int:
     """Allocations in a row that sealed nothing, leaving out those that a preemption cut short."""
-    idle = 0
-    with suppress(OSError, ValueError):
-        idle = int(turn.mark("idle").read_text())
+    noted = _read(turn.mark("idle")).strip()
+    idle = int(noted) if noted.isdecimal() else 0
     seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
     if _progress(turn, "allocated"):
         idle = 0
@@ -314,11 +324,16 @@ def _for_good(turn: Turn) -> bool:
     """Whether ``tba stop`` has named this job, which then ends."""
     listing(turn.run / "slurm")
     note = turn.mark("stop")
-    if not note.exists() or note.read_text().strip() != os.environ["SLURM_JOB_ID"]:
+    if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
         return False
     note.unlink()
     say("stopped for good, as asked: submit the same run again to go on")
     return True
+
+
+def _read(note: Path) -> str:
+    """Text of a file; empty if there is none."""
+    return note.read_text() if note.exists() else ""
 
 
 def _draw(turn: Turn) -> None:
@@ -359,7 +374,7 @@ def join(turn: Turn) -> str:
     """A job of elastic searchers has its node. ``go`` comes with the name of its folder of caches."""
     if turn.finished:
         say("the run is finished: there is nothing to search for")
-        return "exit 0"
+        return f"exit {Exit.DONE}"
     return "queue" if turn.stop else f"go {_caches(turn)}"
 
 
@@ -367,18 +382,18 @@ def searched(turn: Turn) -> str:
     """A node's elastic searchers, each restarted as often as it may be, have ended with status ``code``."""
     if turn.finished:
         say("the run is finished")
-        return "exit 0"
+        return f"exit {Exit.DONE}"
     # Preempted by a plain TERM, searchers leave in peace before the script has heard of anything.
     if turn.stop or turn.ending or turn.code == 0:
         return "queue"
-    if turn.code == NO_PLACE:
+    if turn.code == Exit.NO_SLOT:
         say("the run has as many elastic searchers as it takes: this job is not needed")
-        return "exit 0"
+        return f"exit {Exit.DONE}"
     failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
     say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")
-    if turn.code != REFUSED and failures <= turn.relaunches:  # srun may fail, before any searcher begins
+    if turn.code != Exit.REFUSED and failures <= turn.relaunches:  # srun may fail, before any searcher begins
         return f"again {failures}"
-    return f"exit {turn.code}"
+    return f"exit {Exit.REFUSED if turn.code == Exit.REFUSED else Exit.NO_PROGRESS}"
 
 
 def keep(command: Sequence[str], relaunches: int) -> int:
@@ -394,7 +409,7 @@ def keep(command: Sequence[str], relaunches: int) -> int:
         began = time.monotonic()
         code = subprocess.run(command).returncode
         code = code if code >= 0 else 128 - code
-        if asked or code in (0, REFUSED, NO_PLACE):
+        if asked or code in (Exit.DONE, Exit.REFUSED, Exit.NO_SLOT):
             return 0 if asked and code > 128 else code  # killed before it listened, it has left, too
         failures = (0 if time.monotonic() - began >= LONG_SECONDS else failures) + 1
         if failures > relaunches:
@@ -423,5 +438,5 @@ def main(words: Sequence[str]) -> int:
         print(TURNS[name](turn))
     except ValueError as error:  # ConfigError, OwnedError, DiskFullError
         say(str(error))
-        return REFUSED
+        return Exit.REFUSED
     return 0

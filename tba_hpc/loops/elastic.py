@@ -30,9 +30,6 @@ from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Lease, clock, holders, take_lease
 from tba_hpc.run.signals import StopFlag
 
-NO_PLACE = 3
-"""Exit status of a searcher that found all slots taken."""
-
 EVALUATOR = "evaluator"
 """The name that the evaluating searcher owns in a run without searchers of its own."""
 

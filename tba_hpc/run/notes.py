@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,11 +14,23 @@ if TYPE_CHECKING:  # they import config and numpy, which batch scripts do withou
     from tba_hpc.core.types import Role
     from tba_hpc.run.directory import RunDir
 
-REFUSED = 2
-"""Exit status of a rank, a run or a command if only the user can fix what ended it."""
 
-FAILED = 1
-"""Exit status of a rank or a run if a restart may succeed: a peer is missing, an engine died."""
+class Exit(IntEnum):
+    """Exit statuses of ranks, ``tba run`` and Slurm jobs, on which scripts may rely (``docs/slurm.md``)."""
+
+    DONE = 0
+    """The run is finished, or it was stopped on request."""
+    FAILED = 1
+    """Something broke that another start may not meet: a peer is missing, an engine died."""
+    REFUSED = 2
+    """Only the user can fix it."""
+    NO_SLOT = 3
+    """All slots for elastic searchers are taken."""
+    NO_PROGRESS = 4
+    """Given up: it failed again and again, and got no further."""
+    UNFINISHED = 75
+    """Preempted or out of time, with a checkpoint: the same command goes on."""
+
 
 AT_WORK = "at-work"
 """Name of a file in an attempt's folder; ``job_supervisor.sh`` looks for it, too."""

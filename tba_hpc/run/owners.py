@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import publish, write_atomic
-from tba_hpc.run.notes import FAILED
+from tba_hpc.run.notes import Exit
 
 LAUNCH = "launch"
 """What ``tba run`` or a Slurm job owns, which starts the ranks; these own their names."""
@@ -144,7 +144,7 @@ def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
     """Own the run, or a rank's name, while the block runs. Raises OwnedError.
 
     A rank waits for one of its name that may be leaving or dead. If another process takes over meanwhile, as
-    this one was frozen, this one ends with FAILED.
+    this one was frozen, this one ends with Exit.FAILED.
     """
     lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
     try:
@@ -226,7 +226,7 @@ def _end(sentence: str) -> None:
         if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
             os.write(sys.stderr.fileno(), sentence.encode())
     finally:
-        os._exit(FAILED)
+        os._exit(Exit.FAILED)
 
 
 # --- Claims ---

@@ -151,6 +151,33 @@ def test_the_script_to_edit_by_hand_works(
     assert [rank["gpus"] for rank in ranks] == ["0", "0,1,2", "0,1,2", "0,1,2"]
 
 
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_next_link_of_a_chain_goes_on_and_the_rest_is_cancelled(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    site = _site(40, requeue=False)
+    run, script = _run(tmp_path, site, homogeneous=homogeneous)
+    job = slurm.submit(run, script)
+    split = plan(run.config(), site, 3, homogeneous=homogeneous)
+
+    def link(after: str) -> str:
+        one = Job(name="tba-hello", run=run.path, rank=HELLO, tba=HELLO, after=after, chained=True)
+        return batch_script(one, split, site)
+
+    slurm.chain(run, job, link, length=3)
+    _, second, third = slurm_queue.jobs_of(run)
+    with pytest.raises(slurm.SubmitError, match=f"job {job} of this run is"):
+        slurm.submit(run, script)
+    _working(cluster, run, 1)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(int(job)) == "FAILED" and cluster.jobs(int(job))[0]["ExitCode"] == "75:0"
+    cluster.until(lambda: slurm_queue.job_states(run)[0]["job"] == second, "the second link", 60)
+    _finished(cluster, run, second)
+    assert cluster.wait(int(third)) == "CANCELLED"
+    allocations = [event["job"] for event in read_events(run) if event["event"] == "allocated"]
+    assert allocations == [job, second] and "stopped; job" in _log(run)
+
+
 def test_mpich_speaks_pmi2(cluster: Cluster, tmp_path: Path, mpich: Path) -> None:
     site = _site(mpi="pmi2", environment={"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(mpich)})
     run, script = _run(tmp_path, site)
