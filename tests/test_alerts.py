@@ -237,15 +237,9 @@ def test_a_reward_that_takes_most_of_the_time_is_named() -> None:
     assert alerted({"search/reward_share": lambda step: 0.5}) == []
 
 
-def test_splits_of_another_difficulty_are_not_compared() -> None:
-    before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
-    after = Evaluation(split="test", step=80, correct=250, total=500, tokens=9, truncated=0)
-    assert alerted(EXPLORING, [before, after]) == []
-
-
 def test_a_single_wrong_answer_is_no_fall() -> None:
     before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
-    after = Evaluation(split="test", step=80, correct=0, total=1, tokens=9, truncated=0)
+    after = Evaluation(split="validation", step=80, correct=0, total=1, tokens=9, truncated=0)
     assert alerted(EXPLORING, [before, after]) == []
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import hypot, sqrt
 from statistics import fmean, median, pstdev
 
@@ -19,9 +19,6 @@ from tba_hpc.run.evaluations import Evaluation
 
 SHOWN = 3
 """Alerts that a line has room for."""
-
-SLOW_REWARD = 0.7
-"""Share of a searcher's time that rewards take, above which engines have to wait for them."""
 
 LEAST_POINTS = 6
 """Points of a curve below which it has no trend."""
@@ -67,19 +64,13 @@ class View:
     @property
     def solved(self) -> bool:
         """Whether the last evaluation, or without any the reward, leaves little to learn."""
-        reward = self.trends.latest("search/reward")
         scores = [evaluation.score for evaluation in self.by_step]
-        return (scores[-1] if scores else reward or 0.0) >= 0.9
+        return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
 
     @property
-    def still_rises(self) -> bool:
-        """Whether the reward of the last quarter is above that of the one before, by a tenth of its range."""
-        known = self.values("search/reward")
-        quarter = len(known) // 4
-        if quarter == 0:
-            return True
-        trifle = 0.1 * (max(known) - min(known))
-        return fmean(known[-quarter:]) - fmean(known[-2 * quarter : -quarter]) > trifle
+    def in_turns(self) -> bool:
+        """Whether trainer and searchers are meant to wait for each other."""
+        return self.config.exchange.max_staleness == 0
 
     def values(self, name: str) -> list[float]:
         """The points of a metric's trend, by step."""
@@ -96,8 +87,8 @@ Find = Callable[[View], Found | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """find: the figure, if it is wrong. key: to change first. why, remedy: may name keys of the config as
-    ``{train.beta}``.
+    """find: the figure, if it is wrong. key: the one to change first. why, remedy: may name values of the
+    config as ``{train.beta}``.
     """
 
     find: Find
@@ -106,7 +97,7 @@ class Rule:
     remedy: str
 
     def alert(self, view: View) -> Alert | None:
-        """The alert, if there is a reason for it."""
+        """The alert, if the figure is wrong."""
         if not (found := self.find(view)):
             return None
         since = "" if found.since is None else f" since step {found.since}"
@@ -152,7 +143,7 @@ def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | Non
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Means of a few neighbours, which chance seldom makes a peak of."""
+    """Means of a few neighbours, so that chance seldom makes a peak."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -174,7 +165,7 @@ RATE = "train.learning_rate.peak={train.learning_rate.peak:g}"
 
 
 @rule(
-    key="train.learning_rate.peak",
+    "train.learning_rate.peak",
     why="loss or gradient norm was not finite, so the weights are running away",
     remedy=f"Lower {RATE}, or bound exchange.max_staleness",
 )
@@ -186,7 +177,7 @@ def skipped_steps(view: View) -> Found | None:
 
 
 @rule(
-    key="the reference is another model",
+    "the reference is another model",
     why="it must be 0 there; the reference is not the model that the run began with, or engine and "
     "reference compute different distributions, so every β·KL is off",
     remedy="Check model.path and that nothing in RUN/references was replaced, then start over",
@@ -197,13 +188,12 @@ def wrong_reference(view: View) -> Found | None:
     if ratio is None or view.config.train.reference.name == "behaviour":
         return None
     # Engines of any dtype differ by less than .02 nats per token.
-    if abs(ratio) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
-        return None
-    return Found(f"log-ratio of {_few(ratio)} nats per completion at the first step")
+    wrong = abs(ratio) > max(0.1, 0.02 * (lengths[0] if lengths else 0.0))
+    return Found(f"log-ratio of {_few(ratio)} nats per completion at the first step") if wrong else None
 
 
 @rule(
-    key="nothing to learn",
+    "nothing to learn",
     why="without a difference there is nothing to learn",
     remedy="Check the task's reward against a few completions, the format of answers that it expects "
     "(task.name, task.options), and whether {model.path} can solve the task at all; "
@@ -222,20 +212,20 @@ def constant_reward(view: View) -> Found | None:
 
 
 @rule(
-    key="task.name",
+    "task.name",
     why="their reward was not finite or the task's code raised, and the rest is a biased sample",
     remedy="The searchers' logs name the prompts; fix the code of task.name={task.name} or its data",
 )
 def rejected_rewards(view: View) -> Found | None:
-    """Trajectories set aside for lack of a usable reward."""
+    """Trajectories set aside for lack of a usable reward; a few in a thousand are no mistake of the task."""
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
     words = f"{rejected:,} trajectories ({_share(share)}) set aside without a reward"
-    return Found(words) if share > 0.01 else None  # a few in a thousand are no mistake of the task
+    return Found(words) if share > 0.01 else None
 
 
 @rule(
-    key="train.learning_rate.peak",
+    "train.learning_rate.peak",
     why="the policy is unlearning, most often because steps are too large",
     remedy=f"Lower {RATE}, by a factor of three to begin with, or hold the policy nearer to its "
     "reference by a higher train.beta",
@@ -246,20 +236,15 @@ def falling(view: View) -> Found | None:
 
 
 def _falling_score(view: View) -> Found | None:
-    """An evaluation is well below an earlier one, and so is the last, or it was far below.
-
-    Well: 10 points, since runs that end well sag by some, and three standard errors.
-    """
+    """An evaluation is below an earlier one by 15 points and three standard errors: good runs sag by less."""
     found = view.by_step
-    falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if _comparable(a, b)]
+    falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
     if not falls:
         return None
     high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
-    last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
-    error = hypot(_standard_error(high), _standard_error(low))
-    lasting = high.score - last.score > max(0.1, 3 * error)
-    if high.score - low.score <= max(0.1 if lasting else 0.15, 3 * error):
+    if high.score - low.score <= max(0.15, 3 * hypot(_standard_error(high), _standard_error(low))):
         return None
+    last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
     fall = f"{_share(high.score)} at step {high.step} to {_share(low.score)} at step {low.step}"
     return Found(f"{last.score_name} fell from {fall}, now {_share(last.score)}")
 
@@ -268,11 +253,6 @@ def _standard_error(evaluation: Evaluation) -> float:
     """Of its score, after one more right and one more wrong answer: a few prompts never prove a 0."""
     share = (evaluation.correct + 1) / (evaluation.total + 2)
     return sqrt(share * (1 - share) / evaluation.total)
-
-
-def _comparable(before: Evaluation, after: Evaluation) -> bool:
-    """Splits may differ in difficulty, but hardly by a factor of two."""
-    return before.split == after.split or after.score < before.score / 2
 
 
 def _falling_reward(view: View) -> Found | None:
@@ -284,9 +264,8 @@ def _falling_reward(view: View) -> Found | None:
     if len(points) < LEAST_POINTS or now is None:
         return None
     smooth = _smooth(points)
-    falls = [(high, low) for i, high in enumerate(smooth) for low in smooth[i:]]
-    high, low = max(falls, key=lambda fall: fall[0].value - fall[1].value)
     values = [point.value for point in smooth]
+    high, low = max(combinations(smooth, 2), key=lambda fall: fall[0].value - fall[1].value)
     noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
     if high.value - low.value <= max(0.5 * (max(values) - min(values)), 6 * noise, 1e-9):
         return None
@@ -294,10 +273,7 @@ def _falling_reward(view: View) -> Found | None:
     return Found(f"reward fell from {fall}, now {_few(now)}")
 
 
-@rule(
-    key="exchange.max_staleness",
-    why="good and bad ones sink together, which comes before a collapse",
-)
+@rule("exchange.max_staleness", why="good and bad ones sink together, which comes before a collapse")
 def sinking_answers(view: View) -> Found | None:
     """What is rewarded has become less likely since it was sampled.
 
@@ -328,7 +304,7 @@ def _against_age(config: Config) -> tuple[str, str]:
 
 
 @rule(
-    key="train.learning_rate.peak, train.beta",
+    "train.learning_rate.peak, train.beta",
     why="the policy no longer writes what its reference would",
     remedy=f"Lower {RATE}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
 )
@@ -338,23 +314,20 @@ def distant_policy(view: View) -> Found | None:
     Below .1 nats per token a KL is never dear; above 1 the text is another language to the reference. At the
     optimum β·KL is at most what the reward has risen by.
     """
-    trends = view.trends
-    kl, length = trends.latest("search/kl"), trends.latest("search/length")
+    kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
     if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
         return None
-    gain, cost = _gain(view), kl * (trends.latest("train/beta") or 0.0)
-    dear = gain is not None and cost > 2 * gain
-    if kl <= length and not dear:
-        return None
-    paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain or 0.0)})" if dear else ""
-    return Found(f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}", held[1])
+    gain, cost, paid = _gain(view), kl * (view.trends.latest("train/beta") or 0.0), ""
+    if gain is not None and cost > 2 * gain:
+        paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain)})"
+    words = f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}"
+    return Found(words, held[1]) if paid or kl > length else None
 
 
 def _gain(view: View) -> float | None:
     """By how much the reward rose, if the objective weighs that against the KL to one reference."""
-    train = view.config.train
+    train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
-    rewards = view.values("search/reward")
     weighs = train.objective.name not in ("dr_grpo", "gspo", "topr", "online_dpo")
     if not weighs or train.reference.name != "frozen" or tempered or not rewards:
         return None
@@ -362,16 +335,14 @@ def _gain(view: View) -> float | None:
 
 
 @rule(
-    key="train.beta, generator.temperature",
-    why="the policy repeats itself, and its score does not rise",
+    "train.beta, generator.temperature",
+    why="the policy repeats itself before the task is solved",
     remedy=f"Raise train.beta or generator.temperature, or lower {RATE}",
 )
 def collapsed_entropy(view: View) -> Found | None:
-    """The policy is certain of what it writes, and no better for it."""
+    """The policy is certain of what it writes, completions hardly differ, and it is no better for it."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
-    if len(values) < LEAST_POINTS or view.solved or view.still_rises:
-        return None
-    if flat is not None and flat <= 0.5:  # completions still differ in what matters
+    if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
         return None
     bound = min(0.05, 0.1 * values[0])
     if not (held := view.held("search/entropy", lambda value: value < bound)):
@@ -380,7 +351,7 @@ def collapsed_entropy(view: View) -> Found | None:
 
 
 @rule(
-    key="exchange.max_staleness",
+    "exchange.max_staleness",
     why="the policy has moved so far from the weights that sampled that a few completions are all that "
     "{train.objective.name} learns from",
     remedy=f"Bound exchange.max_staleness, raise buffer.most_on_policy, or lower {RATE}; "
@@ -396,7 +367,7 @@ def few_effective(view: View) -> Found | None:
 
 
 @rule(
-    key="model.dtype",
+    "model.dtype",
     why="what is learned from was sampled by another policy than its log-probabilities say",
     remedy="Set model.dtype to float32 (it is {model.dtype}); train.ratio_bound limits the damage",
 )
@@ -414,9 +385,8 @@ def engine_gap(view: View) -> Found | None:
 
 
 @rule(
-    key="",
-    why="the gradient of train.objective={train.objective.name} takes them for the policy's own and is "
-    "biased",
+    "",
+    why="the gradient of train.objective={train.objective.name} takes them for the policy's, and is biased",
     remedy="Leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
 )
 def biased_samples(view: View) -> Found | None:
@@ -436,7 +406,7 @@ def biased_samples(view: View) -> Found | None:
 
 
 @rule(
-    key="train.completions_per_prompt",
+    "train.completions_per_prompt",
     why="they give no gradient, the prompts are too hard or too easy",
     remedy="Choose prompts that are sometimes solved (task.train_file), or raise "
     "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
@@ -451,25 +421,24 @@ def flat_groups(view: View) -> Found | None:
 
 
 @rule(
-    key="generator.max_tokens",
+    "generator.max_tokens",
     why="an answer without its end is seldom rewarded",
     remedy="Raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
 )
 def truncated(view: View) -> Found | None:
     """Half of the completions run into the token limit, or ever more do."""
-    name = "search/truncated_share"
+    name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
     bound = values[0] + 0.15 if grew else 0.5
     if not (held := view.held(name, lambda value: value > bound)):
         return None
     first = f", from {_share(values[0])} at first," if grew else ""
-    limit = view.config.generator.max_tokens
     return Found(f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}", held[1])
 
 
 @rule(
-    key="launch.searchers",
+    "launch.searchers",
     why="completions come too slowly",
     remedy="Add launch.searchers, or loosen exchange.max_staleness, buffer.replay_limit or "
     "exchange.max_steps_without_data, whichever it waits for",
@@ -477,34 +446,34 @@ def truncated(view: View) -> Found | None:
 def waiting_trainer(view: View) -> Found | None:
     """The trainer stands still for lack of data: half of the machines would do."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= 0.5 or view.config.exchange.max_staleness == 0:
+    if not share or share[0] <= 0.5 or view.in_turns:
         return None
     return Found(f"trainer has waited {_share(share[0])} of its time")
 
 
 @rule(
-    key="the task's reward",
+    "the task's reward",
     why="searchers wait for it",
     remedy="Make it faster, or let rewards() score a group's completions in parallel; its time per group is "
     "search/reward_seconds",
 )
 def slow_reward(view: View) -> Found | None:
     """Rewards take most of the searchers' time."""
-    slow = view.held("search/reward_share", lambda share: share > SLOW_REWARD)
-    if not slow or len(view.values("search/reward_share")) < LEAST_POINTS:
+    held = view.held("search/reward_share", lambda share: share > 0.7)
+    if not held or len(view.values("search/reward_share")) < LEAST_POINTS:
         return None
-    return Found(f"the reward takes {_share(slow[0])} of the searchers' time", slow[1])
+    return Found(f"the reward takes {_share(held[0])} of the searchers' time", held[1])
 
 
 @rule(
-    key="launch.trainers",
+    "launch.trainers",
     why="the trainer takes less than they give",
     remedy="Give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
 )
 def idle_searchers(view: View) -> Found | None:
     """Searchers stand still for lack of weights."""
     points = view.trends.trend("search/paused_share")
-    if len(points) < LEAST_POINTS or view.config.exchange.max_staleness == 0:
+    if len(points) < LEAST_POINTS or view.in_turns:
         return None
     idle = median(point.value for point in points)
     return Found(f"searchers idle {_share(idle)} of their time", points[0].step) if idle > 0.5 else None
