@@ -22,11 +22,9 @@ from tabular_run import EVERY, STEPS, start
 from tba_hpc.core.types import Shard, make_uid
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
 from tba_hpc.report.audit import Audit, audit
-from tba_hpc.report.audit.checks import _passed_over
 from tba_hpc.report.audit.evidence import Evidence
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import Seals
 from tba_hpc.run.inventory import inventory, with_checksum
 from tba_hpc.run.metrics import Record, read_metrics
 
@@ -310,12 +308,3 @@ def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], Ru
     aside, again = sorted(verdict.problems, key=lambda problem: "2 times" in problem)
     assert "is past it, but no merge of it is on record: its file is corrupt" in aside
     assert f"shard {int(gone.stem)} of searcher 1 was sealed 2 times" in again
-
-
-def test_prompts_that_a_searcher_passed_over_are_named() -> None:
-    """Searcher 1 of 2 sealed five prompts up to request_id 13, so that it passed 5 and 7."""
-    sealed = {(1, 0): (1, 3, 9), (1, 1): (11, 13), (0, 0): (0, 2)}
-    in_flight = Seals(searchers=2, issued=7, indices=[0, 1])
-    assert list(_passed_over(1, in_flight, sealed)) == []
-    (violation,) = _passed_over(1, replace(in_flight, issued=6), sealed)
-    assert violation.sentence.startswith("searcher 1 passed requests 5, 7 by, with 1 prompt unsealed")

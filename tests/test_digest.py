@@ -12,7 +12,7 @@ import pytest
 from recorded import new_run, search, step
 
 from tba_hpc.report import digest as digests
-from tba_hpc.report.curves import Curve, Spans
+from tba_hpc.report.curves import Curve
 from tba_hpc.report.digest import D, KeptDigest, SearcherDigest, TrainerDigest, digest_file, kept_digest
 from tba_hpc.run.metrics import MetricsTail, MetricsWriter, Record, read_metrics
 
@@ -44,7 +44,7 @@ def searcher_records(count: int) -> Iterator[Record]:
     yield {"event": "started", "searchers": 1, "time": 0.0}
     for i in range(count):
         yield {"event": "sealed", "shard": i, "trajectories": 4, "tokens": 40 + i, "time": float(i)}
-        yield {**search(float(i), 10, 100.0 + i, version=i // 3, kl=i / 100, reward_histogram=[0, i, 1])}
+        yield {**search(float(i), 10, 100.0 + i, version=i // 3, kl=i / 100)}
 
 
 @pytest.mark.parametrize("kind", ["trainer", "searcher"])
@@ -130,7 +130,6 @@ def test_what_resumes_take_back_is_counted_once(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in found.trends.curves["train/loss"].points] == [
         (at, 1 / at) for at in range(1, 41)
     ]
-    assert found.trends.staleness.rows == [(at, [1, 2, 3]) for at in range(1, 41)]
 
 
 def test_a_kill_between_a_checkpoint_and_its_record_takes_nothing_back() -> None:
@@ -150,21 +149,16 @@ def test_curves_of_parts_add_up_to_that_of_the_whole() -> None:
         (int(at), float(value))
         for at, value in zip(generator.integers(0, 5000, 900), generator.random(900), strict=True)
     ]
-    whole, histograms = Curve(), Spans()
-    parts, halves = [Curve() for _ in range(3)], [Spans(), Spans()]
+    whole, parts = Curve(), [Curve() for _ in range(3)]
     for i, (at, value) in enumerate(sorted(values)):
         whole.take(at, value)
         parts[0 if i < 20 else 1 + i % 2].take(at, value)
-        histograms.put(at, [i, 1])
-        halves[i > 30].put(at, [i, 1])
     total = Curve()
     for part in parts:
         total.add(part)
     assert total.width == whole.width and [p.step for p in total.points] == [p.step for p in whole.points]
     assert total.values == pytest.approx(whole.values)
     assert total.mean == pytest.approx(np.mean([value for _, value in values]))
-    halves[0].add(halves[1])
-    assert halves[0].rows == histograms.rows and sum(row[1] for _, row in histograms.rows) == 900
 
 
 def test_a_cut_forgets_later_steps() -> None:

@@ -26,8 +26,8 @@ from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sa
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
 from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, write_page
-from tba_hpc.report.samples.page import shade
 from tba_hpc.report.samples.select import sealed_shards
+from tba_hpc.report.samples.show import shade
 from tba_hpc.report.samples.texts import pieces
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
@@ -116,7 +116,7 @@ def test_what_is_known_of_a_trajectory(run: RunDir) -> None:
         None,
     )
     (other,) = select(run, Query(text="ne", prompt=1, versions=(8, 9)), BYTES.decode).samples
-    assert other.life.state == "waiting" and other.staleness is None
+    assert other.state == "waiting" and other.staleness is None
 
 
 def test_damaged_shards_are_left_out_and_kept_ones_are_found(run: RunDir) -> None:
@@ -161,12 +161,11 @@ def test_every_trajectory_of_a_run_is_where_its_checkpoint_and_its_audit_say(tra
     uses = dict(zip(buffer["record"]["uid"].tolist(), buffer["record"]["uses"].tolist(), strict=True))
     states: dict[str, list[int]] = {}
     for sample in found.samples:
-        states.setdefault(sample.life.state, []).append(sample.uid)
-        assert sample.life.uses == uses.get(sample.uid)
+        states.setdefault(sample.state, []).append(sample.uid)
+        assert sample.uses == uses.get(sample.uid)
     assert set(states["buffer"]) == uses.keys() and "merged" not in states
     assert len(states.get("waiting", [])) == verdict.pending
-    gone = sum(len(states.get(state, [])) for state in ("duplicate", "evicted", "left"))
-    assert gone == verdict.duplicates + verdict.evicted
+    assert len(states["gone"]) == verdict.duplicates + verdict.evicted
     assert {sample.uid for sample in found.samples} == {uid for uids in states.values() for uid in uids}
 
 

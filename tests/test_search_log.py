@@ -7,7 +7,6 @@ import pytest
 
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.loops.search_log import Sums
-from tba_hpc.run.metrics import REWARD_EDGES
 
 
 def group_of(*rows: list[float], truncated: int = 0) -> Group:
@@ -28,7 +27,6 @@ def test_sums_of_groups_by_hand() -> None:
     one = Sums.of(group_of([-1.0, -0.5], [-2.0], truncated=1), [1.0, 0.0], reference([-1.5, -1.0], [-1.5]))
     other = Sums.of(group_of([-0.25] * 4), [1.0], reference([-0.5] * 4))
     figures = (one + other + Sums()).figures()
-    histogram = figures.pop("search/reward_histogram")
     assert figures == {
         "search/groups": 2,
         "search/trajectories": 3,
@@ -42,9 +40,6 @@ def test_sums_of_groups_by_hand() -> None:
         "search/turns": 1,
         "search/engine_gap": None,
     }
-    assert isinstance(histogram, list) and sum(histogram) == 3
-    zero = REWARD_EDGES.index(0.0) + 1  # the bin that begins at 0
-    assert histogram[zero] == 1 and histogram[zero + 3] == 2  # asinh 1 = .88, in the fourth quarter
 
 
 def test_only_sampled_tokens_count_for_nats() -> None:
@@ -70,15 +65,6 @@ def test_what_was_tempered_says_nothing_of_entropy_or_kl() -> None:
     assert figures["search/length"] == 4 and figures["search/reward"] == 0.5, "the rest is of all"
     alone = tempered.figures()
     assert alone["search/kl"] is None and alone["search/entropy"] is None
-
-
-def test_every_reward_has_its_bin() -> None:
-    """Those beyond the edges in the outer ones, those at an edge in the bin above it."""
-    edges = np.array(REWARD_EDGES)
-    np.testing.assert_allclose(np.diff(np.arcsinh(edges)), 0.25)
-    for reward, bin_ in ((-1e9, 0), (edges[0], 1), (1e9, len(edges)), (edges[-1], len(edges))):
-        counts = Sums.of(group_of([-1.0]), [reward]).histogram
-        assert np.flatnonzero(counts).tolist() == [bin_] and len(counts) == len(edges) + 1
 
 
 def test_without_a_reference_there_is_no_kl_and_without_completions_no_mean() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
 import struct
 import subprocess
 import sys
@@ -101,23 +99,6 @@ def test_tensorboard_gets_steps_and_scores_and_purges_what_a_resume_took_back(tm
 
 
 ANSWERS = (Answer(0, "2 + 2?", "4", True), Answer(1, "a|b\n<script>", "![x](//evil)\x1b", False))
-
-
-def test_tensorboard_shows_answers_as_they_are_and_obeys_none(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
-    follow(run, config_of(run, "track.tensorboard=true"))
-    (text,) = (
-        value.tensor.string_val[0].decode()
-        for event in events(run.track / "tensorboard")
-        for value in event.summary.value
-        if value.tag.startswith("test/answers")
-    )
-    head, rule, first, second = text.splitlines()
-    assert head == "| prompt | question | answer | correct |" and set(rule) == set("| -")
-    assert first.replace("&#43;", "+").replace("&#63;", "?") == "| 0 | 2 + 2? | 4 | True |"
-    assert re.fullmatch(r"\| 1 \| a&#124;b<br>&#60;script&#62; \| [\w&#;]* \| False \|", second)
-    assert html.unescape(second) == r"| 1 | a|b<br><script> | ![x](//evil)\x1b | False |"
 
 
 # --- Weights & Biases ---

@@ -11,11 +11,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tba_hpc.core.types import Group
-from tba_hpc.run.metrics import REWARD_EDGES, Value
-
-
-def _no_rewards() -> np.ndarray:
-    return np.zeros(len(REWARD_EDGES) + 1, np.int64)
+from tba_hpc.run.metrics import Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +22,6 @@ class Sums:
     of completions, ``environment`` of which the policy did not sample. turns: in all completions. own,
     logprob: sampled tokens of requests that are not tempered, and log π_behaviour, nats. compared, kl:
     completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
-    histogram: int64, completions per bin of REWARD_EDGES.
     checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
     sum of the absolute differences, nats. parts: of the rewards by name, where they are sums of several.
     """
@@ -43,7 +38,6 @@ class Sums:
     logprob: float = 0.0
     compared: int = 0
     kl: float = 0.0
-    histogram: np.ndarray = field(default_factory=_no_rewards)
     checked: int = 0
     gap: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -83,7 +77,6 @@ class Sums:
             kl=logprob - _total(_sampled(group, ref_logprobs))
             if compared and ref_logprobs is not None
             else 0.0,
-            histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
             parts={name: float(sum(values)) for name, values in (parts or {}).items()},
         )
 
@@ -116,7 +109,6 @@ class Sums:
             "search/length": _mean(self.tokens, self.completions),
             "search/environment_share": _mean(self.environment, self.tokens),
             "search/turns": _mean(self.turns, self.completions),
-            "search/reward_histogram": self.histogram.tolist() if self.completions else None,
             "search/engine_gap": _mean(self.gap, self.checked),
             **{f"search/reward/{name}": _mean(value, self.completions) for name, value in self.parts.items()},
         }

@@ -62,7 +62,6 @@ class Searcher:
     _awaited: Publication | None = None  # of the weights given last, until they are in use
     _busy_seconds: float = 0.0
     _rejected: int = 0
-    _issued: int = 0
     _tally: Tally = field(default_factory=Tally)
     _clock: Clock = field(default_factory=Clock)
     _logged: float = field(default_factory=time.monotonic)
@@ -131,7 +130,6 @@ class Searcher:
         if self._upcoming is None or not self._may_issue(self._upcoming.id):
             return None
         request, self._upcoming = self._upcoming, None
-        self._issued += 1
         return request
 
     def _may_issue(self, request_id: int) -> bool:
@@ -180,7 +178,6 @@ class Searcher:
                         "shard": shard.index,
                         "trajectories": len(shard.trajectories),
                         "tokens": len(shard.trajectories.completions.values),
-                        "search/issued": self._issued,
                     }
                 )
                 self.exchange.offer(shard)

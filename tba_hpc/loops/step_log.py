@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import staleness
@@ -17,9 +15,6 @@ from tba_hpc.run.metrics import Clock, MetricsWriter
 
 WARMUP_STEPS = 5
 """Optimizer steps of an attempt that are left out of the wait share."""
-
-STALENESS_BINS = 64
-"""Last bin of the staleness histogram; it holds all that is staler."""
 
 
 @dataclass
@@ -83,7 +78,6 @@ class StepLog:
                 "buffer/evicted": self.buffer.evicted,
                 "staleness/mean": float(lag.mean()),
                 "staleness/max": int(lag.max()),
-                "staleness/histogram": np.bincount(np.minimum(lag, STALENESS_BINS)).tolist(),
             }
         )
         return wall

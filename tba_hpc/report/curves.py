@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -48,76 +46,42 @@ class Point(NamedTuple):
 
 
 @dataclass
-class Spans:
-    """Vectors added up over equal spans of steps, in whatever order they come.
+class Curve:
+    """Weighted means over equal spans of steps, in whatever order the values come.
 
-    limit: the most spans; beyond that their width, in steps, doubles. sums: by the number of the span.
+    limit: the most spans; beyond that their width, in steps, doubles. sums: of a span, by its number,
+    Σ value · weight and Σ weight. latest_weight: of what ``latest`` is the mean.
     """
 
     limit: int = POINTS
     width: int = 1
-    sums: dict[int, list[float]] = field(default_factory=dict)
-
-    def put(self, step: int, vector: list[float]) -> None:
-        """Add a vector, of ``step``."""
-        self._put(step // self.width, vector)
-        self._bound()
-
-    def add(self, other: Spans) -> None:
-        """Add all that another one holds."""
-        while self.width < other.width:
-            self._widen()
-        for span, vector in other.sums.items():
-            self._put(span * other.width // self.width, vector)
-        self._bound()
-
-    def cut(self, step: int) -> None:
-        """Forget the spans that begin after ``step``: those steps are done again."""
-        self.sums = {span: vector for span, vector in self.sums.items() if span * self.width <= step}
-
-    @property
-    def rows(self) -> list[tuple[int, list[float]]]:
-        """Where a span begins, and its vector; by step."""
-        return [(span * self.width, vector) for span, vector in sorted(self.sums.items())]
-
-    def _put(self, span: int, vector: list[float]) -> None:
-        there = self.sums.get(span)
-        self.sums[span] = _sum(there, vector) if there else vector
-
-    def _bound(self) -> None:
-        while len(self.sums) > self.limit:
-            self._widen()
-
-    def _widen(self) -> None:
-        self.width *= 2
-        halves, self.sums = self.sums, {}
-        for span, vector in halves.items():
-            self._put(span // 2, vector)
-
-
-def _sum(one: list[float], other: list[float]) -> list[float]:
-    if len(one) == len(other):
-        return list(map(operator.add, one, other))
-    return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
-
-
-@dataclass
-class Curve(Spans):
-    """Weighted means over spans of steps: of each span the sums of value · weight, and of the weights.
-
-    latest_weight: of what ``latest`` is the mean.
-    """
-
+    sums: dict[int, tuple[float, float]] = field(default_factory=dict)
     latest_weight: float = 1.0
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
         """Count one more value, of ``step``."""
-        self.put(step, [value * weight, weight])
+        self._put(step // self.width, value * weight, weight)
+        self._bound()
+
+    def add(self, other: Curve) -> None:
+        """Count all that another one holds."""
+        while self.width < other.width:
+            self._widen()
+        for span, (total, weight) in other.sums.items():
+            self._put(span * other.width // self.width, total, weight)
+        self._bound()
+
+    def cut(self, step: int) -> None:
+        """Forget the spans that begin after ``step``: those steps are done again."""
+        self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
 
     @property
     def points(self) -> list[Point]:
         """By step."""
-        return [Point(step, total / weight, weight) for step, (total, weight) in self.rows]
+        return [
+            Point(span * self.width, total / weight, weight)
+            for span, (total, weight) in sorted(self.sums.items())
+        ]
 
     @property
     def values(self) -> list[float]:
@@ -147,6 +111,20 @@ class Curve(Spans):
         coarse._bound()
         return coarse
 
+    def _put(self, span: int, total: float, weight: float) -> None:
+        known, weights = self.sums.get(span, (0.0, 0.0))
+        self.sums[span] = known + total, weights + weight
+
+    def _bound(self) -> None:
+        while len(self.sums) > self.limit:
+            self._widen()
+
+    def _widen(self) -> None:
+        self.width *= 2
+        halves, self.sums = self.sums, {}
+        for span, (total, weight) in halves.items():
+            self._put(span // 2, total, weight)
+
 
 def _mean(points: Iterable[Point]) -> float | None:
     total = weights = 0.0
@@ -168,15 +146,13 @@ class Trends:
     """The curves of a run, by the names of the metrics, and what is counted since its start.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
-    if that is plainly against π_ref. rewards, staleness: histograms by version and by step. last_skip: the
-    last step that was skipped. rejected: trajectories set aside, in all attempts.
+    if that is plainly against π_ref. last_skip: the last step that was skipped. rejected: trajectories set
+    aside, in all attempts.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
     rewarded: list[Point] = field(default_factory=list)
     first_log_ratio: float | None = None
-    rewards: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
-    staleness: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
     steps: int = 0
     last_skip: int | None = None
     trajectories: int = 0
@@ -199,13 +175,12 @@ class Trends:
             self.rewarded = [*self.rewarded, Point(step, rewarded, 1.0)][-NEWEST_STEPS:]
         for name in STEP_CURVES:
             self._follow(name, record, step, 1.0)
-        self._count_histogram(self.staleness, step, record, "staleness/histogram")
 
     def _go_back(self, step: int) -> None:
         self.steps = min(self.steps, step)
         self.rewarded = [point for point in self.rewarded if point.step <= step]
-        for curve in [*(self.curves[name] for name in STEP_CURVES), self.staleness]:
-            curve.cut(step)
+        for name in STEP_CURVES:
+            self.curves[name].cut(step)
 
     def take_search(self, record: Record) -> None:
         """Add a record of a searcher."""
@@ -215,23 +190,16 @@ class Trends:
         self.trajectories += int(count)
         for name in FRESH_CURVES:
             self._follow(name, record, step, 1.0 if name in OF_TIME else count)
-        self._count_histogram(self.rewards, step, record, "search/reward_histogram")
 
     def _follow(self, name: str, record: Record, step: int, weight: float) -> None:
         value = number(record, name)
         if weight and value is not None and math.isfinite(value):
             self.curves[name].take(step, value, weight)
 
-    @staticmethod
-    def _count_histogram(spans: Spans, step: int, record: Record, name: str) -> None:
-        if isinstance(counts := record.get(name), list):
-            spans.put(step, counts)
-
     def add(self, other: Trends) -> None:
         """Add what was folded of a searcher's file."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
-        self.rewards.add(other.rewards)
         self.trajectories += other.trajectories
         self.rejected += other.rejected
 

@@ -33,14 +33,8 @@ KEEP_SECONDS = 60.0
 CHECKPOINTS = 16
 """Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
 
-SHOWN_EVENTS = 256
-"""Newest events of the trainer that are remembered."""
-
 RECENT_STEPS = 4096
 """Newest steps whose durations are kept, to take them back: a resume takes back fewer."""
-
-ROUTINE = ("filling", "merged", "evicted", "snapshot")
-"""Events of the trainer that a report leaves out."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 """Events that say what the trainer does from then on."""
@@ -91,16 +85,6 @@ class Stretch:
 
 
 @dataclass
-class EventRow:
-    """Events of one kind that followed one another: how many, the time and the step of the last."""
-
-    event: str
-    times: int
-    time: float
-    step: int
-
-
-@dataclass
 class TrainerDigest:
     """The trainer's records.
 
@@ -108,7 +92,7 @@ class TrainerDigest:
     space, if none was complete since. damaged: checkpoints set aside. latest: the newest value of every
     figure. step: the last one done. redone: steps taken back by all resumes. trained: seconds of the steps
     that count, less those; durations: of the newest of them. saved: what was merged by the newest
-    checkpoints. events: the newest SHOWN_EVENTS rows of the run's history.
+    checkpoints.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -125,7 +109,6 @@ class TrainerDigest:
     merged: Merged = field(default_factory=Merged)
     saved: list[Merged] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
-    events: list[EventRow] = field(default_factory=list)
 
     def take(self, record: Record) -> None:
         """One more record."""
@@ -162,8 +145,6 @@ class TrainerDigest:
         if event in (*PHASES, "checkpoint"):
             self.step = int(number(record, "step", self.step))
             self.latest = {**self.latest, **record}
-        if event not in ROUTINE:
-            self._show(event, record)
 
     def _save(self, revision: int) -> None:
         """What a checkpoint holds: what was merged when it was copied, which may be logged before."""
@@ -188,13 +169,6 @@ class TrainerDigest:
             self.stretches.append(Stretch(when, when, step, step))
         now = self.stretches[-1]
         now.end, now.last, now.event = when, step, event
-
-    def _show(self, event: str, record: Record) -> None:
-        last = self.events[-1] if self.events else None
-        times = 1 + (last.times if last and last.event == event else 0)
-        row = EventRow(event, times, number(record, "time", 0.0), whole(record, "step"))
-        self.events[len(self.events) - (times > 1) :] = [row]
-        del self.events[:-SHOWN_EVENTS]
 
     @property
     def seconds(self) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
@@ -16,7 +15,7 @@ from tba_hpc.core.wording import count, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
-from tba_hpc.report.plots import plots, run_minutes
+from tba_hpc.report.plots import plots
 from tba_hpc.report.summary import Summary, summary_of, write_summary
 from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.run.directory import RunDir
@@ -52,15 +51,6 @@ class Answers(NamedTuple):
 
     steps: tuple[int, ...]
     rows: list[tuple[Answer, ...]]
-
-
-class HistoryRow(NamedTuple):
-    """A row of the table of what happened in a run."""
-
-    time: str
-    into: str
-    what: str
-    step: str
 
 
 class AttemptRow(NamedTuple):
@@ -103,7 +93,6 @@ def render(data: RunData, config: Config, summary: Summary) -> str:
         waits=waits(data),
         attempts=attempt_rows(data),
         faults=fault_words(data.faults),
-        events=events(data),
         config=dump_config(config),
         footer=footer(),
     )
@@ -238,26 +227,6 @@ def _share(value: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def events(data: RunData) -> list[HistoryRow]:
-    """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    trends, minutes, lines = data.trends, run_minutes(data), list[HistoryRow]()
-    for row in data.trainer.events:
-        into = duration(60 * float(minutes(np.array([row.time]))[0]))
-        what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
-        lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
-    if trends.skipped:
-        what = f"{trends.skipped} × optimizer step skipped: loss or gradient norm not finite"
-        lines.append(HistoryRow("", "", what, f"{trends.last_skip}"))
-    for index, searcher in data.searchers.items():
-        for times, what in (
-            (searcher.rebuilds.total, "engine rebuilt"),
-            (searcher.rejected.total, "trajectory set aside: reward not finite, or the task's code raised"),
-        ):
-            if times:
-                lines.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
-    return lines
 
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:

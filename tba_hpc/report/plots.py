@@ -25,7 +25,6 @@ from tba_hpc.report.curves import Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.metrics import REWARD_EDGES
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 BLUE, ORANGE, GREEN, ROSE = "#040404", "#050505", "#060606", "#070707"
@@ -64,13 +63,6 @@ STYLE: dict[Any, object] = {
 for tick in ("xtick", "ytick"):
     colours = {f"{tick}.color": GRID, f"{tick}.labelcolor": MUTED, f"{tick}.labelsize": 8.5}
     STYLE |= {**colours, f"{tick}.major.size": 0, f"{tick}.minor.size": 0}
-
-EARLY_LATE = 0.2
-"""Share of the weights' versions that the first and the last rewards of a histogram are of."""
-
-
-REWARD_TICKS = (-1000, -100, -30, -10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100, 1000)
-"""Rewards that are named on an axis, as far as it goes."""
 
 
 class Plot(NamedTuple):
@@ -275,32 +267,6 @@ def _small_share(ax: Axes) -> None:
     _percent_axis(ax)
 
 
-def _rewards(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    """How rewards were spread early and late, over bins as wide as rewards are large."""
-    found = [(at, np.array(row)) for at, row in data.trends.rewards.rows if len(row) == len(REWARD_EDGES) + 1]
-    if not any(counts.any() for _, counts in found):
-        return False
-    first, last = found[0][0], found[-1][0]
-    part = EARLY_LATE * (last - first)
-    early = np.sum([counts for version, counts in found if version <= first + part], axis=0)
-    late = np.sum([counts for version, counts in found if version >= last - part], axis=0)
-    used = np.flatnonzero((early + late)[1:-1])  # without those beyond all edges
-    low, high = (used[0], used[-1] + 1) if len(used) else (0, len(REWARD_EDGES) - 1)
-    for counts, color, label in (
-        (early, BLUE, f"up to step {first + part:.0f}"),
-        (late, ORANGE, f"from step {last - part:.0f}"),
-    ):
-        shares = counts[1 + low : 1 + high] / max(1, counts.sum())
-        edges = np.arcsinh(REWARD_EDGES[low : high + 1])
-        ax.stairs(shares, edges, fill=True, color=color, alpha=0.55, label=label)
-    shown = [at for at in REWARD_TICKS if REWARD_EDGES[low] <= at <= REWARD_EDGES[high]]
-    ax.set_xticks(np.arcsinh(shown), [f"{at:g}" for at in shown])
-    ax.set_xlabel("reward")
-    _percent_axis(ax)
-    _legend(ax)
-    return True
-
-
 def _staleness(ax: Axes, data: RunData, train: TrainSection) -> bool:
     x, largest = _course(data, "staleness/max")
     ax.fill_between(x, 0, largest, color=BLUE, alpha=0.14, linewidth=0, label="up to the largest")
@@ -310,21 +276,6 @@ def _staleness(ax: Axes, data: RunData, train: TrainSection) -> bool:
     _steps_axis(ax, data)
     _legend(ax)
     return len(x) > 0
-
-
-def _histogram(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    rows = [row for _, row in data.trends.staleness.rows]
-    total = np.zeros(max(map(len, rows), default=0))
-    for row in rows:
-        total[: len(row)] += row
-    if not total.sum():
-        return False
-    ax.bar(np.arange(len(total)), total / total.sum(), color=BLUE, alpha=0.75, width=0.85)
-    ax.grid(axis="x", visible=False)
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.set_xlabel("steps between sampling and training")
-    _percent_axis(ax)
-    return True
 
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
@@ -381,7 +332,6 @@ BUFFER = (
 PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ("Score and distance", "a point per evaluation", _pareto),
     ("Reward", "mean per completion", _both("reward")),
-    ("Rewards of fresh completions", "share of them, at the beginning and at the end", _rewards),
     (
         "KL",
         "fresh samples to the reference, nats per completion",
@@ -411,7 +361,6 @@ PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ),
     ("Replay ratio", "steps that learned from a trajectory of the batch", _one("train/replay_ratio")),
     ("Staleness", "optimizer steps, mean and largest of a batch", _staleness),
-    ("Staleness, all batches", "share of trajectories", _histogram),
     ("Searchers", "tokens per second, by minute of the run", _throughput),
     (
         "Trainer wait",

@@ -1,7 +1,4 @@
-"""What a run did, by its own records: of the trainer, less what every resume took back, and of each searcher.
-
-The one reader of that history: audit, samples and replay look at different parts of it.
-"""
+"""What a run's trainer did, by its own records, less what every resume took back."""
 
 from __future__ import annotations
 
@@ -64,21 +61,11 @@ class Merge:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An optimizer step.
-
-    sync: version of the weights published last. added, duplicates, evicted: what the buffer had counted by
-    then. merges, dropped: shards merged before it, and trajectories evicted between merges.
-    """
+class Step(NamedTuple):
+    """An optimizer step; sync: version of the weights published last."""
 
     step: int
     sync: int
-    added: int
-    duplicates: int
-    evicted: int
-    merges: int
-    dropped: int
 
 
 @dataclass(slots=True)
@@ -95,7 +82,6 @@ class History:
     steps: list[Step] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
-    _dropped: int = 0
 
     @classmethod
     def read(cls, run: RunDir) -> History:
@@ -113,17 +99,11 @@ class History:
     def _take(self, record: Record) -> None:
         match record.get("event"):
             case None:
-                counts = {
-                    name: whole(record, f"buffer/{name}") for name in ("added", "duplicates", "evicted")
-                }
-                step, sync = whole(record, "step"), whole(record, "sync/version")
-                merges, dropped = len(self.merges), self._dropped
-                self.steps.append(Step(step=step, sync=sync, merges=merges, dropped=dropped, **counts))
+                self.steps.append(Step(whole(record, "step"), whole(record, "sync/version")))
             case "merged":
                 self.merges.append(Merge.of(record))
             case "evicted":
-                self.evictions[whole(record, "revision")] = evicted = whole(record, "evicted")
-                self._dropped += evicted
+                self.evictions[whole(record, "revision")] = whole(record, "evicted")
             case "started" | "resumed":
                 self._go_back(whole(record, "step"), whole(record, "revision"))
 
@@ -135,7 +115,6 @@ class History:
         self.starts += 1
         self.steps, self.merges = steps, self.until(revision)
         self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
-        self._dropped = self.dropped()
 
     def until(self, revision: int) -> list[Merge]:
         """Merges up to a revision."""
@@ -154,41 +133,6 @@ class History:
     def last_step(self) -> int:
         """Optimizer steps done."""
         return self.steps[-1].step if self.steps else 0
-
-
-@dataclass(slots=True)
-class Seals:
-    """What a searcher said about its shards.
-
-    sizes: per index, of every seal under it (more than one: the file before had vanished). place, searchers,
-    issued, indices: of its last start, its place among how many searchers that shared the prompts (0: it
-    cannot be told), how many prompts it had taken by its last seal, and the shards sealed by then.
-    """
-
-    sizes: dict[int, list[ShardSize]] = field(default_factory=dict)
-    place: int | None = None
-    searchers: int = 0
-    issued: int = 0
-    indices: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> Seals:
-        """Fold the records of a searcher's metrics."""
-        seals = cls()
-        for record in records:
-            match record.get("event"):
-                case "started":
-                    seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
-                    seals.place = whole(record, "place") if "place" in record else None
-                case "moved":
-                    seals.searchers = 0
-                case "sealed":
-                    index = whole(record, "shard")
-                    size = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
-                    seals.sizes.setdefault(index, []).append(size)
-                    seals.issued = whole(record, "search/issued")
-                    seals.indices.append(index)
-        return seals
 
 
 def whole(record: Record, name: str) -> int:

@@ -11,20 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name in a record. curve: whether reports follow its course; histogram: a list of counts per bin."""
+    """A name in a record. curve: whether reports follow its course."""
 
     unit: str
     meaning: str
     curve: bool = False
-    histogram: bool = False
 
 
 def _curve(unit: str, meaning: str) -> Metric:
     return Metric(unit, meaning, curve=True)
-
-
-def _bins(meaning: str) -> Metric:
-    return Metric("count", meaning, histogram=True)
 
 
 STEP = {
@@ -88,7 +83,6 @@ STEP = {
     "buffer/evicted": _curve("count, so far", "trajectories evicted for capacity, age, reference or reuse"),
     "staleness/mean": _curve("steps", "mean of step − version of the weights that sampled"),
     "staleness/max": _curve("steps", "the largest of the batch"),
-    "staleness/histogram": _bins("per staleness; the last bin holds everything from its index up"),
 }
 """The trainer's record of an optimizer step."""
 
@@ -111,9 +105,6 @@ SEARCH = {
     "search/length": _curve("tokens", "mean length of fresh completions"),
     "search/environment_share": _curve("share", "of these tokens, an environment's and not the policy's"),
     "search/turns": _curve("turns", "of the policy per fresh completion, mean: 1 without an environment"),
-    "search/reward_histogram": _bins(
-        "per reward; bin i holds those from REWARD_EDGES[i − 1] up to REWARD_EDGES[i], the last the rest"
-    ),
     "search/engine_gap": _curve(
         "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"
     ),
@@ -154,7 +145,7 @@ TRAINER_EVENTS = {
 
 SEARCHER_EVENTS = {
     "started": "the rank begins: ``searchers``, and ``place`` if that is not its number",
-    "sealed": "a shard was sealed: ``shard``, ``trajectories``, ``tokens``, ``search/issued``",
+    "sealed": "a shard was sealed: ``shard``, ``trajectories``, ``tokens``",
     "joined": "an elastic searcher is at work: ``place``, ``host``, ``job``",
     "moved": "the trainer restarted with another number of places: ``place``, ``searchers``",
     "left": "an elastic searcher has gone: ``place``, ``why`` (told, finished, no place)",
@@ -172,6 +163,5 @@ FIELDS = {
     "again, answered": "of them, dropped because a shard before answered their request; these requests",
     "fault": "what is wrong, in words",
     "place, searchers": "an elastic searcher's place in the prompt sequence, and how many there are",
-    "search/issued": "training requests issued since this start",
 }
 """Fields of events."""

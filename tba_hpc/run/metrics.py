@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -25,9 +24,6 @@ log = logging.getLogger(__name__)
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
-
-REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
-"""Edges of the bins of search/reward_histogram, equally wide in asinh of the reward."""
 
 PLAIN = frozenset({float, int, str, bool, type(None)})
 """Types that JSON gives back as they are."""

@@ -19,7 +19,7 @@ from scale import Row, row
 from tba_hpc.config import parse_config
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import REWARD_EDGES, Record, record_seconds
+from tba_hpc.run.metrics import Record, record_seconds
 
 SEARCHERS, HOURS = 256, 72
 """The run that issue and README speak of."""
@@ -36,13 +36,11 @@ STEP_SECONDS = 2.0
 
 def search_record(second: float, version: int, rng: random.Random) -> Record:
     """What a searcher logs."""
-    histogram = [0.0] * (len(REWARD_EDGES) + 1)
-    histogram[33], histogram[36] = rng.randrange(20), rng.randrange(20)
     names = ("reward", "truncated_share", "kl", "entropy", "flat_groups", "busy_share")
     more = ("seal_share", "propagation_seconds", "tokens_per_second", "length")
     counts = {"version": version, "tokens": 4000, "groups": 2, "trajectories": 16, "pending_shards": 1}
     return {
-        **{"time": 1.7e9 + second, "search/reward_histogram": histogram},
+        "time": 1.7e9 + second,
         **{f"search/{name}": rng.random() for name in (*names, *more)},
         **{f"search/{name}": value for name, value in counts.items()},
         **{f"search/{name}": 0.0 for name in ("rebuilds", "paused_share", "rejected")},
@@ -56,7 +54,7 @@ def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
         if rng.random() < SHARDS_PER_SECOND * seconds.step:
             index = int(second * SHARDS_PER_SECOND)
             sealed: Record = {"event": "sealed", "shard": index, "trajectories": 32, "tokens": 6400}
-            yield {"time": 1.7e9 + second, **sealed, "search/issued": index}
+            yield {"time": 1.7e9 + second, **sealed}
 
 
 def trainer_records(seconds: range, searchers: int, rng: random.Random) -> Iterator[Record]:
@@ -82,7 +80,6 @@ def step_record(second: float, step: int, rng: random.Random) -> Record:
         **{"time": 1.7e9 + second, "step": step, "sync/publish_stall_seconds": rng.random() / 10},
         **{f"train/{name}": rng.random() for name in (*names, *more)},
         **{"train/skipped_steps": 0, "staleness/mean": 3 * rng.random(), "staleness/max": 9, **counts},
-        **{"staleness/histogram": [rng.randrange(50) for _ in range(10)]},
     }
 
 

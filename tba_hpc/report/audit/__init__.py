@@ -1,9 +1,8 @@
 """Proves from what lies on disk that a run lost no acknowledged trajectory, doubled none, skipped no prompt.
 
-It trusts no single witness: shards, metrics, checkpoints, completed and buffer are held against each other. A
-trajectory is acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the
-buffer, or in its shard, which a resume merges first; what a trainer merged and did not yet checkpoint is
-safe only in its shard.
+Shards, metrics, checkpoints, completed requests and buffer are held against each other. A trajectory is
+acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the buffer, or in its shard,
+which a resume merges first.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ def _notes(evidence: Evidence) -> list[str]:
         ),
         *([over] if evidence.finished and pending else []),
         *(f"{name} is damaged and not counted" for name in evidence.damaged),
-        *(f"{name} is what a writer that was killed leaves, or one at work" for name in evidence.leftovers),
     ]
 
 

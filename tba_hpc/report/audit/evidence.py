@@ -1,11 +1,8 @@
-"""Reads what lies in a run directory for the audit, in an order that a run under way cannot confuse.
-
-It changes nothing on disk. ``checks`` decides what contradicts what.
-"""
+"""Reads what lies in a run directory for the audit, in an order that a run under way cannot confuse."""
 
 from __future__ import annotations
 
-import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +23,7 @@ from tba_hpc.run.checkpoints import (
 )
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
 from tba_hpc.run.evaluations import damaged_evaluations, evaluations_on_disk
-from tba_hpc.run.history import EMPTY, History, Merge, Seals, ShardSize
+from tba_hpc.run.history import EMPTY, History, Merge, ShardSize, whole
 from tba_hpc.run.inventory import damage
 from tba_hpc.run.metrics import MetricsTail
 
@@ -85,26 +82,28 @@ class Checkpoint:
         return cls(folder.name, state, frozenset(done.tolist()), buffer)
 
 
+Seals = Mapping[ShardKey, list[ShardSize]]
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """All that a run directory tells.
 
-    sizes: of every shard that anything told of by the time the disk was looked at, 0 if nobody says how
-    many. files, refused: by shard, the visible files and those set aside. evaluations: steps of those on
-    disk. leftovers: files of killed writers. damaged: evaluations that cannot be read.
+    seals: what searchers said, of every seal under a shard's index. sizes: of every shard on record by the
+    time the disk was looked at, 0 if nobody says how many. files, refused: by shard, the visible files and
+    those set aside. evaluations: steps of those on disk. damaged: evaluations that cannot be read.
     """
 
     run: RunDir
     config: Config
     finished: bool
     history: History
-    seals: dict[int, Seals]
+    seals: Seals
     sizes: dict[ShardKey, ShardSize]
     files: dict[ShardKey, ShardFile]
     refused: dict[ShardKey, ShardFile]
     checkpoints: list[Checkpoint]
     evaluations: list[int]
-    leftovers: list[str]
     damaged: list[str]
 
     @classmethod
@@ -117,7 +116,7 @@ class Evidence:
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = tail.new()
-        seals = {index_of(path): Seals.of(MetricsTail(path).records()) for path in searcher_files(run)}
+        seals = _seals(run)
         files = _shard_files(run.shard_files())
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
         checkpoints = _checkpoints(run)
@@ -134,7 +133,6 @@ class Evidence:
             refused=refused,
             checkpoints=checkpoints,
             evaluations=sorted(evaluations),
-            leftovers=_leftovers(run),
             damaged=[str(path.relative_to(run.path)) for path in damaged_evaluations(run)],
         )
 
@@ -164,9 +162,20 @@ class Evidence:
         }
 
 
+def _seals(run: RunDir) -> Seals:
+    """Sizes of all seals under an index; more than one: the file of the one before had vanished."""
+    seals = defaultdict[ShardKey, list[ShardSize]](list)
+    for path in searcher_files(run):
+        for record in MetricsTail(path).records():
+            if record.get("event") == "sealed":
+                size = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
+                seals[index_of(path), whole(record, "shard")].append(size)
+    return seals
+
+
 def _sizes(
     merges: Iterable[Merge],
-    seals: Mapping[int, Seals],
+    seals: Seals,
     files: Mapping[ShardKey, ShardFile],
     refused: Mapping[ShardKey, ShardFile],
 ) -> dict[ShardKey, ShardSize]:
@@ -177,9 +186,7 @@ def _sizes(
     on_disk = [*refused.items(), *files.items()]
     known = {key: file.size for key, file in on_disk if not file.foreign}
     known |= {merge.key: ShardSize(merge.trajectories, merge.tokens) for merge in merges}
-    known |= {
-        (searcher, index): sizes[-1] for searcher, of in seals.items() for index, sizes in of.sizes.items()
-    }
+    known |= {key: sizes[-1] for key, sizes in seals.items()}
     ends: dict[int, int] = {}
     for searcher, index in known:
         ends[searcher] = max(index, ends.get(searcher, 0))
@@ -206,11 +213,3 @@ def _checkpoints(run: RunDir) -> list[Checkpoint]:
     kept = [checkpoint for folder, checkpoint in read if folder in there]
     overtaken = read and not kept
     return _checkpoints(run) if overtaken else kept
-
-
-def _leftovers(run: RunDir) -> list[str]:
-    """Files and folders that only a writer that was killed leaves, or one at work just now."""
-    files = (Path(folder, name) for folder, _, names in os.walk(run.path) for name in names)
-    temporary = [path for path in files if path.name.startswith(".") and path.suffix == ".tmp"]
-    half = checkpoint_folders(run, complete=False)
-    return sorted(str(path.relative_to(run.path)) for path in [*temporary, *half])

@@ -5,9 +5,8 @@ Shards are never changed once they are sealed, so running and crashed runs are r
 
 from __future__ import annotations
 
-from tba_hpc.report.samples.page import write_page
 from tba_hpc.report.samples.select import Query, Selection, SortBy, select
-from tba_hpc.report.samples.show import print_samples
+from tba_hpc.report.samples.show import print_samples, write_page
 from tba_hpc.report.samples.texts import run_tokenizer
 
 __all__ = ["Query", "Selection", "SortBy", "print_samples", "run_tokenizer", "select", "write_page"]

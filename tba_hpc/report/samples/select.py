@@ -1,26 +1,70 @@
 """Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
 
-Shards are read one after the other, and only what is asked for is kept, so a run may be larger than memory.
+Shards are read one after the other, and only matches are kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
-from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
-from tba_hpc.report.samples.life import Life, Lives, identity
+from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
 from tba_hpc.report.samples.texts import Decode
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
+from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.history import History, Merge
 from tba_hpc.run.pruning import sealed_files
 
 SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
+State = Literal["waiting", "merged", "buffer", "gone"]
+"""waiting: sealed, not merged. merged: since the newest checkpoint. buffer: in it then. gone: evicted, equal
+to another, or too late."""
+
 Rank = tuple[float, int, int]
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What became of a run's trajectories, as far as metrics and the newest checkpoint that can be read tell.
+
+    step: of that checkpoint, None without one. revision: up to which it holds merges. uses: how many steps
+    had learned from what is in its buffer, by uid.
+    """
+
+    merges: Mapping[ShardKey, Merge]
+    step: int | None = None
+    revision: int = -1
+    uses: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: RunDir) -> Lives:
+        """As of now; a checkpoint that is damaged, or deleted meanwhile, gives way to the one before."""
+        merges = {merge.key: merge for merge in History.read(run).merges}
+        for folder in reversed(checkpoint_folders(run, complete=True)):
+            try:
+                state, record = read_state(folder), read_arrays(folder / BUFFER_FILE)["record"]
+            except (OSError, StateError, ShardError):
+                continue
+            uses = dict(zip(record["uid"].tolist(), record["uses"].tolist(), strict=True))
+            return cls(merges, state.step, state.revision, uses)
+        return cls(merges)
+
+    def state(self, key: ShardKey, uid: int) -> State:
+        """Of a trajectory of the shard ``key``."""
+        merge = self.merges.get(key)
+        if merge is None or merge.revision > self.revision:
+            return "merged" if merge else "waiting"
+        return "buffer" if uid in self.uses else "gone"
+
+
+def identity(record: np.void, tokens: np.ndarray) -> tuple[int, bytes]:
+    """Equal for the same completion of the same prompt."""
+    return int(record["prompt_id"]), tokens.astype(np.int32).tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +89,8 @@ class Sample:
     """A trajectory, what is known of it, and its arrays.
 
     searcher, shard, row: where it lies. log_ratio: mean over its tokens of log π_behaviour − log π_ref, nats,
-    None if the sampling weights are the reference, or the trainer scores it.
+    None if the sampling weights are the reference, or the trainer scores it. merged_step: optimizer steps
+    done when it was merged. uses: steps that had learned from it by the newest checkpoint, if that tells.
     """
 
     uid: int
@@ -60,7 +105,9 @@ class Sample:
     reference: int
     truncated: bool
     log_ratio: float | None
-    life: Life
+    state: State
+    merged_step: int | None
+    uses: int | None
     prompt: str
     completion: str
     tokens: np.ndarray = field(repr=False)
@@ -70,15 +117,13 @@ class Sample:
     @property
     def staleness(self) -> int | None:
         """Optimizer steps between the weights that sampled its first token and its merge; None before."""
-        step = self.life.merged_step
-        return None if step is None else abs(step - self.version_oldest)
+        return None if self.merged_step is None else abs(self.merged_step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
         """Everything in plain values but the arrays, their length as ``tokens``."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("life", "logprobs", "ref_logprobs"):
-            del told[name]
-        return {**told, "tokens": len(self.tokens), **asdict(self.life), "staleness": self.staleness}
+        arrays = ("tokens", "logprobs", "ref_logprobs")
+        plain = {name: getattr(self, name) for name in self.__slots__ if name not in arrays}
+        return {**plain, "tokens": len(self.tokens), "staleness": self.staleness}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +226,10 @@ def _ranks(trajectories: Trajectories, order: SortBy) -> list[Rank]:
 
 def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decode: Decode) -> Sample:
     trajectories, record = shard.trajectories, shard.trajectories.record[row]
-    tokens = trajectories.completions.row(row)
+    tokens, uid, key = trajectories.completions.row(row), int(record["uid"]), (shard.searcher, shard.index)
     span = slice(*trajectories.completions.offsets[row : row + 2])
     return Sample(
-        uid=int(record["uid"]),
+        uid=uid,
         searcher=shard.searcher,
         shard=shard.index,
         row=row,
@@ -196,7 +241,9 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
         reference=int(record["reference"]),
         truncated=bool(record["truncated"]),
         log_ratio=log_ratio,
-        life=lives.of((shard.searcher, shard.index), record, tokens),
+        state=lives.state(key, uid),
+        merged_step=merge.step if (merge := lives.merges.get(key)) else None,
+        uses=lives.uses.get(uid),
         prompt=_question(trajectories, row, decode),
         completion=decode(tokens),
         tokens=tokens.copy(),

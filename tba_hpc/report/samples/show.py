@@ -1,13 +1,18 @@
-"""Shows trajectories in the terminal, a screen at a time if it is one, or as JSON.
+"""Shows trajectories in the terminal, as JSON, or as one HTML page without scripts.
 
-What a model or a data file says is text: its control characters are shown, not obeyed.
+What a model or a data file says is text: its control characters are shown, not obeyed. The page colours each
+token by log π_behaviour/π_ref.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,7 +20,9 @@ from rich.text import Text
 
 from tba_hpc.core.wording import count
 from tba_hpc.report.samples.select import Sample, Selection
+from tba_hpc.report.samples.texts import Decode, pieces
 from tba_hpc.report.terminal import Terminal
+from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
 """For less: obey colours, end at once if all fits on a screen, leave the text there."""
@@ -24,10 +31,15 @@ STATES = {
     "waiting": "not merged",
     "merged": "merged, no checkpoint since",
     "buffer": "in the buffer",
-    "duplicate": "equal to one in the buffer",
-    "evicted": "evicted from the buffer",
-    "left": "not in the buffer any more, or never: evicted, equal to another, or too late",
+    "gone": "not in the buffer: evicted, equal to another, or too late",
 }
+
+
+EDGES = (0.1, 0.5, 1.5, 4.0)
+"""Nats of |log π_behaviour − log π_ref| from which a token has the next stronger colour."""
+
+END = "■"
+"""Stands for a token without text, such as the end of a sequence."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False, console: Console | None = None) -> None:
@@ -48,16 +60,16 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
 
 def facts(sample: Sample) -> str:
     """What is known of a trajectory, in a line."""
-    oldest, newest, life = sample.version_oldest, sample.version_newest, sample.life
+    oldest, newest = sample.version_oldest, sample.version_newest
     weights = f"step {oldest}" if oldest == newest else f"steps {oldest}–{newest}"
     stale = f", {count(sample.staleness or 0, 'step')} stale"
-    used = f", trained on {count(life.uses, 'time')}" if life.uses is not None else ""
+    used = f", trained on {count(sample.uses, 'time')}" if sample.uses is not None else ""
     parts = [
         f"reward {sample.reward:.4g}",
         f"prompt {sample.prompt_id}, request {sample.request_id}",
         f"weights of {weights}",
-        "" if life.merged_step is None else f"merged at step {life.merged_step}{stale}",
-        f"{STATES[life.state]}{used}",
+        "" if sample.merged_step is None else f"merged at step {sample.merged_step}{stale}",
+        f"{STATES[sample.state]}{used}",
         "" if sample.log_ratio is None else f"log π/π_ref {sample.log_ratio:+.3f} a token",
     ]
     return " · ".join(part for part in parts if part)
@@ -76,3 +88,68 @@ def summary(selection: Selection) -> str:
         "no checkpoint tells what was used" if known is None else f"uses as of the checkpoint of step {known}"
     )
     return f"{shown:,} of {found:,} that match, of {count(read, 'trajectory')} still on disk; {as_of}"
+
+
+# --- The page ---
+
+
+class Token(NamedTuple):
+    """A token as it is shown. shade: up1 … up4, down1 … down4, or none; note: its log-probabilities."""
+
+    text: str
+    shade: str
+    note: str
+
+
+class Card(NamedTuple):
+    """A trajectory as it is shown."""
+
+    reward: str
+    facts: str
+    prompt: str
+    tokens: list[Token]
+    cut_off: bool
+
+
+def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) -> None:
+    """Write the page. Raises ConfigError if nothing can be written there."""
+    from tba_hpc.report.page import footer, template, write_html  # matplotlib takes a second
+
+    text = template("samples.html.j2").render(
+        title=f"What {run.path.name} says",
+        subtitle=summary(selection),
+        legend=list(_legend()) if any(s.log_ratio is not None for s in selection.samples) else [],
+        cards=[_card(sample, decode) for sample in selection.samples],
+        footer=footer(),
+    )
+    write_html(path, text)
+
+
+def _card(sample: Sample, decode: Decode) -> Card:
+    reward, _, others = facts(sample).partition(" · ")
+    return Card(reward, others, sample.prompt.strip("\n"), list(_tokens(sample, decode)), sample.truncated)
+
+
+def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
+    has_reference = sample.log_ratio is not None
+    columns = (pieces(decode, sample.tokens), sample.logprobs.tolist(), sample.ref_logprobs.tolist())
+    for text, logprob, ref_logprob in zip(*columns, strict=True):
+        note = f"log π {logprob:.2f}"
+        if has_reference:
+            note += f", reference {ref_logprob:.2f}: {logprob - ref_logprob:+.2f}"
+        yield Token(text or END, shade(logprob - ref_logprob) if has_reference else "", note)
+
+
+def shade(log_ratio: float) -> str:
+    """The class of a token's colour, empty if both policies say about the same."""
+    strength = bisect_right(EDGES, abs(log_ratio))
+    return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
+
+
+def _legend() -> Iterator[tuple[str, str]]:
+    """Classes, and the log-ratios that they begin at."""
+    for strength in range(len(EDGES), 0, -1):
+        yield f"down{strength}", f"≤ −{EDGES[strength - 1]:g}"
+    yield "", "0"
+    for strength, edge in enumerate(EDGES, 1):
+        yield f"up{strength}", f"≥ +{edge:g}"

@@ -1,19 +1,16 @@
 """Where figures go: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
 
-A library is imported when its sink is made. What a process after this one needs to go on is a sink's
-``state``, JSON.
+A library is imported when its sink is made. ``state``, JSON, is what a later process needs to go on.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tba_hpc.config import Config, WandbSection
-from tba_hpc.core.wording import printable
 from tba_hpc.report.track.news import Point
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
@@ -27,9 +24,6 @@ STEP = "optimizer_step"
 
 ANSWER = ("prompt", "question", "answer", "correct")
 """Columns of a table of answers."""
-
-MARKUP = re.compile(r"[^\w\s]")
-"""What may mean something in Markdown or HTML."""
 
 
 class TensorBoardSink:
@@ -48,15 +42,13 @@ class TensorBoardSink:
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def tell(self, points: Iterable[Point]) -> None:
-        """Write scalars, and answers as text; they are on the disk then."""
+        """Write scalars; they are on the disk then."""
         for point in points:
             if point.again:
                 self._writer.close()
                 self._writer = self._open(point.step + 1)
             for name, value in point.figures.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.time)
-            for split, answers in point.answers.items():
-                self._writer.add_text(f"{split}/answers", _markdown(answers), point.step, point.time)
         self._writer.flush()
 
     def state(self) -> dict[str, Any]:
@@ -108,9 +100,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric=STEP)
 
     def tell(self, points: Iterable[Point]) -> None:
-        """Log figures, and answers as tables; after a resume those of the steps done again come once more, at
-        the same place.
-        """
+        """Log figures, and answers as tables; steps done again after a resume are logged again."""
         for point in points:
             tables = {f"{split}/answers": _table(answers) for split, answers in point.answers.items()}
             if point.figures or tables:
@@ -126,26 +116,11 @@ class WandbSink:
         self._run.finish()
 
 
-def _rows(answers: Sequence[Answer]) -> list[list[Any]]:
-    return [[answer.prompt, answer.question, answer.text, answer.correct] for answer in answers]
-
-
 def _table(answers: Sequence[Answer]) -> Any:
     import wandb
 
-    return wandb.Table(columns=list(ANSWER), data=_rows(answers))
-
-
-def _markdown(answers: Sequence[Answer]) -> str:
-    """A table. What a model wrote is shown as it is: it is no markup, ends no cell and fetches no picture."""
-    rows = [[*ANSWER], ["---"] * len(ANSWER), *([_cell(value) for value in row] for row in _rows(answers))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(value: object) -> str:
-    if not isinstance(value, str):
-        return str(value)
-    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(value)).replace("\n", "<br>")
+    rows = [[answer.prompt, answer.question, answer.text, answer.correct] for answer in answers]
+    return wandb.Table(columns=list(ANSWER), data=rows)
 
 
 Sink = TensorBoardSink | WandbSink
