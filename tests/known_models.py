@@ -56,6 +56,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     ".cache/tiny-model-seed0": _llama(96, 2, 3, 3, 192, 349, dtype="float32"),
     "realtreetune/rho-1b-sft-GSM8K": _llama(2048, 22, 32, 4, 5632, 32000),
     "Qwen/Qwen2.5-7B": _llama(3584, 28, 28, 4, 18944, 152064, model_type="qwen2"),
+    "Qwen/Qwen2.5-1.5B-Instruct": _llama(
+        1536, 28, 12, 2, 8960, 151936, model_type="qwen2", tie_word_embeddings=True
+    ),
     "meta-llama/Llama-3.2-1B": _LLAMA_1B,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
     "meta-llama/Llama-Guard-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),

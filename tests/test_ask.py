@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from tba_hpc import cli
 from tba_hpc.commands.ask import Asked, ask
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.core.types import Sampling
+from tba_hpc.core.types import Completion, Sampling
 from tba_hpc.learner.hf_answers import HfAnswers
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.run.directory import RunDir
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def finished_run(root: Path, model: Path, **sections: dict[str, object]) -> RunDir:
+def finished_run(root: Path, model: Path, /, **sections: dict[str, object]) -> RunDir:
     """A run that has exported this model."""
     tree = {
         "run": {"root": str(root)},
@@ -147,3 +148,43 @@ def test_the_command_finds_a_task_of_the_working_directory(
     assert asked["prompt"] == "Q: 1+1? A:" and len(asked["replies"]) == 2
     shown = CliRunner().invoke(cli.app, ["ask", str(run.path), "1+1?", "--plain"], catch_exceptions=False)
     assert shown.stdout.startswith("1+1?") and "by transformers on the CPU" in " ".join(shown.stdout.split())
+
+
+def test_a_task_with_an_environment_answers_in_turns(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second turn sees the tool's result; each turn of each answer is drawn from a seed of its own."""
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+    folder = tmp_path / "chat"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '|' }}{% endfor %}"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
+    prompts, seeds = [], []
+
+    def answer(self: HfAnswers, tokens: np.ndarray, _: Sampling, **options: int) -> list[Completion]:
+        prompts.append(self.tokenizer.decode(tokens))
+        seeds.append(options["seed"])
+        said = self.tokenizer.encode("It is 42." if call in prompts[-1] else call)
+        end = np.append(said, self.tokenizer.eos_token_id).astype(np.int32)
+        return [Completion(end, np.full(len(end), np.nan, np.float32), "stop")]
+
+    monkeypatch.setattr(HfAnswers, "answer", answer)
+    run = finished_run(
+        tmp_path,
+        folder,
+        task={
+            "name": "environment",
+            "train_file": str(rows),
+            "reward": "tba_hpc.environments.tools:same_number",
+            "options": {"environment": "tba_hpc.environments.tools:Calculator"},
+        },
+        generator={"max_tokens": 200, "completions_per_prompt": 24},
+        model={"path": str(folder), "dtype": "float32", "context_length": 256},
+    )
+    asked = ask(str(run.path), "6*7?", samples=2)
+    assert asked.prompt == "6*7?|" and prompts == ["6*7?|"] * 2 + [f"6*7?|{call}42|"] * 2
+    assert [reply.text for reply in asked.replies] == [f"{call}42|It is 42."] * 2
+    assert len(set(seeds)) == 4

@@ -171,7 +171,7 @@ where the code tells otherwise, its own: github.com/bbartoldson/TBA (GSM8K's lau
 (TBA′, Dr. GRPO), and GFNOrg/red-teaming (arXiv 2405.18540), on which red-teaming with TBA is built."""
 
 
-@pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "quickstart"])
+@pytest.mark.parametrize("name", [*PUBLISHED])
 def test_shipped_configs_are_the_published_ones(name: str) -> None:
     config = load_config(Path(name))
     assert {key: reduce(getattr, key.split("."), config) for key in PUBLISHED[name]} == PUBLISHED[name]

@@ -22,6 +22,7 @@ from tba_hpc.environments import workers
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.task import Environment
+from tba_hpc.environments.tools import Python, same_number
 from tba_hpc.learner.hf_model import HfTokenizer
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
@@ -485,3 +486,42 @@ def test_the_class_is_kept_with_the_run(own: Path, tmp_path: Path) -> None:
     run = RunDir(config.run_dir)
     modules.keep(run, config, own)
     assert (run.modules / "own_worlds.py").read_text() == OWN
+
+
+# --- Tools ---
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(47 + 85) * 2", "264"),
+        ("-7 // 2", "-4"),
+        ("1 / 8", "0.125"),
+        ("8 / 2", "4"),
+        ("2 ** 99", "error: ValueError: only numbers with"),
+        ("__import__('os')", "error: ValueError: only numbers with"),
+        ("1 / 0", "error: ZeroDivisionError"),
+        ("1 +", "error: SyntaxError"),
+    ],
+)
+def test_the_calculator_works_out_sums_and_nothing_else(expression: str, result: str) -> None:
+    made = Session(Contract(NAME, "tba_hpc.environments.tools:Calculator", max_chars=100), {}, 0)
+    made.open()
+    messages, _ = made.act(call("calculate", expression=expression), [])
+    assert messages[0]["content"].startswith(result)
+
+
+def test_python_runs_confined(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = Python()
+    assert tool.python("for i in range(3):\n    print(i * i)") == "0\n1\n4"
+    assert tool.python("1 / 0") == "ZeroDivisionError: division by zero"
+    assert tool.python("x = 1") == "(it printed nothing)"
+    monkeypatch.setenv("SECRET", "1")
+    assert tool.python("import os; print(os.environ.get('SECRET'), os.listdir())") == "None []"
+    tool.seconds = 0.3
+    assert "was killed" in tool.python("while True: pass")
+
+
+def test_the_last_number_counts() -> None:
+    assert same_number("It is 1,200.0", "so\n#### 1200") == 1.0
+    assert same_number("It is 12", "#### 13") == same_number("No idea.", "#### 13") == 0.0

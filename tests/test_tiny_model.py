@@ -112,7 +112,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
     problems = draw_problems("train", 400, seed=0)
-    tokenizer = tool.make_tokenizer(problems)
+    tokenizer = tool.make_tokenizer(p.question + p.solution for p in problems)
     steps = 200
     recipe = tool.Recipe(0, steps)
     bare, planned = [], []
@@ -134,7 +134,7 @@ def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
 
 def test_a_model_may_be_taught_to_work_out_always() -> None:
     problems = draw_problems("train", 64, seed=0)
-    tokenizer, recipe = tool.make_tokenizer(problems), tool.Recipe(0, 10, worked=True)
+    tokenizer, recipe = tool.make_tokenizer(p.question for p in problems), tool.Recipe(0, 10, worked=True)
     for _, labels in tool.batches(problems, tokenizer, recipe):
         answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
         assert not any(answer.startswith("####") for answer in answers)

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class Demonstration:
     bare_share: float
 
 
-def make_tokenizer(problems: tuple[Problem, ...]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every digit is a token of its own."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -108,7 +108,7 @@ def make_tokenizer(problems: tuple[Problem, ...]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator((p.question + p.solution for p in problems), trainer)
+    backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
@@ -167,9 +167,13 @@ def demonstrate(
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels, int64 [N, L]."""
+
+
 def batches(
     problems: tuple[Problem, ...], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Batch]:
     """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled.
 
     A problem that is misread is read again each time: else the model learns by heart how each was read.
@@ -182,25 +186,19 @@ def batches(
         answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
         rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
         labels = [[IGNORED] * len(d.prompt) + answer for d, answer in zip(chosen, answers, strict=True)]
-        yield _padded(rows, PAD_ID), _padded(labels, IGNORED)
+        yield padded(rows, PAD_ID), padded(labels, IGNORED)
 
 
-def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
     width = max(map(len, rows))
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
 
-def teach(
-    model: LlamaForCausalLM,
-    problems: tuple[Problem, ...],
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-) -> None:
+def teach(model: LlamaForCausalLM, data: Iterable[Batch], steps: int) -> None:
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
-    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
-    data = batches(problems, tokenizer, recipe)
-    for tokens, labels in track(data, "teaching", recipe.steps, console=Console(stderr=True)):
+    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    for tokens, labels in track(data, "teaching", steps, console=Console(stderr=True)):
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -252,9 +250,9 @@ def make(recipe: Recipe, out: Path) -> dict[str, object]:
     """Make the model in ``out`` and return its manifest."""
     torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
-    tokenizer = make_tokenizer(problems)
+    tokenizer = make_tokenizer(p.question + p.solution for p in problems)
     model = make_model(tokenizer, recipe)
-    teach(model, problems, tokenizer, recipe)
+    teach(model, batches(problems, tokenizer, recipe), recipe.steps)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,

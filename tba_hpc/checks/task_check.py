@@ -17,7 +17,7 @@ from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, is_local, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function
-from tba_hpc.core.ports import Victim
+from tba_hpc.core.ports import Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
@@ -35,9 +35,13 @@ def check(config: Config, *, ask_judges: bool = False) -> None:
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
-    tokenizer = FileTokenizer.find(config.model.path)
+    tokenizer: Tokenizer | None = FileTokenizer.find(config.model.path)
     if tokenizer is None:
         return
+    if config.task.name == "environment" and find_spec("torch"):  # its chat template
+        from tba_hpc.learner.hf_model import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model.path)
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +17,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
-from tba_hpc.core.ports import Asking, Tokenizer, Victim
-from tba_hpc.core.types import Sampling
+from tba_hpc.core.ports import Asking, Conversing, Task, Tokenizer, Victim
+from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
 from tba_hpc.evaluate.target import find_target, refuse_missing
 from tba_hpc.report.terminal import Terminal
@@ -76,7 +77,10 @@ def ask(
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
     if chat is None and settings is None:
         chat = model.tokenizer.has_chat
-    tokens = _encode(settings, model.tokenizer, question, chat)
+    task = make_task(settings.task, model.tokenizer, _serve) if settings and chat is None else None
+    if task is not None and not isinstance(task, Asking):
+        chat = settings is not None and settings.task.options.get("chat") is True
+    tokens = _encode(task, model.tokenizer, question, chat=bool(chat))
     length = max_tokens or section.max_tokens
     if temperature is None:
         temperature = 0.0 if samples == 1 else section.temperature
@@ -85,7 +89,13 @@ def ask(
     )
     began = time.monotonic()
     seed = settings.run.seed if settings else 0
-    answers = model.answer(tokens, sampling, samples=samples, stop=section.stop, seed=seed)
+    answers: Sequence[Completion]
+    if isinstance(task, Conversing):
+        request = Request(task.question(question), 0, samples, sampling, "test")
+        group = _converse(task, request, model, section.stop, seed)
+        tokens, answers = group.request.prompt.tokens, group.completions
+    else:
+        answers = model.answer(tokens, sampling, samples=samples, stop=section.stop, seed=seed)
     decode = model.tokenizer.decode
     return Asked(
         model=settings.model.path if settings else name,
@@ -112,14 +122,23 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
     return None, HfAnswers(name)
 
 
-def _encode(settings: Config | None, tokenizer: Tokenizer, question: str, chat: bool | None) -> np.ndarray:
-    """Tokens int32 [T] of the prompt. chat: None as the task has it."""
-    if chat is None and settings:
-        task = make_task(settings.task, tokenizer, _serve)
-        if isinstance(task, Asking):
-            return task.encode_question(question)
-        chat = settings.task.options.get("chat") is True
+def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
+    """Tokens int32 [T] of the prompt, as the task has it if it says so."""
+    if isinstance(task, Asking):
+        return task.encode_question(question)
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)
+
+
+def _converse(task: Conversing, request: Request, model: HfAnswers, stop: Sequence[str], seed: int) -> Group:
+    """The answers, each a whole conversation with the task's environment."""
+    from tba_hpc.learner.hf_answers import HfTurns
+
+    generator = task.converse(HfTurns(model, stop, seed), model.tokenizer)
+    generator.submit(request)
+    groups: list[Group] = []
+    while not groups:
+        groups = generator.step()
+    return groups[0]
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:

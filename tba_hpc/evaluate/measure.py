@@ -20,6 +20,7 @@ from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.core.ports import (
+    Conversing,
     Generator,
     Grading,
     Reference,
@@ -122,7 +123,7 @@ def measure(
     wanted = [(prompt, 1, single) for prompt in prompts]
     wanted += [(prompt, samples, sampled) for prompt in prompts if samples]
     _tell(f"starting an engine for {sum(n for _, n, _ in wanted):,} answers to {len(prompts):,} prompts")
-    groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
+    groups = _generate(config, task, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
     _tell("judging the answers" + (", and their perplexity under the reference" if target.reference else ""))
     reference = _load_reference(config, target.reference) if target.reference else None
     judged = judge(task, groups[: len(prompts)])
@@ -174,12 +175,17 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
     return prompts
 
 
-def _generate(config: Config, requests: Sequence[Request]) -> list[Group]:
+def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
     """The answers to all requests, in their order. The engine leaves its memory to the models that judge."""
+    from tba_hpc.learner.hf_model import load_tokenizer
+
     section = config.generator
     at_once = AHEAD * section.prompts_in_flight * section.completions_per_prompt
+    generator: Generator = VllmGenerator(config.model, section, seed=config.run.seed)
+    if isinstance(task, Conversing):
+        generator = task.converse(generator, load_tokenizer(config.model.path))
     with (
-        closing(VllmGenerator(config.model, section, seed=config.run.seed)) as generator,
+        closing(generator),
         Progress(console=Terminal(stderr=True), transient=True) as progress,
     ):
         answers = _answers(generator, requests, at_once)

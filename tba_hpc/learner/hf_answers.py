@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import transformers
 from transformers import AutoTokenizer, GenerationConfig
 
 from tba_hpc.config import Dtype
-from tba_hpc.core.types import Completion, Sampling
+from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
 from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, stored_dtype
 
 
@@ -72,3 +73,42 @@ class HfAnswers:
         tokens = row[: ends[0] + 1 if len(ends) else len(row)].astype(np.int32)
         ended = len(ends) > 0 or len(tokens) < sampling.max_tokens
         return Completion(tokens, np.full(len(tokens), np.nan, np.float32), "stop" if ended else "length")
+
+
+class HfTurns:
+    """A Generator of single turns, one after the other, for conversations; its log-probabilities are 0."""
+
+    version = 0
+    load_seconds = busy_seconds = 0.0
+    rebuilds = 0
+    loading = False
+
+    def __init__(self, model: HfAnswers, stop: Sequence[str], seed: int) -> None:
+        """stop, seed: as ``HfAnswers.answer`` has them; every turn has a seed of its own."""
+        self._model, self._stop, self._seed = model, stop, seed
+        self._waiting: list[Request] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that are to be answered."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for one completion."""
+        self._waiting.append(request)
+
+    def step(self) -> list[Group]:
+        """Answer the oldest request."""
+        if not self._waiting:
+            return []
+        request = self._waiting.pop(0)
+        self._seed += 1
+        found = self._model.answer(request.prompt.tokens, request.sampling, stop=self._stop, seed=self._seed)
+        turns = tuple(replace(one, logprobs=np.zeros(len(one.tokens), np.float32)) for one in found)
+        return [Group(request, turns, np.zeros((1, 2), np.int32))]
+
+    def load(self, update: WeightUpdate) -> None:
+        """Its weights stay as they are."""
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -89,7 +89,7 @@ def _modules(names: Iterable[str], folder: Path) -> list[Path]:
     new = set(names)
     while new:
         there = {}
-        for name in new - sys.stdlib_module_names:
+        for name in new - sys.stdlib_module_names - {"tba_hpc"}:
             if (file := folder / f"{name}.py").is_file():
                 there[name] = file
             elif (folder / name / "__init__.py").is_file():

@@ -1,4 +1,4 @@
-"""A reward by a program that is run for each completion, within limits of time and memory.
+"""Programs run within limits of time and memory, and a reward by one that is run for each completion.
 
 The program gets one line of JSON on its input, the row's fields and the completion, and writes the reward as
 the last line of its output. It is started without a shell, in a new and empty folder, with an environment
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.run.modules import find_file
@@ -71,52 +71,59 @@ class Program:
         return [one.result() for one in running]
 
     def _run(self, fields: Mapping[str, object]) -> float:
-        with (
-            tempfile.TemporaryDirectory(prefix="tba-reward-", ignore_cleanup_errors=True) as folder,
-            tempfile.TemporaryFile() as asked,
-            tempfile.TemporaryFile() as said,
-            tempfile.TemporaryFile() as errors,
-        ):
-            asked.write(json.dumps(fields).encode() + b"\n")
-            asked.seek(0)
-            process = subprocess.Popen(
-                [*self._limiter, *self._words],
-                stdin=asked,
-                stdout=said,
-                stderr=errors,
-                cwd=folder,
-                env=_environment(folder),
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(self._section.seconds)
-            except subprocess.TimeoutExpired:
-                status = -signal.SIGKILL
-            finally:
-                _end(process)
-            if status < 0:
-                return math.nan if self._section.when_killed is None else self._section.when_killed
-            return self._reward(status, _end_of(said, LARGEST_FILE), _end_of(errors, QUOTED))
-
-    @property
-    def _limiter(self) -> list[str]:
-        limits = (
-            self._section.memory_mb << 20,
-            math.ceil(self._section.seconds) + 1,
-            LARGEST_FILE,
-            OPEN_FILES,
-        )
-        return [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
-
-    def _reward(self, status: int, said: str, errors: str) -> float:
-        last = said.strip().rpartition("\n")[2]
+        section = self._section
+        text = json.dumps(fields).encode() + b"\n"
+        ended = run_confined(self._words, text, seconds=section.seconds, memory_mb=section.memory_mb)
+        if ended.status < 0:
+            return math.nan if section.when_killed is None else section.when_killed
+        last = ended.said.strip().rpartition("\n")[2]
         try:
-            if status == 0:
+            if ended.status == 0:
                 return float(last)
         except ValueError:
             pass
-        why = errors.strip().rpartition("\n")[2] or f"its last line was {last[:QUOTED]!r}"
+        why = ended.last_error or f"its last line was {last[:QUOTED]!r}"
+        status = ended.status
         raise ProgramError(f"{self._key}: {self._words[0]} ended with status {status} and no reward: {why}")
+
+
+class Ended(NamedTuple):
+    """How a program ended. status: negative if it was killed. said: its output. last_error: a line."""
+
+    status: int
+    said: str
+    last_error: str
+
+
+def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
+    """Run a command with ``text`` on its input. For the limits see the module."""
+    limits = (memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
+    limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
+    with (
+        tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as asked,
+        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as errors,
+    ):
+        asked.write(text)
+        asked.seek(0)
+        process = subprocess.Popen(
+            [*limiter, *words],
+            stdin=asked,
+            stdout=said,
+            stderr=errors,
+            cwd=folder,
+            env=_environment(folder),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        finally:
+            _end(process)
+        last_error = _end_of(errors, QUOTED).strip().rpartition("\n")[2]
+        return Ended(status, _end_of(said, LARGEST_FILE), last_error)
 
 
 def _found(key: str, word: str) -> str:

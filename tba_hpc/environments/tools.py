@@ -1,0 +1,85 @@
+"""Environments ready to use: ``task.options.environment=tba_hpc.environments.tools:Calculator``; ``:Python``.
+
+Neither knows what is right: name a reward, such as ``task.reward=tba_hpc.environments.tools:same_number``.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tba_hpc.tasks.gsm8k import final_number
+from tba_hpc.tasks.program import run_confined
+
+OPERATIONS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+LONGEST_EXPRESSION = 200
+"""Characters."""
+
+
+class Calculator:
+    """Sums, and nothing that could take long."""
+
+    def reset(self) -> None:
+        """There is nothing to keep."""
+
+    def calculate(self, expression: str) -> str:
+        """Work out a sum.
+
+        Args:
+            expression: Numbers with + - * / // % and parentheses, such as (3 + 4) * 5.
+        """
+        if len(expression) > LONGEST_EXPRESSION:
+            raise ValueError(f"the expression is longer than {LONGEST_EXPRESSION} characters")
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(int(value) if float(value).is_integer() else value)
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp() if type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](_value(node.operand))
+        case ast.BinOp() if type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(f"only numbers with + - * / // % and parentheses, not {ast.unparse(node)}")
+
+
+class Python:
+    """Programs, each on its own, within the limits of tasks.program: time and memory, not the network."""
+
+    seconds = 10.0
+    memory_mb = 1024
+
+    def reset(self) -> None:
+        """There is nothing to keep."""
+
+    def python(self, code: str) -> str:
+        """Run a Python program and read what it prints.
+
+        Args:
+            code: The program. It remembers nothing of earlier ones.
+        """
+        words = [sys.executable, "-I", "-"]
+        ended = run_confined(words, code.encode(), seconds=self.seconds, memory_mb=self.memory_mb)
+        if ended.status < 0:
+            return f"error: it was killed; a program has {self.seconds:g} s and {self.memory_mb} MiB"
+        return ended.said.strip() or ended.last_error or "(it printed nothing)"
+
+
+def same_number(completion: str, answer: str) -> float:
+    """1 if the last number is that of the row's answer, as the task gsm8k has it."""
+    return float(final_number(completion) == final_number(answer) is not None)
