@@ -55,7 +55,7 @@ def test_status_tells_how_a_run_stands(run: RunDir) -> None:
     MetricsWriter(run.metrics_file("trainer")).log({"step": 7, "train/reward": 0.25, "buffer/size": 1234})
     shown = json.loads(tba("status", run.path, "--json").stdout)
     assert (shown["state"], shown["step"], shown["steps"]) == ("training", 7, 80)
-    assert (shown["last_step"]["train/reward"], shown["figures"]["buffer/size"]) == (0.25, 1234)
+    assert (shown["last_step"]["train/reward"], shown["summary"]["figures"]["buffer/size"]) == (0.25, 1234)
     table = tba("status", run.path, "--once")
     assert table.returncode == 0 and "7/80" in table.stdout
 

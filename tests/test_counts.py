@@ -40,7 +40,8 @@ def of_status(run: RunDir) -> dict[str, int]:
     """What ``tba status --json`` says."""
     monitor = RunMonitor(run, run.config())
     monitor.update()
-    return dict(figures(monitor)["counts"])
+    summary = figures(monitor)["summary"]
+    return {name: summary[name] for name in NAMES}
 
 
 def drop_digests(run: RunDir) -> None:

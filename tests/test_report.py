@@ -225,7 +225,10 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     happen(run, 4650.0, "start", job="7", restarts=1, attempt="attempt-002", trainers=1, searchers=2)
     write(run.metrics_file("searcher", 0), [search(4700.0, 1, 1, rebuilds=2)])
     shown = [
-        (row.name, row.job, row.lasted, row.steps, row.outcome, row.verdict, round(row.left))
+        (
+            *(row[name] for name in ("name", "job", "lasted", "steps", "outcome", "verdict")),
+            round(row["left"]),
+        )
         for row in page.attempt_rows(RunData.read(run))
     ]
     assert shown == [  # the bars' scale: 995 to 4710, the trainer's last word

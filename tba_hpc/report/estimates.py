@@ -1,9 +1,4 @@
-"""What a finite number of prompts and samples tells about a score: estimates with 95 % intervals.
-
-It must not know what was generated or how it was judged.
-
-Shape letters: P prompts, N samples of a prompt, K values of k.
-"""
+"""What a finite number of prompts (P) and samples tells about a score: estimates with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -12,13 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-import numpy as np
-
 Z = NormalDist().inv_cdf(0.975)
 """Quantile of the normal distribution that leaves 2.5 % above."""
-
-RESAMPLES = 2000
-"""Bootstrap samples of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +52,17 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def powers_of_two(samples: int) -> list[int]:
-    """The k that are reported: 1, 2, 4, … up to ``samples``."""
-    return [1 << exponent for exponent in range(samples.bit_length())]
-
-
 def passes(correct_P: Sequence[int], samples: int) -> dict[int, Estimate]:
-    """k → pass@k, mean over prompts, with a percentile bootstrap over prompts.
+    """k → pass@k for k of 1, 2, 4, … up to ``samples``: the mean over prompts.
 
     correct_P: correct ones of each prompt's ``samples``. A single prompt has no spread over prompts: its
     interval is Wilson's for one sample, carried over by 1 − (1 − p)^k.
     """
-    ks = powers_of_two(samples)
-    pass_PK = np.array([[pass_at_k(correct, samples, k) for k in ks] for correct in correct_P])
-    if len(correct_P) == 1:
-        one = wilson(correct_P[0], samples)
-        low_K, high_K = ([1 - (1 - end) ** k for k in ks] for end in (one.low, one.high))
-    else:
-        low_K, high_K = bootstrap(pass_PK)
-    value_K = pass_PK.mean(0)
-    return {
-        k: Estimate(float(value), float(low), float(high))
-        for k, value, low, high in zip(ks, value_K, low_K, high_K, strict=True)
-    }
-
-
-def bootstrap(value_PK: np.ndarray) -> np.ndarray:
-    """float64 [2, K]: both ends of the percentile interval of the mean over P; the same at every call."""
-    rng, prompts = np.random.default_rng(0), len(value_PK)
-    means = [value_PK[rng.integers(prompts, size=prompts)].mean(0) for _ in range(RESAMPLES)]
-    return np.quantile(means, [0.025, 0.975], axis=0)
+    found = {}
+    for k in (1 << exponent for exponent in range(samples.bit_length())):
+        each = [pass_at_k(correct, samples, k) for correct in correct_P]
+        found[k] = mean(sum(each), sum(value**2 for value in each), len(each))
+        if len(each) == 1:
+            one = wilson(correct_P[0], samples)
+            found[k] = Estimate(each[0], 1 - (1 - one.low) ** k, 1 - (1 - one.high) ** k)
+    return found

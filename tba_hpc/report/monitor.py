@@ -64,7 +64,8 @@ class RunMonitor:
 
     def _find_elastic(self) -> dict[int, Owner]:
         names = {rank_name("searcher", index): index for index in self.config.launch.elastic_searchers}
-        return {names[name]: owner for name, owner in holders(self.run, names).items()} if names else {}
+        found = holders(self.run, names) if names else {}
+        return {names[name]: found[name] for name in sorted(found)}
 
     @property
     def attempt(self) -> Attempt | None:

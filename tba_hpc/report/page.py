@@ -53,21 +53,6 @@ class Answers(NamedTuple):
     rows: list[tuple[Answer, ...]]
 
 
-class AttemptRow(NamedTuple):
-    """A row of the table of attempts; ``left`` and ``width`` of its bar in percent of the run's time."""
-
-    name: str
-    job: str
-    start: str
-    lasted: str
-    ranks: str
-    steps: str
-    outcome: str
-    verdict: str
-    left: float
-    width: float
-
-
 def write_report(run: RunDir) -> Summary:
     """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
     data, config = RunData.read(run), run.config()
@@ -229,37 +214,39 @@ def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def attempt_rows(data: RunData) -> list[AttemptRow]:
-    """The attempts of the run, each with what its trainer did."""
+def attempt_rows(data: RunData) -> list[dict[str, Any]]:
+    """Rows of the table of attempts; ``left`` and ``width`` of a bar are in percent of the run's time."""
     found, ends = data.attempts, data.ends
+    if not found:
+        return []
+    since, whole = found[0].start, max(max(ends) - found[0].start, 1e-9)
     return [
-        _attempt_row(attempt, part, end, since=found[0].start, until=max(ends))
+        {
+            **_attempt_words(attempt, part),
+            "lasted": duration(end - attempt.start),
+            "left": 100 * (attempt.start - since) / whole,
+            "width": 100 * (end - attempt.start) / whole,
+        }
         for attempt, part, end in zip(found, data.stretches, ends, strict=True)
     ]
 
 
-def _attempt_row(
-    attempt: Attempt, part: Sequence[Stretch], end: float, *, since: float, until: float
-) -> AttemptRow:
-    whole = max(until - since, 1e-9)
+def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
     # The trainer writes the page before the launcher knows of its end.
     last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
     outcome = attempt.outcome or last
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
-    return AttemptRow(
-        name=attempt.name or "no ranks",
-        job=f"job {attempt.job}, restarts: {attempt.restarts}" if attempt.job else "",
-        start=_utc(attempt.start),
-        lasted=duration(end - attempt.start),
-        ranks=f"{attempt.trainers} + {attempt.searchers}" if attempt.name else NOTHING,
-        steps=f"{part[0].first} → {part[-1].last}" if part else NOTHING,
-        outcome=", ".join(filter(None, [words, attempt.note, requeued])),
-        verdict="bad" if bad else "good" if outcome == "finished" else "",
-        left=100 * (attempt.start - since) / whole,
-        width=100 * (end - attempt.start) / whole,
-    )
+    return {
+        "name": attempt.name or "no ranks",
+        "job": f"job {attempt.job}, restarts: {attempt.restarts}" if attempt.job else "",
+        "start": _utc(attempt.start),
+        "ranks": f"{attempt.trainers} + {attempt.searchers}" if attempt.name else NOTHING,
+        "steps": f"{part[0].first} → {part[-1].last}" if part else NOTHING,
+        "outcome": ", ".join(filter(None, [words, attempt.note, requeued])),
+        "verdict": "bad" if bad else "good" if outcome == "finished" else "",
+    }
 
 
 def _utc(unix: float) -> str:

@@ -1,7 +1,4 @@
-"""The figures of the report page, each an SVG element whose colours are the page's CSS variables.
-
-So they follow light and dark mode.
-"""
+"""The figures of the report page: SVG elements whose colours are CSS variables, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -24,20 +21,12 @@ from tba_hpc.core.wording import printable
 from tba_hpc.report.curves import Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
-from tba_hpc.run.evaluations import Evaluation
 
-INK, MUTED, GRID = "#010101", "#020202", "#030303"
-BLUE, ORANGE, GREEN, ROSE = "#040404", "#050505", "#060606", "#070707"
-VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    GRID: "grid",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    ROSE: "rose",
-}
-"""Stand-in colours given to matplotlib → the CSS variables that replace them."""
+VARIABLES = ("ink", "muted", "grid", "blue", "orange", "green", "rose")
+COLOURS = {name: f"#0{i}0{i}0{i}" for i, name in enumerate(VARIABLES, 1)}
+"""The page's CSS variables, and stand-ins for them that matplotlib takes."""
+
+INK, MUTED, GRID, BLUE, ORANGE, GREEN, ROSE = COLOURS.values()
 
 STYLE: dict[Any, object] = {
     "text.parse_math": False,  # a task may call its score anything
@@ -59,10 +48,14 @@ STYLE: dict[Any, object] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
     "lines.solid_capstyle": "round",
+    **{f"{axis}tick.color": GRID for axis in "xy"},
+    **{f"{axis}tick.labelcolor": MUTED for axis in "xy"},
+    **{f"{axis}tick.labelsize": 8.5 for axis in "xy"},
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
 }
-for tick in ("xtick", "ytick"):
-    colours = {f"{tick}.color": GRID, f"{tick}.labelcolor": MUTED, f"{tick}.labelsize": 8.5}
-    STYLE |= {**colours, f"{tick}.major.size": 0, f"{tick}.minor.size": 0}
+
+AXES = (0.12, 0.18, 0.86, 0.7)
+"""Left, bottom, width and height of the axes: matplotlib takes a second to find these for a page."""
 
 
 class Plot(NamedTuple):
@@ -87,8 +80,8 @@ def plots(data: RunData, train: TrainSection) -> list[Plot]:
 def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
     """Draw one figure of what is given; None if there was nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(5.0, 2.5), layout="constrained")
-        if not draw(figure.add_subplot(), *given):
+        figure = Figure(figsize=(5.0, 2.5))
+        if not draw(figure.add_axes(AXES), *given):
             return None
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -102,7 +95,7 @@ def _themed(svg: str, title: str) -> str:
     label = f' role="img" aria-label="{html.escape(title)}"'
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', lambda found: found[1] + label, svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for stand_in, variable in VARIABLES.items():
+    for variable, stand_in in COLOURS.items():
         svg = svg.replace(stand_in, f"var(--{variable})")
     return svg
 
@@ -377,20 +370,9 @@ PLOTS: tuple[tuple[str, str, Draw], ...] = (
 # --- Runs laid over each other ---
 
 
-class RunLine(NamedTuple):
-    """How the curves of a run look: colour for matplotlib and the page's variable, dashes for both."""
-
-    color: str
-    variable: str
-    dashes: Any
-    css: str
-
-
-def run_line(index: int) -> RunLine:
-    """Of the run of that place among others: four colours, then the same dashed, then dotted."""
-    color = (BLUE, ORANGE, GREEN, ROSE)[index % 4]
-    dashes: tuple[tuple[Any, str], ...] = (("-", "solid"), ((0, (4, 2)), "dashed"), ((0, (1, 2)), "dotted"))
-    return RunLine(color, VARIABLES[color], *dashes[index // 4 % 3])
+def run_line(index: int) -> tuple[str, str]:
+    """Colour and line style of the run at that place, by names that the page and matplotlib know."""
+    return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
 OVERLAID = (
@@ -424,23 +406,22 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 def _over(ax: Axes, runs: Sequence[RunData], name: str) -> bool:
     """A figure of each run, smoothed."""
     for index, data in enumerate(runs):
-        (x, y), line = _course(data, name), run_line(index)
-        _line(ax, x, _smooth(y), line.color, linestyle=line.dashes)
+        (x, y), (color, style) = _course(data, name), run_line(index)
+        _line(ax, x, _smooth(y), COLOURS[color], linestyle=style)
     _steps_axis(ax, *runs)
     return any(data.trends.curves[name].sums for data in runs)
 
 
 def _scores(ax: Axes, runs: Sequence[RunData]) -> bool:
     for index, data in enumerate(runs):
-        line = run_line(index)
-        splits: tuple[tuple[Split, dict[str, Any]], ...] = (
-            ("validation", {"linestyle": line.dashes, "marker": "o", "markersize": 3}),
-            ("test", {"linestyle": "none", "marker": "D", "markersize": 7}),
-        )
-        for split, style in splits:
-            found: list[Evaluation] = data.evaluated(split)
-            values = [data.score(evaluation).value for evaluation in found]
-            ax.plot([e.step for e in found], values, color=line.color, **style)
+        color, style = run_line(index)
+        looks: dict[Split, dict[str, Any]] = {
+            "validation": {"linestyle": style, "marker": "o", "markersize": 3},
+            "test": {"linestyle": "none", "marker": "D", "markersize": 7},
+        }
+        for split, look in looks.items():
+            found = [(e.step, data.score(e).value) for e in data.evaluated(split)]
+            ax.plot(*zip(*found, strict=True) if found else ([], []), color=COLOURS[color], **look)
     _score_axis(ax, next((data for data in runs if data.graded), runs[0]))
     _steps_axis(ax, *runs)
     return any(data.evaluations for data in runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -29,13 +29,13 @@ from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
-from tba_hpc.report.summary import policy_name, reference_of, same_reference
+from tba_hpc.report.summary import policy_name, reference_of, summary_of
 from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import Record, number
+from tba_hpc.run.owners import Owner
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines if the output is no terminal."""
@@ -105,7 +105,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
-        "elastic": " · ".join(_elastic_words(searcher) for searcher in elastic_searchers(monitor)),
+        "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
         "checkpoint": f"step {step:.0f}, {duration(age)} ago" if age is not None else "",
         "postponed": _postponed(trainer.postponed),
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
@@ -118,29 +118,12 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     return {title: text for title, text in found.items() if text}
 
 
-def elastic_searchers(monitor: RunMonitor) -> list[dict[str, Any]]:
-    """Those that are there; since: unix s; job, of Slurm, may be empty."""
-    digests = monitor.data.searchers
-    return [
-        {
-            "searcher": searcher,
-            "host": owner.host,
-            "job": owner.job,
-            "since": owner.since,
-            "tokens_per_second": number(digests[searcher].last, "search/tokens_per_second")
-            if searcher in digests
-            else None,
-        }
-        for searcher, owner in sorted(monitor.elastic.items())
-    ]
-
-
-def _elastic_words(searcher: Mapping[str, Any]) -> str:
-    rate, job = searcher["tokens_per_second"], searcher["job"]
-    return (
-        f"{searcher['searcher']} on {searcher['host']}{f' (job {job})' if job else ''} for "
-        f"{duration(max(0.0, time.time() - searcher['since']))}{f', {rate:,.0f} tokens/s' if rate else ''}"
-    )
+def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
+    """Where an elastic searcher runs, since when, and how fast."""
+    job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
+    digest = monitor.data.searchers.get(index)
+    rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
+    return f"{index} on {owner.host}{job} for {duration(stay)}" + (f", {rate:,.0f} tokens/s" if rate else "")
 
 
 def _postponed(record: Record) -> str:
@@ -186,54 +169,28 @@ def done(counts: Counts) -> dict[str, str]:
 def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None if there is no value yet.
 
-    figures: means over the last steps, or completions, by metric; last_step: the trainer's last record.
+    summary: as in summary.json; last_step: the trainer's last record; elastic: see ``run.owners.Owner``.
     """
-    now, data, attempt, trends = run_state(monitor), monitor.data, monitor.attempt, monitor.trends
-    latest = {name: value for name, value in data.trainer.latest.items() if not isinstance(value, list)}
+    now, data, attempt = run_state(monitor), monitor.data, monitor.attempt
     return {
         "run": str(monitor.run.path),
-        "state": now.state,
-        "words": now.words,
-        "over": now.over,
+        **asdict(now),
         "command": now.command or None,
+        "over": now.over,
         "attempt": attempt.name if attempt else None,
         "restarts": attempt.restarts if attempt else None,
         "job": job_of(monitor),
-        "elastic": elastic_searchers(monitor),
+        "elastic": [{"searcher": index, **asdict(owner)} for index, owner in monitor.elastic.items()],
         "step": data.step,
         "steps": monitor.config.train.steps,
-        "counts": asdict(data.counts()),
-        "ettr": data.ettr,
         "seconds_left": monitor.eta if now.state == "training" else None,
-        **_evaluated(monitor),
-        "figures": {name: trends.latest(name) for name in CURVES},
-        "last_step": latest,
-        "skipped_steps": trends.skipped,
-        "rejected": trends.rejected,
-        "alerts": [alert.sentence for alert in monitor.alerts],
+        "summary": asdict(summary_of(data, monitor.config)),
+        "last_step": data.trainer.latest,
         "searcher_tokens_per_second": monitor.rates,
         "checkpoint_step": number(data.trainer.checkpoint, "step"),
         "checkpoint_age_seconds": monitor.checkpoint_age,
         "silence_seconds": monitor.silence,
         "faults": data.faults,
-    }
-
-
-def _evaluated(monitor: RunMonitor) -> dict[str, Any]:
-    train, last = monitor.config.train, monitor.data.evaluated("validation")[-1:]
-    test = monitor.data.evaluated("test")
-    comparable = same_reference(train, test)
-    scores = [asdict(monitor.data.score(evaluation)) for evaluation in test]
-    return {
-        "score_name": monitor.data.score_name,
-        "score": asdict(monitor.data.score(last[0])) if last else None,
-        "test_score": scores,
-        "pass_at_1": last[0].score if last else None,
-        "perplexity": last[0].perplexity if last else None,
-        "perplexity_reference": reference_of(train, last[0]) if last else None,
-        "test_pass_at_1": [evaluation.score for evaluation in test],
-        "test_perplexity": [e.perplexity if e in comparable else None for e in test],
-        "test_perplexity_reference": reference_of(train, test[-1]) if test else None,
     }
 
 
