@@ -278,7 +278,7 @@ def track(
     go_on: Annotated[bool, typer.Option("--follow", "-f", help="Continue until RUN is finished.")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Send RUN's metrics to W&B or TensorBoard: --set track.wandb.project=NAME."""
+    """Send RUN's metrics to W&B or TensorBoard: --set track.wandb=PROJECT."""
     from tba_hpc.report.track import beside, follow
 
     run_dir = RunDir.open(run)

@@ -141,9 +141,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         run,
         config.checkpoint.keep,
         write_arrays,
-        beside=config.checkpoint.snapshot is not None,
         kept_share=config.exchange.keep_shards,
-        kept_mb=config.exchange.kept_mb,
     )
     with StopFlag() as stop:
         trainer = Trainer(
@@ -211,6 +209,7 @@ def replay(
             checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
             metrics=metrics,
             stop_asked=lambda: stop.is_set,
+            replays=True,
         )
         exchange.step = lambda: trainer.step
         finished = trainer.run()

@@ -36,7 +36,6 @@ def make_config(
     ranks: int,
     dtype: str = "float32",
     temperature: float = 1.0,
-    snapshot: str | None = "memory",
     context_length: int = 1024,
     **train: object,
 ) -> Config:
@@ -59,7 +58,6 @@ def make_config(
             },
             "generator": {"max_tokens": context_length // 2},
             "train": settings | train,
-            "checkpoint": {"snapshot": snapshot},
             "launch": {"trainers": ranks},
         }
     )

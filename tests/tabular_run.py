@@ -28,6 +28,8 @@ from tba_hpc.loops import elastic
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report import digest, page
+from tba_hpc.run import checkpoints
+from tba_hpc.run.beside import at_once
 from tba_hpc.run.directory import RunDir
 
 TABLE = Table()
@@ -48,7 +50,7 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
             "seal_seconds": 0.02,
         },
         "launch": {"timeout_seconds": 60},
-        "checkpoint": {"every": EVERY, "snapshot": None},  # complete at once: counts are exact
+        "checkpoint": {"every": EVERY},
         "evaluate": {"every": 10, "validation_prompts": 4},
     }
     return parse_config(
@@ -102,22 +104,32 @@ def reference_logprobs(run: RunDir, batch: TrajectoryBatch, step: int) -> np.nda
 
 
 def start(
-    run: RunDir, *, searchers: int, sent: signal.Signals | None = None, nth: int = 0
+    run: RunDir,
+    *,
+    searchers: int,
+    sent: signal.Signals | None = None,
+    nth: int = 0,
+    beside: bool = False,
 ) -> multiprocessing.context.ForkServerProcess:
-    """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step."""
+    """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step.
+
+    beside: whether checkpoints are written while training goes on; if not, counts are exact.
+    """
     run.adapt([f"launch.searchers={searchers}"])
     run.begin_attempt()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])  # once for all starts
-    process = context.Process(target=_live, args=(run.path, sent, nth))
+    process = context.Process(target=_live, args=(run.path, sent, nth, beside))
     process.start()
     return process
 
 
-def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
+def _live(path: Path, sent: signal.Signals | None, nth: int, beside: bool = False) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
+    if not beside:
+        checkpoints.beside = at_once
     page.render = lambda *_: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two

@@ -23,7 +23,6 @@ from lab.tabular_learner import STATE_FILE, TabularLearner
 from test_hdf5_shards import small_disk as small_disk
 from test_loops import ReplayExchange, TrainerParts
 
-from tba_hpc.config import ConfigError
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer
@@ -83,22 +82,21 @@ def weights_of(learner: TabularLearner) -> bytes:
     return out.tobytes()
 
 
-def save(run: RunDir, step: int, *, beside: bool) -> None:
+def save(run: RunDir, step: int) -> None:
     """Save ``step``; once that has begun, the weights and the arrays become others."""
     learner = learner_at(step)
     files = {name: partial(dict, part) for name, part in arrays(step).items()}
     state = TrainerState(step=step, revision=step, cursors={0: step})
-    saved = Checkpoints(run, 2, write_arrays, beside=beside).save(state, learner, files)
-    if beside:
-        with torch.no_grad():
-            learner._logits.fill_(np.nan)
+    saved = Checkpoints(run, 2, write_arrays).save(state, learner, files)
+    with torch.no_grad():
+        learner._logits.fill_(np.nan)
     assert saved.result(60).step == step
 
 
 def save_and_die(path: Path, step: int, nth: int) -> None:
     run = RunDir.open(path)
     Killer(path, nth)
-    save(run, step, beside=True)
+    save(run, step)
     os._exit(0)
 
 
@@ -123,7 +121,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
     run: RunDir, tmp_path: Path
 ) -> None:
     for step in (3, 6):
-        save(run, step, beside=True)
+        save(run, step)
     newest = []
     for nth in range(1, 1000):
         copy = RunDir(shutil.copytree(run.path, tmp_path / f"kill-{nth}", symlinks=True))
@@ -132,7 +130,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
         assert folder is not None
         newest.append(read_state(folder).step)
         check_whole(copy, newest[-1])
-        save(copy, 12, beside=True)  # whatever was left is no obstacle
+        save(copy, 12)  # whatever was left is no obstacle
         check_whole(copy, 12)
         kept = [path.name for path in checkpoint_folders(copy, complete=True)]
         assert sorted(path.name for path in copy.checkpoints.iterdir()) == kept and len(kept) == 2
@@ -147,11 +145,11 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_no
     """Real loops and files, checkpoints as often as the disk allows."""
     from tba_hpc.report.audit import audit
 
-    run = RunDir.create(tabular_run.make_config(tmp_path, checkpoint={"every": 1, "snapshot": "memory"}))
+    run = RunDir.create(tabular_run.make_config(tmp_path, checkpoint={"every": 1}))
     for nth in (12, 9):
-        tabular_run.start(run, searchers=2, sent=signal.SIGKILL, nth=nth).join(240)
+        tabular_run.start(run, searchers=2, sent=signal.SIGKILL, nth=nth, beside=True).join(240)
         assert audit(run).problems == ()
-    tabular_run.start(run, searchers=2).join(240)
+    tabular_run.start(run, searchers=2, beside=True).join(240)
     verdict = audit(run)
     assert verdict.finished and verdict.clean and verdict.steps == tabular_run.STEPS, verdict.problems
     events = [record for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
@@ -176,7 +174,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_leaves_no_half_of_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     """From the mark beside it and its folder to the deletion of the one before."""
-    save(run, 3, beside=True)
+    save(run, 3)
     left, makers = [nth], {"touch": Path.touch, "mkdir": Path.mkdir}
     fsync = os.fsync
 
@@ -188,7 +186,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_leaves_no_half_of_it(
     for name, make in makers.items():
         monkeypatch.setattr(Path, name, lambda path, *a, make=make, **k: (full(), make(path, *a, **k))[1])
     monkeypatch.setattr(os, "fsync", lambda descriptor: (full(), fsync(descriptor))[1])
-    saved = Checkpoints(run, 2, write_arrays, beside=True).save(
+    saved = Checkpoints(run, 2, write_arrays).save(
         TrainerState(step=6),
         InAFolder(tabular_run.TABLE),
         {BUFFER_FILE: lambda: arrays(6)[BUFFER_FILE]},
@@ -198,7 +196,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_leaves_no_half_of_it(
     monkeypatch.undo()
     assert not (run.checkpoints / "step-000006").exists()
     check_whole(run, 3)
-    save(run, 9, beside=True)
+    save(run, 9)
     check_whole(run, 9)
 
 
@@ -234,12 +232,11 @@ def make_trainer(
     write: Callable[[Path, Arrays], None],
     *,
     stop: Callable[[RunDir], bool],
-    beside: bool = True,
     **settings: float,
 ) -> tuple[Trainer, RunDir]:
     parts, exchange = make_loops(root, **settings)
     trainer = parts.build(exchange, lambda: stop(parts.run))
-    trainer._saving.checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
+    trainer._saving.checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write)
     return trainer, parts.run
 
 
@@ -265,7 +262,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_put_off(
     assert order.index("checkpoint") > order.index(22)
 
     parts, exchange = make_loops(tmp_path / "waiting")
-    assert parts.build(exchange).run()
+    waiting = parts.build(exchange, lambda: settled(waiting))
+    assert waiting.run()
     assert steps_of(parts.run, "checkpoint") == [5, 10, 15, 20, 25, 30, 35, 40]
     for name in ("step-000005", "step-000040"):
         ours, expected = run.checkpoints / name, parts.run.checkpoints / name
@@ -322,13 +320,12 @@ def settled(trainer: Trainer) -> bool:
     return False
 
 
-@pytest.mark.parametrize("beside", [True, False])
 def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training_goes_on(
-    tmp_path: Path, beside: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk()
     disk.full_for = lambda step: 5 < step < 25
-    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: settled(trainer), beside=beside)
+    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: settled(trainer))
     assert trainer.run() and steps_of(run, None)[-1] == 40
     saved, postponed = steps_of(run, "checkpoint"), steps_of(run, "postponed")
     assert (saved, postponed) == ([5, 25, 30, 35, 40], [10, 15, 20]) and disk.turned_away == 3
@@ -372,38 +369,26 @@ def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:
 # --- Copies ---
 
 
-@pytest.mark.parametrize("where", ["memory", "folder", None])
 @pytest.mark.parametrize("machines_ranks", [1, 10**9])
-def test_a_copy_is_of_its_moment_wherever_it_lies(
-    tmp_path: Path, where: str | None, machines_ranks: int, caplog: pytest.LogCaptureFixture
+def test_a_copy_is_of_its_moment(
+    tmp_path: Path, machines_ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Tensors that share memory share it in the file; what memory has no room for is written at once."""
-    (tmp_path / "node").mkdir()
-    place = str(tmp_path / "node") if where == "folder" else where
-    snapshot = Snapshot(place, local_ranks=machines_ranks, gpu=False)
+    snapshot = Snapshot(local_ranks=machines_ranks, gpu=False)
     flat = torch.arange(1000.0)
     state = {"parts": [flat[:300], flat[300:]], "step": 7, "tied": flat[:300]}
     for start in (0.0, 5.0):  # the second copy takes the memory of the first
         flat.copy_(torch.arange(1000.0) + start)
         path = tmp_path / f"state-{start}.pt"
         snapshot.add(state, str(path))
-        assert path.exists() == (where == "memory" and machines_ranks > 1)
-        if where is not None:
-            flat.fill_(-1)
+        assert path.exists() == (machines_ranks > 1)
+        flat.fill_(-1)
         (write,) = snapshot.take()
         assert write().line(tmp_path).endswith(f" {path.stat().st_size} {path.name}\n")
         loaded = torch.load(path, weights_only=True)
         assert torch.equal(torch.cat(loaded["parts"]), torch.arange(1000.0) + start) and loaded["step"] == 7
         assert loaded["tied"].data_ptr() == loaded["parts"][0].data_ptr()
-    assert ("training waits while" in caplog.text) == (where == "memory" and machines_ranks > 1)
-    assert list((tmp_path / "node").iterdir()) == []
-
-
-def test_a_folder_for_copies_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.snapshot=.*/none is no folder .* choose memory"):
-        Snapshot(str(tmp_path / "none"), local_ranks=1, gpu=False)
-    with pytest.raises(ConfigError, match=r"snapshot=ram is neither memory, null nor an absolute path"):
-        tabular_run.make_config(tmp_path, checkpoint={"snapshot": "ram"})
+    assert ("training waits while" in caplog.text) == (machines_ranks > 1)
 
 
 # --- Memory ---

@@ -181,15 +181,13 @@ class Case:
     offload: bool = False
     sub_group_size: int | None = None
 
-    def config(self, model: Path, *, ranks: int | None = None, snapshot: str | None = "memory") -> Config:
+    def config(self, model: Path, *, ranks: int | None = None) -> Config:
         others = ("ranks", "tied", "offload", "sub_group_size")
         settings = {key: value for key, value in asdict(self).items() if key not in others}
         zero = OFFLOADED if self.offload else {}
         zero |= {"sub_group_size": self.sub_group_size} if self.sub_group_size else {}
         settings["deepspeed"] = {"zero_optimization": zero} if zero else {}
-        return make_config(
-            model, ranks=ranks or self.ranks, snapshot=snapshot, context_length=LONGEST, **settings
-        )
+        return make_config(model, ranks=ranks or self.ranks, context_length=LONGEST, **settings)
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
@@ -349,23 +347,14 @@ def test_a_trainer_needs_little_memory(runs: Runs) -> None:
     assert runs.whole(ONE_RANK).peak_bytes(0) < 1.2e9
 
 
-@pytest.mark.parametrize(
-    "case, snapshot",
-    [
-        *((ZERO_1, "memory"), (ZERO_3, "memory"), (BF16[0], "memory"), (ZERO_2, "folder"), (ZERO_3, None)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_3, BF16[0]], ids=str)
 def test_a_checkpoint_written_beside_training_is_of_its_moment(
-    runs: Runs, tmp_path: Path, case: Case, snapshot: str | None
+    runs: Runs, tmp_path: Path, case: Case
 ) -> None:
     """Two steps are taken before the copies are known to be on disk, and none of them is in the files."""
-    (tmp_path / "folder").mkdir()
-    place = str(tmp_path / "folder") if snapshot == "folder" else snapshot
-    begin: Plan = [("step", 1), ("step", 2), ("snapshot" if snapshot else "save", "checkpoint")]
-    end: Plan = [("written", "checkpoint")] if snapshot else []
-    config = case.config(runs.model(case.tied), snapshot=place)
-    done = run(tmp_path / "run", config, [*begin, *REST, *end])
+    begin: Plan = [("step", 1), ("step", 2), ("snapshot", "checkpoint")]
+    config = case.config(runs.model(case.tied))
+    done = run(tmp_path / "run", config, [*begin, *REST, ("written", "checkpoint")])
     whole = runs.whole(case)
     assert (done.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
@@ -430,14 +419,13 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     (folder / f"peaks-{rank}").write_text(json.dumps(peaks))
 
 
-@pytest.mark.parametrize(("snapshot", "full"), [("memory", 0), ("folder", 1), (None, 1)])
+@pytest.mark.parametrize("full", [0, 1])
 def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_save_has_room(
-    runs: Runs, tmp_path: Path, full: int, snapshot: str | None
+    runs: Runs, tmp_path: Path, full: int
 ) -> None:
-    for name in ("store", "first", "second", "folder"):
+    for name in ("store", "first", "second"):
         (tmp_path / name).mkdir()
-    place = str(tmp_path / "folder") if snapshot == "folder" else snapshot
-    config = ZERO_2.config(runs.model(False), snapshot=place)
+    config = ZERO_2.config(runs.model(False))
     processes = [start(_save_with_one_full, tmp_path, rank, config, full) for rank in range(2)]
     assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
     assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path / 'first'}")
@@ -501,7 +489,7 @@ def _checkpoint_and_die(folder: Path, rank: int, path: Path, config: Config, kil
             killer = Killer(directory.checkpoints / "step-000003", nth)
         learner.follow(lambda: np.empty(0, np.uint8))
         return
-    checkpoints = Checkpoints(directory, 2, write_arrays, beside=True)
+    checkpoints = Checkpoints(directory, 2, write_arrays)
     for step in (1, 2):
         learner.step(make_batch(step), learning_rate=LEARNING_RATE, beta=BETA)
     checkpoints.save(TrainerState(step=2), learner, {}).result(60)

@@ -70,8 +70,7 @@ def assert_clean(run: RunDir) -> None:
 def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) -> None:
     """Twice the trainer is killed and starts again, with another number of searchers of its own."""
     random = np.random.default_rng(0)
-    exchange = {"max_steps_without_data": 4}  # so that it waits where nobody is there
-    run = make_run(tmp_path, steps=60, elastic=3, searchers=0, exchange=exchange)
+    run = make_run(tmp_path, steps=60, elastic=3, searchers=0)
     trainer = tabular_run.start(run, searchers=0, sent=signal.SIGKILL, nth=15)
     starts = [(1, signal.SIGKILL, 20), (0, None, 0)]
     there: list[ForkServerProcess] = []
@@ -135,17 +134,6 @@ def test_a_trainer_that_comes_back_finds_them_waiting(tmp_path: Path) -> None:
     assert_clean(run)
     kinds = [event["event"] for event in events_of(run, FIRST_ELASTIC) if event["event"] != "sealed"]
     assert kinds == ["started", "joined", "moved", "left"]
-
-
-def test_what_comes_too_late_is_dropped_and_the_audit_knows(tmp_path: Path) -> None:
-    run = make_run(tmp_path, steps=80, elastic=1, searchers=1, buffer={"max_age_steps": 1})
-    guest, trainer = tabular_run.visit(run), tabular_run.start(run, searchers=1)
-    assert ended(trainer, guest) == [0, 0]
-    assert_clean(run)
-    verdict = audit(run)
-    late = [record for record in read_metrics(run.metrics_file("trainer")) if record.get("late")]
-    assert verdict.dropped == sum(int(record["late"]) for record in late) > 0
-    assert json.loads(run.summary.read_text())["dropped"] == verdict.dropped
 
 
 def test_a_run_that_is_over_and_a_place_that_is_gone_need_nobody(

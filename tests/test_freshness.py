@@ -218,9 +218,16 @@ def test_with_a_replay_limit_groups_are_missing_once_prompts_are_used_up() -> No
         limited.exclude_unresponsive(4, 12.0)
 
 
-def test_too_many_steps_without_a_shard_make_one_missing() -> None:
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three without data, or five syncs of one step."""
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 1)
+
+
+def test_too_many_steps_without_a_shard_make_one_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the last shard; a resume, at step 10, waits for one at once."""
-    config = config_of(exchange={"max_steps_without_data": 3})
+    few_steps(monkeypatch)
+    config = config_of()
     hungry = Freshness(config, ReplayBuffer(config.buffer, 0))
     hungry.begin(10, CompletedRequests())
     assert hungry.missing(10) == 1
@@ -234,15 +241,18 @@ def test_too_many_steps_without_a_shard_make_one_missing() -> None:
         hungry.exclude_unresponsive(13, 12.0)
     hungry.arrive(shard(1, 0), 13)
     assert [hungry.missing(step) for step in range(13, 18)] == [0, 0, 0, 1, 1]
-    config = config_of(exchange={"max_steps_without_data": None})
-    never = Freshness(config, ReplayBuffer(config.buffer, 0))
+    slow = Freshness(config_of(exchange={"sync_every": 4}), ReplayBuffer(config.buffer, 0))
+    slow.begin(0, CompletedRequests())
+    assert [slow.missing(step) for step in (3, 4)] == [0, 1], "whole syncs"
+    never = Freshness(config, ReplayBuffer(config.buffer, 0), replays=True)
     never.begin(10, CompletedRequests())
     assert never.missing(1000) == 0
 
 
-def test_where_staleness_is_bounded_only_what_is_owed_is_waited_for() -> None:
+def test_where_staleness_is_bounded_only_what_is_owed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests a step, of which version 0 allows those of the first 51: all come, then those of more."""
-    config = config_of(exchange={"max_staleness": 50, "max_steps_without_data": 3})
+    few_steps(monkeypatch)
+    config = config_of(exchange={"max_staleness": 50})
     buffer = ReplayBuffer(config.buffer, 0)
     bounded = Freshness(config, buffer)
     bounded.begin(0, CompletedRequests())

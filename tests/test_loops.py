@@ -45,6 +45,7 @@ from tba_hpc.loops.online_evaluation import LONGEST_TEXT, OnlineEvaluator
 from tba_hpc.loops.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
+from tba_hpc.run.beside import at_once
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
@@ -83,6 +84,12 @@ def never() -> bool:
     return False
 
 
+@pytest.fixture(autouse=True)
+def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is complete before the next step, so that counts are exact."""
+    monkeypatch.setattr("tba_hpc.run.checkpoints.beside", at_once)
+
+
 @dataclass
 class TrainerParts:
     """A trainer as the runtime would build it from the run directory, on the tabular learner."""
@@ -99,10 +106,11 @@ class TrainerParts:
         *,
         pending: Iterable[Shard] = (),
         job_end: float = math.inf,
+        replays: bool = False,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
         self.buffer, completed, state = (
-            ReplayBuffer(self.config.buffer, 0),
+            ReplayBuffer(self.config.buffer, 0, queue=self.config.queue),
             CompletedRequests(),
             TrainerState(),
         )
@@ -127,6 +135,7 @@ class TrainerParts:
             metrics=metrics,
             stop_asked=stop_asked,
             job_end=job_end,
+            replays=replays,
         )
 
     def file_exchange(
@@ -186,7 +195,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     """Real loops, two threads, stale replayed data: the policy ends near [π_ref^(1/γ)·exp(r/β)]^(1/T)/Z."""
     tempered = {"target_temperature": {0: 2.0, 100: 1.25}, "reference_temperature": 2.0}
     target_PC = TABLE.optimum(BETA * 1.25, power=1 / (2 * 1.25))
-    config = make_config(tmp_path, train={"steps": 400, **tempered}, generator={"tempered_share": 0.5})
+    config = make_config(tmp_path, train={"steps": 400, **tempered}, generator={"tempered_range": [0.5, 2.0]})
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     before = total_variation(parts.learner.policy_PC, target_PC).max()
@@ -478,9 +487,13 @@ def _steps_of(run: RunDir, event: str) -> list[object]:
     return [r["step"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == event]
 
 
-def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_resume(tmp_path: Path) -> None:
+def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three: it waits before steps 3 and 6; stopped at 8 and resumed, before 8 and before 11."""
-    config = make_config(tmp_path, train={"steps": 13}, exchange={"max_steps_without_data": 3})
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 0)
+    config = make_config(tmp_path, train={"steps": 13})
     run = RunDir.create(config)
     shards, reached = _sealed(config, run, 5), [False]
     first = Slow(shards)
@@ -493,13 +506,13 @@ def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_r
     assert len(_losses(run)) == 13
 
 
-def test_without_a_limit_a_resume_waits_for_nothing(tmp_path: Path) -> None:
-    config = make_config(tmp_path, exchange={"max_steps_without_data": None})
+def test_a_replay_that_is_resumed_waits_for_no_shard(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
     run = RunDir.create(config)
     shards, reached = _sealed(config, run, 1), [False]
     assert not TrainerParts(config, run).build(Slow(shards), lambda: _losses_reach(run, 3, reached)).run()
     resumed = Slow(shards, published=1)
-    assert TrainerParts(config, run).build(resumed).run() and resumed.looks == 0
+    assert TrainerParts(config, run).build(resumed, replays=True).run() and resumed.looks == 0
 
 
 # --- Stop ---
@@ -575,13 +588,13 @@ def test_a_start_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pa
 
 
 def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) -> None:
-    """A share of them, uniformly within the range, and the same ones whoever asks, and when."""
-    section = {"temperature": 0.9, "tempered_share": 0.4, "tempered_range": [0.5, 2.0], "min_tokens": 2}
+    """Half of them, uniformly within the range, and the same ones whoever asks, and when."""
+    section = {"temperature": 0.9, "tempered_range": [0.5, 2.0], "min_tokens": 2}
     config, draws = make_config(tmp_path, generator=section), 4000
     task = TabularTask(TABLE)
     requests = list(islice(training_requests(config, task, 0, CompletedRequests()), draws))
     warm = [request.sampling.temperature for request in requests if request.sampling.temperature != 0.9]
-    assert abs(len(warm) - 0.4 * draws) < 4 * math.sqrt(draws * 0.4 * 0.6)
+    assert abs(len(warm) - 0.5 * draws) < 4 * math.sqrt(draws * 0.5 * 0.5)
     counts, _ = np.histogram(warm, bins=10, range=(0.5, 2.0))
     assert counts.sum() == len(warm)
     assert ((counts - len(warm) / 10) ** 2 / (len(warm) / 10)).sum() < 33.7  # 1e-4 by 9 degrees of freedom

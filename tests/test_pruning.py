@@ -1,4 +1,4 @@
-"""Shards that no resume needs: what is deleted, what is kept for people, in how much room; kills."""
+"""Shards that no resume needs: what is deleted, what is kept for people; kills."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def write(run: RunDir, searcher: int, count: int, size: int) -> None:
         run.shard_file(searcher, index).write_bytes(bytes(size))
 
 
-def prune(run: RunDir, share: float, cursors: dict[int, int], most_mb: int | None = None) -> None:
+def prune(run: RunDir, share: float, cursors: dict[int, int]) -> None:
     """Delete what is before the cursors, and keep a share of it."""
-    pruner = ShardPruner(run, share, most_mb)
+    pruner = ShardPruner(run, share)
     pruner.prune(cursors)
     assert pruner.finish(60)
 
@@ -79,23 +79,6 @@ def test_the_share_is_kept_bit_by_bit_and_the_rest_is_deleted(run: RunDir, share
             key: before[key] for key in sorted(left)
         }
     assert not run.shard_files() and run.kept.exists() == (share > 0)
-
-
-def test_if_there_is_no_room_every_second_one_goes_old_and_new(run: RunDir) -> None:
-    size = 1 << 18
-    write(run, 0, 64, size)
-    pruner = ShardPruner(run, 1.0, 5)  # room for 20
-    for end in (16, 32, 48, 64):
-        pruner.prune({0: end})
-    assert pruner.finish(60)
-    kept = [index for _, index in sealed_files(run)]
-    places = [place_of((0, index)) for index in range(64)]
-    share = next(share for share in (1 / 8, 1 / 4, 1 / 2) if max(places[index] for index in kept) < share)
-    assert kept == [index for index in range(64) if places[index] < share]
-    assert 8 <= len(kept) <= 20 and kept[0] == 0 and kept[-1] > 48
-    write(run, 0, 80, size)
-    prune(run, 1.0, {0: 80}, most_mb=5)
-    assert 10 <= len(run.kept_files()) <= 20
 
 
 def test_what_cannot_be_deleted_is_named_and_tried_again(

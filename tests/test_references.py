@@ -62,7 +62,7 @@ def make(
         root,
         train={"steps": 14, **train},
         exchange=exchange,
-        checkpoint={"every": 4, "snapshot": None},
+        checkpoint={"every": 4},
         buffer={**BOUNDED, **(buffer or {})},
     )
     return config, RunDir.create(config)

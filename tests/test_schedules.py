@@ -31,7 +31,7 @@ def test_cosine_is_half_way_down_at_half_time() -> None:
 
 
 def test_warmup_stable_decay_of_the_paper() -> None:
-    rate = rates(1000, schedule="linear", warmup_steps=50, decay_steps=500)
+    rate = rates(1000, schedule="linear", warmup_steps=50, decay=(500, 1000))
     assert rate[0] == 1 / 50
     assert rate[49:501] == [1] * 452  # ends of both ramps included
     assert rate[501] == 499 / 500
@@ -39,17 +39,17 @@ def test_warmup_stable_decay_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-@pytest.mark.parametrize("decay_steps", [None, 3])
-def test_decay_is_over_at_the_end_and_stays_there(schedule: str, decay_steps: int | None) -> None:
-    config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay_steps=decay_steps)
+@pytest.mark.parametrize("decay", [None, (7, 10)])
+def test_decay_is_over_at_the_end_and_stays_there(schedule: str, decay: tuple[int, int] | None) -> None:
+    config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay=decay)
     train = TrainSection(steps=10, learning_rate=config)
     assert learning_rate(train, 10) == learning_rate(train, 12) == 0
 
 
-def test_a_run_may_stop_within_the_horizon_of_its_schedule() -> None:
+def test_a_run_may_stop_within_the_decay_of_its_schedule() -> None:
     """The published GSM8K figure: 50/350/600, stopped after 700 of 1000 steps, half way down."""
-    fields = {"schedule": "linear", "warmup_steps": 50, "decay_steps": 600, "peak": 1.0}
-    train = TrainSection(steps=700, horizon=1000, learning_rate=LearningRate(**fields))
+    fields = {"schedule": "linear", "warmup_steps": 50, "decay": (400, 1000), "peak": 1.0}
+    train = TrainSection(steps=700, learning_rate=LearningRate(**fields))
     rate = [learning_rate(train, step) for step in range(700)]
     assert rate[:2] == [1 / 50, 2 / 50] and rate[49:401] == [1] * 352
     assert rate[550] == 0.75 and rate[699] == 301 / 600

@@ -136,7 +136,7 @@ def history(run: RunDir) -> list[dict[str, Any]]:
     return rows
 
 
-WANDB = "track.wandb.project=p"
+WANDB = "track.wandb=p"
 
 
 @pytest.fixture(autouse=True)

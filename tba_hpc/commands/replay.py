@@ -62,17 +62,18 @@ def replay(
 def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:
     """The config of a replay: one trainer; as many steps as were taken, unless others are given.
 
-    The learning rate is laid out as it was; however long no shard comes, no step waits, unless that is given.
+    The learning rate is laid out as it was.
     """
     tree = recorded.model_dump(mode="json")
     name = f"{recorded.run.name}-replay"
     ours = [f"run.name={name}", f"run.root={json.dumps(str(source.path.parent))}", "launch.trainers=1"]
     config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    horizon = laid_out_for(recorded.train)
+    ours += [f"train.steps={max(1, steps)}"]
+    rate, last = recorded.train.learning_rate, laid_out_for(recorded.train)
     if config_of.get("train.steps", "0").isdecimal():  # else it is refused below
-        horizon = max(horizon, int(config_of.get("train.steps", "0")))
-    ours += [f"train.steps={max(1, steps)}", f"train.horizon={horizon}"]
-    ours += ["exchange.max_steps_without_data=null"]  # there is nobody to wait for
+        last = max(last, int(config_of.get("train.steps", "0")))
+    if rate.schedule != "constant" and not any(key.startswith("train.learning_rate") for key in config_of):
+        ours += [f"train.learning_rate.decay={[rate.decay[0] if rate.decay else rate.warmup_steps, last]}"]
     _leave_out_what_follows(tree["train"], config_of)
     config = parse_config(tree, [*ours, *overrides])
     for key, (was, now) in differences(recorded, config).items():

@@ -38,7 +38,6 @@ from tba_hpc.config.sections import (
     TaskSection,
     TrackSection,
     TrainSection,
-    WandbSection,
     is_elastic,
 )
 from tba_hpc.config.variants import Section

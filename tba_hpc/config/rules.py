@@ -85,11 +85,8 @@ def check(config: Config) -> None:
 
 def _of_sampling(config: Config) -> Iterator[str]:
     generator, objective = config.generator, config.train.objective
-    low, high = generator.tempered_range
-    if not 0 < low <= high:
+    if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
         yield "{generator.tempered_range} is no range: give the lower temperature first, above 0"
-    if (low, high) != (0.5, 2.0) and not generator.tempered_share:
-        yield "generator.tempered_range has no effect without generator.tempered_share: set both or neither"
     if generator.min_tokens > generator.max_tokens:
         yield "{generator.min_tokens} is above {generator.max_tokens}: lower the first or raise the second"
     if generator.max_tokens >= config.model.context_length:
@@ -102,9 +99,9 @@ def _of_sampling(config: Config) -> Iterator[str]:
             "{model.logprob_temperature} with {generator.temperature} would bias {train.objective}, which "
             "needs samples of the policy it trains: leave out the first, or make the two equal"
         )
-    if objective.own_samples and generator.tempered_share:
+    if objective.own_samples and generator.tempered_range:
         yield (
-            "{generator.tempered_share} would bias {train.objective}, which needs samples of the policy it "
+            "{generator.tempered_range} would bias {train.objective}, which needs samples of the policy it "
             "trains: leave it out, or train by trajectory_balance"
         )
 
@@ -143,14 +140,14 @@ def _of_the_loss(config: Config) -> Iterator[str]:
 
 def _of_steps(config: Config) -> Iterator[str]:
     train, rate = config.train, config.train.learning_rate
-    if train.horizon is not None and train.horizon < train.steps:
+    if rate.decay is not None and not rate.warmup_steps <= rate.decay[0] < rate.decay[1] >= train.steps:
         yield (
-            "{train.horizon} ends before {train.steps}, where the learning rate has decayed: raise the "
-            "first, or leave it out for a decay over all steps"
+            "{train.learning_rate.decay} is no decay after {train.learning_rate.warmup_steps} that lasts to "
+            "{train.steps} or beyond: give its first and last step, or leave it out"
         )
-    if rate.decay_steps is not None and rate.schedule == "constant":
+    if rate.decay is not None and rate.schedule == "constant":
         yield (
-            "{train.learning_rate.decay_steps} has no effect on a constant rate: leave it out, or set "
+            "{train.learning_rate.decay} has no effect on a constant rate: leave it out, or set "
             "train.learning_rate.schedule to linear or cosine"
         )
     if train.prompts_per_step % config.launch.trainers:
@@ -188,11 +185,6 @@ def _of_the_buffer(config: Config) -> Iterator[str]:
             "{buffer.capacity} cannot hold the {train.prompts_per_step} groups that a step needs with "
             f"max_staleness, replay_limit or reference=reset: raise it to at least {needed}"
         )
-    if buffer.oldest_first and buffer.replay_limit is None:
-        yield (
-            "{buffer.oldest_first} would learn from the same trajectories at every step: set "
-            "buffer.replay_limit=1, or leave it out"
-        )
     given = buffer.model_fields_set if config.on_policy else ()
     bias = "would bias the gradient of {train.objective} in an on-policy run: leave it out, or set it to"
     if "duplicates" in given and buffer.deduplicate:
@@ -204,8 +196,6 @@ def _of_the_buffer(config: Config) -> Iterator[str]:
 def _of_the_exchange(config: Config) -> Iterator[str]:
     exchange, launch = config.exchange, config.launch
     bound, every = exchange.max_staleness, exchange.sync_every
-    if (place := config.checkpoint.snapshot) not in (None, "memory") and not str(place).startswith("/"):
-        yield "{checkpoint.snapshot} is neither memory, null nor an absolute path: name a folder on each node"
     if not launch.places:
         yield "launch.searchers=0 with launch.elastic=0 leaves no searcher: raise one of them"
     if bound is not None and every > bound + 1:
@@ -213,15 +203,10 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
             "{exchange.sync_every} lets weights grow older than {exchange.max_staleness} allows: use at most "
             f"{bound + 1}, or raise the second"
         )
-    if (exchange.max_steps_without_data or math.inf) < every:
-        yield (
-            "{exchange.max_steps_without_data} is below {exchange.sync_every}, and shards come at syncs: "
-            "raise the first to at least the second, or leave it out"
-        )
     if launch.elastic and bound is not None:
         yield (
             "{launch.elastic} lets searchers leave that {exchange.max_staleness} waits for: leave out one of "
-            "the two, or set buffer.max_age_steps"
+            "the two"
         )
 
 

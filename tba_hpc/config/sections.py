@@ -163,10 +163,9 @@ class GeneratorSection(Section):
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass; below 1 the sampler lacks full support, and the objective its guarantee."""
-    tempered_share: Share = 0.0
-    """Share of training prompts sampled at a temperature from tempered_range instead."""
-    tempered_range: tuple[float, float] = (0.5, 2.0)
-    """Range of these temperatures, drawn uniformly per prompt."""
+    tempered_range: tuple[float, float] | None = None
+    """Range of temperatures at which half of the training prompts are sampled instead, drawn uniformly per
+    prompt. null: none are."""
     max_tokens: Count = 512
     """Longest completion, in tokens."""
     min_tokens: int = Field(0, ge=0)
@@ -197,10 +196,6 @@ class GeneratorSection(Section):
 class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m: probability that a group comes from the most recent sync."""
-    oldest_first: bool | None = None
-    """Take completions of the oldest weights first, as a queue, instead of by most_on_policy. With
-    exchange.max_staleness a step waits for those that would soon be too stale, so none is dropped for its
-    age. Needs replay_limit. Left out: true if that and max_staleness are set."""
     capacity_per_prompt: Count = 100
     """Trajectories kept per prompt; the oldest leave first."""
     capacity: Count = 100_000
@@ -215,10 +210,9 @@ class BufferSection(Section):
     """Which completions of a prompt are duplicates. Left out: equal; none in on-policy runs."""
     replay_limit: Count | None = None
     """Steps that may learn from a trajectory; then it is evicted, and the rest of its prompt if too few for a
-    group. The trainer waits if too few prompts are left for a step. null: no limit."""
-    max_age_steps: Count | None = None
-    """Largest age on arrival, in steps since the sampling weights; older trajectories are dropped. null: no
-    limit. (exchange.max_staleness limits the age in use.)"""
+    group. The trainer waits if too few prompts are left for a step. With exchange.max_staleness the buffer is
+    a queue: completions of the oldest weights come first, instead of by most_on_policy, and a step waits for
+    those that would soon be too stale. null: no limit."""
 
     @property
     def deduplicate(self) -> bool:
@@ -248,13 +242,14 @@ class BufferSection(Section):
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Constant after warm-up, or a decay to zero that ends at the horizon."""
+    """Constant after warm-up, or a decay to zero."""
     peak: Positive = 1e-5
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
-    decay_steps: Count | None = None
-    """Steps of the decay; before it the rate is constant. null: all after warm-up."""
+    decay: MayChange[tuple[int, int] | None] = None
+    """First and last step of the decay, such as [400, 1000]; before it the rate is constant, and a run may
+    end within it. null: from the warm-up to train.steps."""
 
     @model_validator(mode="before")
     @classmethod
@@ -307,8 +302,6 @@ class TrainSection(Section):
     steps: MayChange[Count] = 1000
     """Optimizer steps. A run, even a finished one, may go on to more, or end earlier, but not before the step
     it has reached. A decaying learning rate is then laid out for the new length."""
-    horizon: MayChange[Count | None] = None
-    """Step at which the learning rate has decayed; a run may end before. null: steps."""
     prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
@@ -381,9 +374,6 @@ class TrainSection(Section):
 QUEUE_STALENESS = 8
 """Steps: at about that age engines are as busy as without a bound, and data teach nearly as fast as fresh."""
 
-KEPT_MB = 1024
-"""Most room for kept shards, MiB, unless all are kept."""
-
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
@@ -394,22 +384,12 @@ class ExchangeSection(Section):
     """Most steps between the weights that sample a trajectory and those that learn from it; trainer and
     searchers wait for each other. 0: on-policy. null: no bound, as in TBA. Left out: null, but 8, or 2k − 1
     if more, with buffer.replay_limit=1 and launch.elastic=0."""
-    max_steps_without_data: MayChange[Count | None] = Field(
-        default_factory=lambda exchange: max(50, 5 * int(exchange["sync_every"]))
-    )
-    """Most steps since the last shard; then the trainer waits for one, as it does after a resume. Left out:
-    five syncs, but at least 50. null: no limit."""
     seal_seconds: MayChange[Positive] = 2.0
     """Longest time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
     that."""
     keep_shards: MayChange[Share] = 0.0
     """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, for ``tba
-    replay``. Below 1, every second is deleted whenever they take more than 1 GiB."""
-
-    @property
-    def kept_mb(self) -> int | None:
-        """Most room for kept shards, MiB; None: no limit."""
-        return None if self.keep_shards == 1 else KEPT_MB
+    replay``."""
 
 
 class CheckpointSection(Section):
@@ -417,9 +397,6 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints."""
     keep: MayChange[Count] = 2
     """Complete checkpoints kept."""
-    snapshot: MayChange[str | None] = "memory"
-    """Where trainer ranks copy their state, so that training goes on while it is written: memory (if the copy
-    fits into half of what is free), or a folder on a disk of each node. null: training waits."""
 
 
 class EvaluateSection(Section):
@@ -431,16 +408,12 @@ class EvaluateSection(Section):
     """Held-out prompts evaluated before the first and after the last step. null: all."""
 
 
-class WandbSection(Section):
-    project: MayChange[Text]
-    """Project in Weights & Biases. WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_MODE=offline work as usual."""
-
-
 class TrackSection(Section):
     """Trackers that follow the run in a process beside the leading trainer; see also ``tba track``."""
 
-    wandb: MayChange[WandbSection | None] = None
-    """Log to Weights & Biases, as one run over all resumes. null: no."""
+    wandb: MayChange[Text | None] = None
+    """Project in Weights & Biases to log to, as one run over all resumes; WANDB_ENTITY, WANDB_RUN_GROUP and
+    WANDB_MODE=offline work as usual. null: no."""
     tensorboard: MayChange[bool] = False
     """Write event files to RUN/track/tensorboard."""
 
@@ -539,6 +512,11 @@ class Config(Section):
         return limited or self.exchange.max_staleness is not None or reset
 
     @property
+    def queue(self) -> bool:
+        """Whether steps take the completions of the oldest weights first, so that none becomes too stale."""
+        return self.buffer.replay_limit is not None and self.exchange.max_staleness is not None
+
+    @property
     def one_world(self) -> bool:
         """Whether the ranks of a start make one MPI world."""
         return self.exchange.transport == "mpi" and self.launch.searchers > 0
@@ -558,9 +536,7 @@ class Config(Section):
         queue = self.buffer.replay_limit == 1 and not self.launch.elastic
         if queue and "max_staleness" not in self.exchange.model_fields_set:
             self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
-        given, used_up = self.buffer.model_fields_set, self.buffer.replay_limit is not None
-        if self.buffer.oldest_first is None:
-            self._fill("buffer", oldest_first=used_up and self.exchange.max_staleness is not None)
+        given = self.buffer.model_fields_set
         if self.on_policy and "duplicates" not in given:
             self._fill("buffer", duplicates=NoDuplicates())
         if self.on_policy and "reward_temperature" not in given:

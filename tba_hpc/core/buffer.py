@@ -80,17 +80,25 @@ def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
 class ReplayBuffer:
     """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
 
-    value_beta: β of the ``soft_values`` that are stored at the merge; None: none are. embed: for
+    queue: whether the oldest are taken first. value_beta: β of the ``soft_values`` that are stored at the
+    merge; None: none are. embed: for
     ``similarity_limit``; each completion is embedded once, when it comes. duplicates, evicted: so far.
     replay_ratio: mean over the distinct trajectories of the last batch of the steps that have learned from
     each, that batch included; 1: all were new.
     """
 
     def __init__(
-        self, config: BufferSection, seed: int, *, value_beta: float | None = None, embed: Embed | None = None
+        self,
+        config: BufferSection,
+        seed: int,
+        *,
+        queue: bool = False,
+        value_beta: float | None = None,
+        embed: Embed | None = None,
     ) -> None:
         assert (embed is None) == (config.similarity_limit is None), "a limit is one of embeddings"
         self._config = config
+        self._queue = queue
         self._embed = embed
         self._seed = seed
         self._value_beta = value_beta
@@ -401,7 +409,7 @@ class ReplayBuffer:
         its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of uniform. Completions
         are distinct while there are K, else all of them and repeats by the same weights. Each of the two
         draws takes every prompt once before any again, and a batch has a prompt twice only if there are fewer
-        than B; a recent draw that has run out goes on among all prompts. With ``oldest_first`` prompts come
+        than B; a recent draw that has run out goes on among all prompts. In a ``queue`` prompts come
         by the weights of their oldest trajectory, and then by when it came.
 
         Being in a batch is one use of a trajectory, however often, see ``evict_used_up``. Randomness depends
@@ -410,7 +418,7 @@ class ReplayBuffer:
         """
         assert self._live, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
-        drawn = self._queued(groups) if self._config.oldest_first else self._drawn(rng, groups)
+        drawn = self._queued(groups) if self._queue else self._drawn(rng, groups)
         rows = [row for prompt, new in drawn for row in self._choose(rng, prompt, group_size, recent=new)]
         self._count_uses(set(rows))
         batch = TrajectoryBatch.from_arrays(self._gather(rows), group_size=group_size, step=step)
@@ -462,7 +470,7 @@ class ReplayBuffer:
             yield prompt, recent
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts for ``oldest_first``."""
+        """Prompts of a queue, the oldest first."""
         record = self._record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))

@@ -277,10 +277,9 @@ class Learner(Protocol):
     def save(self, folder: Path) -> Callable[[], str]:
         """Copy weights and optimizer; returns what writes them durably into ``folder``, which exists.
 
-        That is called once, before the next ``save``, in any thread; before the next ``step`` if
-        checkpoint.snapshot is null. It returns when all ranks have written: lines of the inventory for files
-        whose checksums are known by then. Raises StateError if they cannot be written, DiskFullError if that
-        is for want of room; then ``save`` may be called again.
+        That is called once, before the next ``save``, in any thread. It returns when all ranks have written:
+        lines of the inventory for files whose checksums are known by then. Raises StateError if they cannot
+        be written, DiskFullError if that is for want of room; then ``save`` may be called again.
         """
 
     def load(self, folder: Path) -> None:

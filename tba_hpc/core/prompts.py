@@ -14,6 +14,9 @@ from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Request, Sampling
 from tba_hpc.core.wording import count
 
+TEMPERED_SHARE = 0.5
+"""Of the prompts of a run with generator.tempered_range, those sampled at such a temperature."""
+
 _PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
 _TEMPERATURE = int.from_bytes(b"warm")
 
@@ -145,7 +148,7 @@ def _temperature(config: Config, request_id: int) -> float:
     """Sampling temperature of a request, a function of the seed and its number."""
     section = config.generator
     random = np.random.default_rng([config.run.seed, _TEMPERATURE, request_id])
-    if random.random() >= section.tempered_share:
+    if section.tempered_range is None or random.random() >= TEMPERED_SHARE:
         return section.temperature
     return float(random.uniform(*section.tempered_range))
 

@@ -15,7 +15,7 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Learning rate of ``step``, on a schedule over ``train.horizon`` or else all ``steps``.
+    """Learning rate of ``step``, on a schedule over all ``steps`` or until its ``decay`` ends.
 
     Warm-up rises from zero before the first step (step 0 has peak / warmup_steps, step warmup_steps − 1 the
     peak), and decay ends at zero after the last: no step has a rate of zero.
@@ -23,18 +23,17 @@ def learning_rate(train: TrainSection, step: int) -> float:
     config = train.learning_rate
     if step < config.warmup_steps:
         return config.peak * (step + 1) / config.warmup_steps
-    return config.peak * _decay(config, step, laid_out_for(train))
+    first, last = config.decay or (config.warmup_steps, train.steps)
+    return config.peak * _decay(config, min(1.0, max(0, last - step) / max(1, last - first)))
 
 
 def laid_out_for(train: TrainSection) -> int:
     """Optimizer steps after which the learning rate has decayed."""
-    return train.horizon or train.steps
+    return train.learning_rate.decay[1] if train.learning_rate.decay else train.steps
 
 
-def _decay(config: LearningRate, step: int, horizon: int) -> float:
-    """Share of the peak after warm-up."""
-    left = max(0, horizon - step)
-    share = min(1.0, left / (config.decay_steps or max(1, horizon - config.warmup_steps)))
+def _decay(config: LearningRate, share: float) -> float:
+    """Share of the peak when that share of the decay is left."""
     match config.schedule:
         case "constant":
             return 1.0

@@ -141,8 +141,7 @@ class DeepSpeedLearner:
         self._engine = _make_engine(config, self._logprobs.train(), group.device)
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
         self._engine._copy_recovery_script = lambda path: None
-        gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
-        self._snapshot = Snapshot(where, local_ranks=group.local_ranks, gpu=gpu)
+        self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
@@ -432,7 +431,7 @@ class DeepSpeedLearner:
         """A follower's part: the leader learns from ``gather`` what has become of it."""
         wait([self._written])  # the memory of its copy is used again
         write = self._save(folder)
-        self._written = beside(write) if self._config.checkpoint.snapshot else at_once(write)
+        self._written = beside(write)
 
     def _save(self, folder: Path) -> Callable[[], str]:
         with _unwritable(folder):

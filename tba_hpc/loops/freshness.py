@@ -22,12 +22,19 @@ from tba_hpc.core.wording import count
 
 log = logging.getLogger(__name__)
 
+STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
+"""Most steps since the last shard, or syncs if these take longer; then a step waits for one."""
+
 
 class Freshness:
-    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``."""
+    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``.
 
-    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
+    replays: whether recorded shards come when they came, so that no step waits for one it could do without.
+    """
+
+    def __init__(self, config: Config, buffer: ReplayBuffer, *, replays: bool = False) -> None:
         self._config = config
+        self._replays = replays
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
         self._fed: int | None = 0  # step at which a shard came last; None: not since the run was resumed
@@ -83,19 +90,6 @@ class Freshness:
             stale |= np.abs(step - record["version_oldest"]) > bound
         return stale
 
-    @property
-    def has_late(self) -> bool:
-        """Whether anything can come too late."""
-        return self._config.buffer.max_age_steps is not None
-
-    def is_late(self, record: np.ndarray, step: int) -> np.ndarray:
-        """bool [N] of RECORD [N]: which trajectories come too late to be merged before ``step``."""
-        limit = self._config.buffer.max_age_steps
-        if limit is None:
-            return np.zeros(len(record), bool)
-        late: np.ndarray = np.abs(step - record["version_oldest"]) > limit
-        return late
-
     def filling(self, step: int) -> bool:
         """Whether the initial buffer of a run is what it waits for."""
         return step == 0 and self._config.exchange.max_staleness is None
@@ -109,16 +103,17 @@ class Freshness:
 
     def _overdue(self, step: int) -> int:
         """Requests that must come before a queue may go on; if groups are drawn, none is waited for."""
-        return self._budget.overdue(step) if self._budget and self._config.buffer.oldest_first else 0
+        return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
         """Whether ``step`` must wait for a shard, as none has come for too many steps, or since a resume.
 
-        Not if no limit is wanted, or nobody may issue a request.
+        Not in a replay, or if nobody may issue a request.
         """
-        limit = self._config.exchange.max_steps_without_data
-        can_come = self._budget is None or self._owed.total() > 0
-        return limit is not None and can_come and (self._fed is None or step - self._fed >= limit)
+        if self._replays or (self._budget is not None and not self._owed.total()):
+            return False
+        limit = max(STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA * self._config.exchange.sync_every)
+        return self._fed is None or step - self._fed >= limit
 
     @property
     def _groups(self) -> int:

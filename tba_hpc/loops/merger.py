@@ -1,8 +1,8 @@
 """Merges sealed shards into the replay buffer, each exactly once, and evicts what is stale or used up.
 
 Every change leaves a line in the trainer's metrics, as shards are pruned: ``tba audit`` follows these lines.
-What comes too late stays out, and so does a group whose request was answered before: an elastic searcher that
-was frozen while another took its place may have asked for it, too.
+A group whose request was answered before stays out: an elastic searcher that was frozen while another took
+its place may have asked for it, too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ MERGED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """What of a shard is merged, and of what stays out: too late, or answered again.
-
-    late, again: how many of either; answered: requests of the latter.
-    """
+    """What of a shard is merged; again: how many completions stay out; answered: their requests."""
 
     kept: Trajectories
-    late: int
-    again: int
-    answered: Sequence[int]
+    again: int = 0
+    answered: Sequence[int] = ()
 
 
 @dataclass
@@ -92,27 +88,20 @@ class Merger:
         """As ``_sift`` of each; at once if nothing can stay out, as in most runs."""
         searchers = (*state.cursors, *(shard.searcher for shard in shards))
         self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a start with elastic ones
-        if self._rivals or self.freshness.has_late:
-            return [self._sift(state.step, shard) for shard in shards]
+        if self._rivals:
+            return [self._sift(shard) for shard in shards]
         self.completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        return [Sifted(shard.trajectories, 0, 0, ()) for shard in shards]
+        return [Sifted(shard.trajectories) for shard in shards]
 
-    def _sift(self, step: int, shard: Shard) -> Sifted:
+    def _sift(self, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
         record = shard.trajectories.record
-        again = np.zeros(len(record), bool)
-        if self._rivals:
-            again = self.completed.among(record["request_id"])
-        late = self.freshness.is_late(record, step) & ~again
+        again = self.completed.among(record["request_id"])
         self.completed.add(record["request_id"])
-        out = late | again
-        kept = shard.trajectories.take(np.flatnonzero(~out)) if out.any() else shard.trajectories
-        return Sifted(
-            kept,
-            int(late.sum()),
-            int(again.sum()),
-            np.unique(record["request_id"][again]).tolist(),
-        )
+        if not again.any():
+            return Sifted(shard.trajectories)
+        answered = np.unique(record["request_id"][again]).tolist()
+        return Sifted(shard.trajectories.take(np.flatnonzero(~again)), int(again.sum()), answered)
 
 
 def merge_pending(
@@ -155,7 +144,6 @@ def _merge_event(
         "added": merged.added,
         "duplicates": merged.duplicates,
         "evicted": merged.evicted,
-        "late": sifted.late or None,
         "again": sifted.again or None,
         "answered": sifted.answered or None,
     }

@@ -50,7 +50,9 @@ def restore(run: RunDir, config: Config) -> Restored:
     """From the newest checkpoint, which is whole. Raises StateError, ConfigError."""
     folder = latest_checkpoint(run)
     value_beta, embed = config.train.value_beta, make_embed(config)
-    buffer = ReplayBuffer(config.buffer, config.run.seed, value_beta=value_beta, embed=embed)
+    buffer = ReplayBuffer(
+        config.buffer, config.run.seed, queue=config.queue, value_beta=value_beta, embed=embed
+    )
     state, completed = TrainerState(), CompletedRequests()
     if folder:
         state = read_state(folder)

@@ -57,12 +57,11 @@ class Saving:
         return passed and not self.under_way and step < self.config.train.steps
 
     def save(self, state: TrainerState) -> None:
-        """Copy what a checkpoint holds; ``Checkpoints`` writes it while the next steps run, or now."""
+        """Copy what a checkpoint holds; ``Checkpoints`` writes it while the next steps run."""
         state = replace(state, save_seconds=self.seconds)
         self.last_step = state.step
         self._event = state_event("checkpoint", state, self.buffer)
-        if self.checkpoints.beside:
-            self.metrics.log(state_event("snapshot", state, self.buffer))
+        self.metrics.log(state_event("snapshot", state, self.buffer))
         files: dict[str, Callable[[], Arrays]] = {
             BUFFER_FILE: self.buffer.snapshot(),
             PROMPTS_FILE: partial(dict, done=self.completed.to_array()),

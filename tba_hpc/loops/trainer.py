@@ -41,8 +41,8 @@ MARGIN_SECONDS = 30.0
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
-    saved: what the newest checkpoint holds; ``merger.merge_pending`` may lie between. job_end: when the job's
-    time is over, unix seconds.
+    saved: what the newest checkpoint holds; ``merger.merge_pending`` may lie between. replays: as of
+    Freshness. job_end: when the job's time is over, unix seconds.
     """
 
     config: Config
@@ -56,6 +56,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
+    replays: bool = False
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of completions that were new, on the monotonic clock
     _published: Publication | None = None  # with the weights that searchers have
@@ -65,7 +66,7 @@ class Trainer:
     def __post_init__(self, saved: TrainerState) -> None:
         self.job_end += time.monotonic() - time.time()  # whatever the clock is set to meanwhile
         self._evaluated = self.state.step
-        self._freshness = Freshness(self.config, self.buffer)
+        self._freshness = Freshness(self.config, self.buffer, replays=self.replays)
         self._merger = Merger(self.config, self.buffer, self.completed, self._freshness, self.metrics)
         self._step_log = StepLog(self.config.train, self.buffer, self.metrics, version=self.state.step)
         self._saving = Saving(

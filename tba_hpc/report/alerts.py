@@ -440,8 +440,8 @@ def truncated(view: View) -> Found | None:
 @rule(
     "launch.searchers",
     why="completions come too slowly",
-    remedy="Add launch.searchers, or loosen exchange.max_staleness, buffer.replay_limit or "
-    "exchange.max_steps_without_data, whichever it waits for",
+    remedy="Add launch.searchers, or loosen exchange.max_staleness or buffer.replay_limit, whichever it "
+    "waits for",
 )
 def waiting_trainer(view: View) -> Found | None:
     """The trainer stands still for lack of data: half of the machines would do."""

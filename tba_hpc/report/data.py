@@ -38,7 +38,7 @@ class Counts:
     attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
     back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
     history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
-    with those merged; dropped: those of them that it did not get, as they came too late or once more.
+    with those merged; dropped: those of them that answered a request once more.
     """
 
     attempts: int

@@ -44,7 +44,7 @@ PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 class Merged:
     """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next.
 
-    dropped: trajectories that came too late, or answered a request a second time.
+    dropped: trajectories that answered a request a second time.
     """
 
     revision: int = 0
@@ -65,7 +65,7 @@ class Merged:
             self.trajectories += whole(record, "trajectories")
             self.tokens += whole(record, "tokens")
             self.duplicates += whole(record, "duplicates")
-            self.dropped += whole(record, "late") + whole(record, "again")
+            self.dropped += whole(record, "again")
             self.cursors[whole(record, "searcher")] = whole(record, "shard") + 1
 
     def copy(self) -> Merged:

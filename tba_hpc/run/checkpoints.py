@@ -97,20 +97,17 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    beside: whether the caller goes on once all is copied, while a thread writes the copies. kept_share,
-    kept_mb: of shards, as ``ShardPruner``'s share and most_mb.
+    kept_share: of shards, as ``ShardPruner``'s share.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
-    beside: bool = False
     kept_share: float = 0.0
-    kept_mb: int | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run, self.kept_share, self.kept_mb))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.kept_share))
 
     def save(
         self,
@@ -123,9 +120,9 @@ class Checkpoints:
         """Copy what a checkpoint holds, and write it; then delete shards and references that none needs.
 
         One at a time. files: the files of arrays, and what makes these, maybe in another thread. records:
-        makes durable what must be on disk before the checkpoint counts it. The future is done on return
-        unless ``beside``, and gives the state that the checkpoint holds, or raises DiskFullError, StateError,
-        ExchangeError. If the disk is full nothing of the checkpoint stays.
+        makes durable what must be on disk before the checkpoint counts it. A thread writes the copies; the
+        future gives the state that the checkpoint holds, or raises DiskFullError, StateError, ExchangeError.
+        If the disk is full nothing of the checkpoint stays.
         """
         began = time.monotonic()
 
@@ -151,7 +148,7 @@ class Checkpoints:
                 return saved
 
         begun = at_once(begin)
-        return beside(complete) if self.beside else at_once(complete)
+        return beside(complete)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""

@@ -25,9 +25,8 @@ EMPTY = ShardSize(0, 0)
 class Merge:
     """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence.
 
-    step: optimizer steps done by then; sync: version of the weights published last. late, again:
-    trajectories that stayed out by rule, as they came too late, or their request had been answered before;
-    answered: these requests.
+    step: optimizer steps done by then; sync: version of the weights published last. again: trajectories that
+    stayed out, as their request had been answered before; answered: these requests.
     """
 
     key: ShardKey
@@ -40,14 +39,8 @@ class Merge:
     added: int
     duplicates: int
     evicted: int
-    late: int = 0
     again: int = 0
     answered: tuple[int, ...] = ()
-
-    @property
-    def left_out(self) -> int:
-        """Trajectories that stayed out of the buffer by rule."""
-        return self.late + self.again
 
     @classmethod
     def of(cls, record: Record) -> Merge:
@@ -57,7 +50,7 @@ class Merge:
             key=(whole(record, "searcher"), whole(record, "shard")),
             request_ids=tuple(cast(list[int], record.get("request_ids", []))),
             answered=tuple(cast(list[int], record.get("answered", []))),
-            **{name: whole(record, name) for name in (*counts, "late", "again")},
+            **{name: whole(record, name) for name in (*counts, "again")},
         )
 
 

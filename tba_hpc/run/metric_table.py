@@ -97,7 +97,7 @@ SEARCH = {
     "search/truncated_share": _curve("share", "of these, cut off by the token limit"),
     "search/kl": _curve(
         "nats per completion",
-        "mean of log π_behaviour − log π_ref over those not tempered (generator.tempered_share): an estimate "
+        "mean of log π_behaviour − log π_ref over those not tempered (generator.tempered_range): an estimate "
         "of KL(π‖π_ref); absent if the reference is what samples",
     ),
     "search/entropy": _curve("nats per token", "mean of −log π_behaviour over the tokens of the same"),
@@ -130,7 +130,7 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "it begins from the checkpoint of ``step``; later records before this one are taken back",
     "filling": "it waits for the first completions",
-    "waiting": "for a shard, after exchange.max_steps_without_data steps or a resume; one record per wait",
+    "waiting": "for a shard, after five syncs or 50 steps without one, or a resume; one record per wait",
     "reset": "the policy became the reference",
     "merged": "a shard came into the buffer: see the fields below",
     "evicted": "trajectories were dropped for age, reference or reuse (buffer.replay_limit): ``evicted``",
@@ -159,7 +159,6 @@ FIELDS = {
     "trajectories, tokens": "in the shard (tokens of completions)",
     "request_ids": "the requests that its groups answer, by their place in the run's prompt sequence",
     "added, duplicates, evicted": "what the buffer did with them: buffer/… went up by this",
-    "late": "of them, dropped as older than buffer.max_age_steps",
     "again, answered": "of them, dropped because a shard before answered their request; these requests",
     "fault": "what is wrong, in words",
     "place, searchers": "an elastic searcher's place in the prompt sequence, and how many there are",

@@ -1,7 +1,7 @@
-"""Deletes shards that no resume needs any more, or keeps a share of them for people, in bounded room.
+"""Deletes shards that no resume needs any more, or keeps a share of them for people.
 
 It happens beside the trainer's loop, which does not wait for a file system. Which shards are kept follows
-from searcher and index alone, evenly over the run; if they take too much room every second of them goes.
+from searcher and index alone, evenly over the run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class ShardPruner:
     """Deletes merged shards on a thread of its own, in the order of their indices, or moves them to RUN/kept.
 
     A process that ends does not wait for it; the next call, maybe of the next start, deletes what is left.
-    share: of all shards that are kept, 0…1. most_mb: that these take, MiB, None for no bound.
+    share: of all shards that are kept, 0…1.
     """
 
-    def __init__(self, run: RunDir, share: float = 0.0, most_mb: int | None = None) -> None:
+    def __init__(self, run: RunDir, share: float = 0.0) -> None:
         self._run = run
         self._share = share
-        self._most_mb = most_mb
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # One for all calls: if every core is busy, the start of a thread may take half a second.
         threading.Thread(target=self._work, name="pruner", daemon=True).start()
@@ -76,8 +75,6 @@ class ShardPruner:
                 len(errors),
                 errors[0],
             )
-        if self._share and self._most_mb is not None:
-            self._thin_out(self._most_mb << 20)
 
     def _drop(self, key: ShardKey) -> None:
         """Move the file of a shard to RUN/kept, or delete it if it is not to be kept or the disk is full."""
@@ -92,15 +89,6 @@ class ShardPruner:
                 if not is_for_room(error):
                     raise
         file.unlink(missing_ok=True)
-
-    def _thin_out(self, most: int) -> None:
-        """Halve the share until what is kept takes no more than so many bytes, or is a single shard."""
-        kept = {key: path.stat().st_size for key, path in self._run.kept_files().items()}
-        while len(kept) > 1 and sum(kept.values()) > most:
-            self._share /= 2
-            for key in [key for key in kept if place_of(key) >= self._share]:
-                self._run.kept_file(*key).unlink()
-                del kept[key]
 
 
 def sealed_files(run: RunDir) -> dict[ShardKey, Path]:

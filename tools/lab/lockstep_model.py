@@ -66,12 +66,12 @@ class Run:
         constant = skill.constant(self.rate)
         config = load_config(QUICKSTART, [*given, *PREFACE, constant, *size, *self.overrides])
         of = config.generator
-        asked = (of.temperature, of.top_p, of.min_tokens, of.tempered_share)
-        if asked != (1, 1, 0, 0) or config.model.policy_temperature != 1:
+        asked = (of.temperature, of.top_p, of.min_tokens, of.tempered_range)
+        if asked != (1, 1, 0, None) or config.model.policy_temperature != 1:
             raise ValueError(
-                f"generator.temperature, top_p, min_tokens and tempered_share are {asked}, and the policy's "
-                f"temperature {config.model.policy_temperature:g}: the lab knows (1, 1, 0, 0) and 1 alone, "
-                "leave them out"
+                f"generator.temperature, top_p, min_tokens and tempered_range are {asked}, and the policy's "
+                f"temperature {config.model.policy_temperature:g}: the lab knows (1, 1, 0, None) and 1 "
+                "alone, leave them out"
             )
         return config
 

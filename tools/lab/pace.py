@@ -25,8 +25,7 @@ ARMS = {
     EIGHT: (*asynchrony.QUEUE, "launch.searchers=1"),
     FREE: (
         *asynchrony.QUEUE,
-        "exchange.max_staleness=null",
-        "buffer.oldest_first=true",
+        "exchange.max_staleness=200",
         "launch.searchers=1",
     ),
     asynchrony.SYNCHRONOUS: asynchrony.ARMS[asynchrony.SYNCHRONOUS],

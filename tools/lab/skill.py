@@ -41,7 +41,6 @@ ONCE = (
     "buffer.duplicates=none",
     "buffer.most_on_policy=1",
     "buffer.replay_limit=1",
-    "buffer.oldest_first=true",
 )
 """Each trajectory is learned from once: the buffer is a queue, and speed decides nothing but the clock."""
 

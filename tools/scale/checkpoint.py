@@ -55,7 +55,6 @@ def _measured(millions: int, ranks: int) -> list[Row]:
             },
             "generator": {"max_tokens": 32, "completions_per_prompt": 4},
             "train": {"prompts_per_step": TINY.groups, "completions_per_prompt": TINY.group_size},
-            "checkpoint": {"snapshot": "memory"},
             "launch": {"trainers": ranks},
         }
         run = RunDir.create(parse_config(tree))
@@ -84,7 +83,7 @@ def _work(root: Path, path: Path, rank: int, rows: multiprocessing.SimpleQueue[l
 
 def _lead(run: RunDir, learner: DeepSpeedLearner, ranks: int) -> Iterator[Row]:
     learner.step(make_batch(TINY), learning_rate=1e-5, beta=0.1)  # the optimizer has no state before
-    checkpoints = Checkpoints(run, 1, write_arrays, beside=True)
+    checkpoints = Checkpoints(run, 1, write_arrays)
     stalls, writes, copying, plain = [], [], [], []
     for step in range(SAVES):
         began = time.perf_counter()

@@ -94,7 +94,7 @@ def audit(run: RunDir) -> Audit:
         tokens=sum(size.tokens for size in evidence.sizes.values()),
         duplicates=sum(merge.duplicates for merge in evidence.history.merges),
         evicted=sum(merge.evicted for merge in evidence.history.merges) + evidence.history.dropped(),
-        dropped=sum(merge.left_out for merge in evidence.history.merges),
+        dropped=sum(merge.again for merge in evidence.history.merges),
         merged=sum(merge.trajectories for merge in evidence.saved_merges),
         pending=sum(file.size.trajectories for file in evidence.waiting.values()),
         checks=every_check(evidence),

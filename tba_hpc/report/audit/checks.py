@@ -136,8 +136,8 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
         )
     if file and not file.fault and (file.size, file.request_ids) != (brought, merge.request_ids):
         yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
-    if merge.trajectories != merge.added + merge.duplicates + merge.left_out:
-        left_out = f", and {merge.left_out} stayed out by rule" if merge.left_out else ""
+    if merge.trajectories != merge.added + merge.duplicates + merge.again:
+        left_out = f", and {merge.again} stayed out by rule" if merge.again else ""
         yield Violation(
             f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
             f"{merge.added} as new and {merge.duplicates} as duplicates{left_out}"
@@ -217,9 +217,7 @@ def check_buffer(evidence: Evidence) -> Check:
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
         f"+ {state.evicted:,} evicted"
     )
-    late = sum(merge.late for merge in evidence.saved_merges)
     again = sum(merge.again for merge in evidence.saved_merges)
-    looked_at += f" + {late:,} dropped as too late" if late else ""
     looked_at += f" + {again:,} of requests answered before" if again else ""
     return Check("trajectories used or evicted", looked_at, tuple(violations))
 
@@ -227,7 +225,7 @@ def check_buffer(evidence: Evidence) -> Check:
 def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
     state, limits = checkpoint.state, evidence.config.buffer
     record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
-    left_out = sum(merge.left_out for merge in evidence.history.until(state.revision))
+    left_out = sum(merge.again for merge in evidence.history.until(state.revision))
     expected = [state.trajectories - left_out, state.duplicates, state.evicted]
     if counters != expected:
         yield Violation(f"{checkpoint.name}: the buffer counts {counters}, state.json {expected}")

@@ -23,7 +23,7 @@ SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 State = Literal["waiting", "merged", "buffer", "gone"]
 """waiting: sealed, not merged. merged: since the newest checkpoint. buffer: in it then. gone: evicted, equal
-to another, or too late."""
+to another."""
 
 Rank = tuple[float, int, int]
 

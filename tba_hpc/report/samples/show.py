@@ -31,7 +31,7 @@ STATES = {
     "waiting": "not merged",
     "merged": "merged, no checkpoint since",
     "buffer": "in the buffer",
-    "gone": "not in the buffer: evicted, equal to another, or too late",
+    "gone": "not in the buffer: evicted, or equal to another",
 }
 
 

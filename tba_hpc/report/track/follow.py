@@ -35,8 +35,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
     """
     if not config.track.wanted:
         raise ConfigError(
-            f"{run.path} names no tracker: add --set track.tensorboard=true, or --set "
-            "track.wandb.project=NAME"
+            f"{run.path} names no tracker: add --set track.tensorboard=true, or --set track.wandb=PROJECT"
         )
     require_trackers(config)
     make_folder(run.track)
@@ -55,11 +54,11 @@ class _Follower:
     """One tracker, with its own place in the run: another may have begun later."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
-        section = config.track.wandb if name == "wandb" else None
-        self._file = run.track / f"{name}{f'-{wandb_mode()}' if section else ''}.json"
+        project = config.track.wandb if name == "wandb" else None
+        self._file = run.track / f"{name}{f'-{wandb_mode()}' if project else ''}.json"
         state: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._news = News(run, state)
-        self.sink: Sink = WandbSink(run, config, section, state) if section else TensorBoardSink(run)
+        self.sink: Sink = WandbSink(run, config, project, state) if project else TensorBoardSink(run)
 
     def look(self) -> bool:
         """Send what is new; whether the trainer has ended by then."""

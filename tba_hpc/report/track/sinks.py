@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tba_hpc.config import Config, WandbSection
+from tba_hpc.config import Config
 from tba_hpc.report.track.news import Point
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
@@ -71,13 +71,13 @@ class WandbSink:
     It gets the config, figures and some answers; no code, console output, machine data or environment.
     """
 
-    def __init__(self, run: RunDir, config: Config, section: WandbSection, state: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunDir, config: Config, project: str, state: Mapping[str, Any]) -> None:
         import wandb
 
         self._id = state.get("id") or secrets.token_hex(4)
         self._count = int(state.get("count", 0))
         self._run = wandb.init(
-            project=section.project,
+            project=project,
             name=run.path.name,
             id=self._id,
             resume="allow" if wandb_mode() == "online" else None,
