@@ -49,6 +49,9 @@ def test_a_copy_is_whole_and_an_edit_makes_another(package: Path, tmp_path: Path
     (second / "tba_hpc/launch/x.py").unlink()  # a machine went down in the midst
     assert _files(snapshot.take(run)) == {"tba_hpc/launch/x.py": "two", "tba_hpc/sites/generic.yaml": "{}"}
     assert sorted(path.name for path in (run / "code").iterdir()) == sorted([first.name, second.name])
+    (package / "launch/x.py").write_text("three")
+    third = snapshot.take(run)
+    assert sorted(path.name for path in (run / "code").iterdir()) == sorted([second.name, third.name])
 
 
 def test_a_job_has_the_same_copy_at_each_of_its_starts(package: Path, tmp_path: Path) -> None:
