@@ -103,11 +103,6 @@ def test_a_run_that_has_not_begun_raises_no_alert() -> None:
     assert alerts(Trends(), config(), []) == []
 
 
-def test_records_without_the_figures_raise_no_alert() -> None:
-    old = {name: HEALTHY[name] for name in ("train/wait_share", "train/grad_norm", "search/reward")}
-    assert alerts(trends_of(old), config(), SOLVED) == []
-
-
 def after(step: int, value: float, before: float) -> Callable[[int], float]:
     """A series that changes at a step."""
     return lambda at: before if at < step else value
@@ -288,13 +283,6 @@ def test_now_is_as_many_of_the_newest_as_are_asked_for() -> None:
     for step, value in ((0, 9.0), (2, 1.0), (4, 4.0)):
         curve.take(step, value, 20)
     assert curve.latest == pytest.approx(2.5)
-
-
-def test_completions_are_weighed_not_records() -> None:
-    trends = Trends()
-    for count, kl in ((300, 1.0), (100, 5.0)):
-        trends.take_search({"search/version": 2, "search/trajectories": count, "search/kl": kl})
-    assert trends.latest("search/kl") == pytest.approx(2.0) and trends.trajectories == 400
 
 
 def test_what_is_set_aside_counts_over_all_attempts() -> None:

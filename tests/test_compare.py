@@ -113,16 +113,6 @@ def test_figures_of_different_references_are_not_put_beside_each_other(
     assert ("<b>KL</b>" in page) is shared and ("are left out: these runs" in page) is not shared
 
 
-def test_the_page_escapes_names_and_fetches_nothing(runs: list[RunDir], tmp_path: Path) -> None:
-    path = tmp_path / "compare.html"
-    write_comparison(path, compare([run.path for run in runs]))
-    text = path.read_text()
-    assert "&lt;a&gt;" in text and "<a>" not in text and "rloo" in text
-    assert not re.search(r"<script|<link|src=", text)
-    with pytest.raises(ConfigError, match="choose another place with --html"):
-        write_comparison(tmp_path / "no" / "x.html", compare([run.path for run in runs]))
-
-
 def test_the_command_answers_in_json_and_wants_two_runs(runs: list[RunDir]) -> None:
     done = CliRunner().invoke(cli.app, ["compare", *(str(run.path) for run in runs), "--json"])
     assert len(json.loads(done.stdout)["runs"]) == 2

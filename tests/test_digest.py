@@ -71,18 +71,6 @@ def test_a_digest_that_is_kept_and_taken_up_is_that_of_all_lines(
     assert len(rest.new()) == len(records) - kept_at or kept_at == 0
 
 
-def test_a_writer_goes_on_with_the_digest_of_the_one_before(tmp_path: Path) -> None:
-    path, records = tmp_path / "m.jsonl", list(trainer_records(60))
-    for part in (records[:50], records[50:51], records[51:]):
-        writer = MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))
-        for record in part:
-            writer.log(record)
-        writer.close()
-    found, _ = kept_digest(path, TrainerDigest())
-    assert (found.step, found.starts, found.redone) == (60, 3, 60)
-    assert found.merged.shards == 60 and found.merged.tokens == sum(range(50, 110))
-
-
 @pytest.mark.parametrize("damage", ["cut", "other format", "no JSON", "longer than the file", "in a line"])
 def test_a_digest_that_does_not_fit_its_file_is_made_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "m.jsonl"

@@ -13,7 +13,7 @@ from recorded import new_run
 
 from tba_hpc.config import ConfigError
 from tba_hpc.report import logs
-from tba_hpc.report.logs import follow_logs, log_files, print_ends
+from tba_hpc.report.logs import log_files, print_ends
 from tba_hpc.run.directory import RunDir
 
 
@@ -56,11 +56,6 @@ def test_one_rank_of_one_attempt_is_shown_and_what_is_not_there_refused(
     for (rank, attempt), words in refusals.items():
         with pytest.raises(ConfigError, match=words):
             print_ends(run, rank, attempt, lines=1)
-
-
-def test_a_run_without_logs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no log yet; there are: none"):
-        print_ends(new_run(tmp_path), None, None, lines=1)
 
 
 def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(
@@ -125,14 +120,6 @@ def test_following_goes_on_over_a_new_job_and_attempt_until_the_run_is_finished(
     assert followed.next_lines(2) == [f"==> {run.logs}/attempt-003/trainer-0000.log <==", "third"]
     run.mark_finished()
     assert followed.end() == 0
-
-
-def test_following_a_finished_run_shows_the_end_and_ends(run: RunDir) -> None:
-    run.mark_finished()
-    followed = Followed(run, "--rank", "trainer-0")
-    assert followed.next_lines(2)[1:] == ["trainer-0000 2 4"]
-    assert followed.end() == 0
-    assert follow_logs(run, "batch", None, lines=0) is None
 
 
 def test_a_link_out_of_the_run_is_no_log_of_it(run: RunDir, tmp_path: Path) -> None:

@@ -44,12 +44,6 @@ def test_summary_of_a_resumed_run_counts_every_thing_once(run: RunDir) -> None:
     assert names <= stored.keys() and stored["pass_at_1_after"] == 0.85
 
 
-def test_summary_of_an_empty_run_has_no_figures(run: RunDir) -> None:
-    summary = summarise(run, run.config())
-    assert (summary.steps, summary.attempts, summary.finished, summary.train_seconds) == (0, 0, False, 0.0)
-    assert summary.pass_at_1_before is summary.pass_at_1_after is None
-
-
 def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_words(run: RunDir) -> None:
     """A minute of one, killed; 40 s of the next in its place; 100 s of another: 200 s for 1,000 tokens."""
     for place, stays in ((0, ((100, 160), (500, 540))), (5000, ((100, 200),))):
@@ -74,14 +68,6 @@ def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_h
     happen(run, 4710.0, "failed", job="7", code=1)
     happen(run, 4750.0, "start", job="7", attempt="attempt-003", trainers=1, searchers=2)
     assert summarise(run, run.config()).ettr == pytest.approx(70 / (65 + 110 + 40))
-
-
-def test_an_evaluation_counts_once_all_parts_are_there(run: RunDir) -> None:
-    part = Evaluation(split="test", step=0, correct=1, total=2, tokens=9, truncated=0)
-    write_evaluation(run, 1, 2, part)
-    assert summarise(run, run.config()).pass_at_1_before is None
-    write_evaluation(run, 0, 2, part)
-    assert summarise(run, run.config()).pass_at_1_before == 0.5
 
 
 def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,42 +226,6 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     assert (
         "2 × engine rebuilt · 1 × ended without a word · 1 × node unreachable · 1 × back to the queue" in text
     )
-
-
-def fresh(version: int, count: int, **figures: object) -> dict[str, object]:
-    """A searcher's record of ``count`` completions."""
-    return search(1000.0, 100, 1000.0, **{"version": version, "trajectories": count, **figures})
-
-
-def test_searchers_are_averaged_by_what_they_sampled(run: RunDir) -> None:
-    write(run.metrics_file("searcher", 0), [fresh(0, 300, kl=1.0), fresh(2, 100, kl=4.0), fresh(3, 0)])
-    write(run.metrics_file("searcher", 1), [fresh(0, 100, kl=3.0)])
-    steps, values = plots._course(RunData.read(run), "search/kl")
-    assert (steps.tolist(), values.tolist()) == ([0, 2], [1.5, 4.0])
-
-
-def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -> None:
-    told = {"kl": 1.0, "entropy": 0.3, "flat_groups": 0.2, "length": 9.0}
-    resumed_run(run)
-    before = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
-    write(run.metrics_file("searcher", 0), [fresh(version, 3, **told) for version in range(5)])
-    batch = (
-        "log_ratio",
-        "ess",
-        "clip_share",
-        "flat_groups",
-        "length",
-        "replay_ratio",
-        "engine_gap",
-        "log_weight",
-    )
-    figures = {f"train/{name}": 0.5 for name in batch}
-    write(run.metrics_file("trainer"), [{**step(11, 4800.0), **figures, "train/skipped_steps": 1}])
-    drawn = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
-    assert drawn - before == {
-        *("KL", "Log-ratio", "Entropy", "Off-policy", "Engine gap", "Groups without variance", "Length"),
-        *("Replay ratio", "Drift"),
-    }
 
 
 def test_the_page_begins_with_the_alerts(run: RunDir) -> None:

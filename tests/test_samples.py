@@ -17,7 +17,6 @@ from byte_tokenizer import ByteTokenizer
 from recorded import new_run, write
 from test_pruning import prune
 from tiny_models import make_tokenizer
-from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from tba_hpc import cli
@@ -249,13 +248,6 @@ def test_pieces_are_the_text_whatever_tokens_break_it_into(text: str) -> None:
     found = pieces(decode, tokens)
     assert "".join(found) == text and len(found) == len(tokens) and found[-1] == ""
     assert all("\ufffd" not in piece for piece in found)
-
-
-def test_pieces_keep_the_blanks_that_a_tokenizer_puts_between_words() -> None:
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
-    found = pieces(lambda tokens: backend.decode(tokens.tolist()), np.array([0, 1, 1], np.int32))
-    assert found == ["a", " b", " b"]
 
 
 def test_the_tokenizer_is_the_runs_and_needs_no_torch(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from tba_hpc.config import ConfigError
 from tba_hpc.launch import slurm_queue
-from tba_hpc.report.attempts import failures_in_a_row
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
@@ -152,14 +150,6 @@ def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
     assert "job" not in facts(monitor, found)
 
 
-def test_ctrl_c_twice_is_no_failure_of_the_ranks(run: RunDir) -> None:
-    allocation(run, "start", "failed", "start", "signal", "aborted", job="")
-    trained(run)
-    monitor = look(run)
-    assert run_state(monitor).words == "killed on request at step 4; it goes on from the last checkpoint"
-    assert monitor.data.attempts[-1].outcome == "aborted" and failures_in_a_row(monitor.data.attempts) == 0
-
-
 def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
     again = "python tools/submit.py --config '/my runs/known' --nodes 3 --homogeneous"
     happen(run, time.time() - 5000, "submitted", job="7", command=again)
@@ -267,18 +257,6 @@ def test_a_searcher_that_fell_silent_counts_no_longer(run: RunDir) -> None:
     assert look(run).rates == [1234.0]
 
 
-def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
-    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
-    with run.events_file.open("a") as file:
-        file.write('{"time": 5.0, "ev')
-    monitor = look(run, queue("UNKNOWN"))
-    assert [event["event"] for event in monitor.data.events] == ["start"]
-    with run.events_file.open("a") as file:
-        file.write('ent": "signal", "job": "", "restarts": 0}\n')
-    monitor.update()
-    assert [event["event"] for event in monitor.data.events] == ["start", "signal"]
-
-
 def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
     asked = []
     monitor = RunMonitor(run, run.config(), lambda run: asked.append(run) or [])
@@ -326,15 +304,6 @@ def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
     assert lines["checkpoint"].startswith("step 3, 1:0") and lines["faults"] == "1 × ranks failed"
 
 
-def test_a_task_names_its_score_and_perplexity_is_shown_beside_it(run: RunDir) -> None:
-    evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
-    shown = cells(look(run))
-    assert (shown["win rate"], shown["test"], shown["perplexity"]) == (NOTHING, "25.0 %", "1.105")
-    evaluate(run, "validation", 3, (30, 30), ref_logprob=-1.8)
-    shown = cells(look(run))
-    assert (shown["win rate"], shown["perplexity"]) == ("60.0 %", "1.221") and "pass@1" not in shown
-
-
 def test_the_display_shows_fresh_completions_and_alerts(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,22 +330,6 @@ def test_the_display_shows_fresh_completions_and_alerts(
         0,
     )
     assert summary["alerts"][-1].startswith("60 trajectories (58 %) set aside")
-
-
-@pytest.mark.parametrize(
-    ("train", "at", "shown"),
-    [
-        ({}, 5, "1.105"),
-        ({"reference": {"name": "reset", "every": 2}}, 5, "1.105 under policy of step 4"),
-        ({"reference": {"name": "reset", "every": 7}}, 5, "1.105 under initial model"),
-    ],
-)
-def test_a_perplexity_is_shown_with_its_reference(
-    tmp_path: Path, train: dict[str, object], at: int, shown: str
-) -> None:
-    run = new_run(tmp_path, **train)
-    evaluate(run, "validation", at, (10, 15), ref_logprob=-0.9)
-    assert cells(look(run))["perplexity"] == shown
 
 
 def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,12 +373,6 @@ def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -
     assert "\x1b[?1049h" not in out.getvalue()  # no alternate screen: what was shown stays in the scrollback
 
 
-def test_the_clock_stops_with_the_attempt(run: RunDir) -> None:
-    happen(run, 1000.0, "start", attempt="attempt-001", trainers=1, searchers=2)
-    happen(run, 1065.0, "stopped")
-    assert plain_line(look(run)) == "[1:05] stopped at step 0"
-
-
 def test_following_ends_when_it_is_the_users_turn(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     allocation(run, "allocated", "start", "signal", "stopped")
     follow(run, run.config(), queue("COMPLETED"))
@@ -435,43 +382,20 @@ def test_following_ends_when_it_is_the_users_turn(run: RunDir, capsys: pytest.Ca
 # --- Where Slurm does not answer ---
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what the command squeue is here."""
-
-    def install(script: str) -> None:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin/squeue").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
-
-    return install
-
-
-def submitted(run: RunDir) -> RunDir:
+@pytest.mark.parametrize("script", [None, "exec sleep 60", "echo 'error: no controller' >&2; exit 1"])
+def test_a_job_is_in_an_unknown_state_where_squeue_does_not_answer(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    assert slurm_queue.job_states(run) == [], "it was never submitted"
     (run.path / "slurm").mkdir()
     (run.path / "slurm/job").write_text("7\n")
-    return run
-
-
-def test_a_run_never_submitted_has_no_job(run: RunDir) -> None:
-    assert slurm_queue.job_states(run) == []
-
-
-def test_no_squeue_is_no_news(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [component["state"] for component in slurm_queue.job_states(submitted(run))] == ["UNKNOWN"]
-
-
-@pytest.mark.parametrize(
-    "script", ["exec sleep 60", "echo 'slurm_load_jobs error: no controller' >&2; exit 1"]
-)
-def test_a_squeue_that_does_not_answer_is_no_news(
-    run: RunDir, path: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    path(script)
+    (tmp_path / "bin").mkdir()
+    if script:
+        (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin/squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin" + ":/bin" * bool(script))
     monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.3)
-    assert [component["state"] for component in slurm_queue.job_states(submitted(run))] == ["UNKNOWN"]
+    assert [component["state"] for component in slurm_queue.job_states(run)] == ["UNKNOWN"]
 
 
 @pytest.mark.parametrize("name", ["metrics/searcher-0000.jsonl", "events.jsonl"])

@@ -14,7 +14,7 @@ import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
 
-from tba_hpc.config import Config, ConfigError, load_config
+from tba_hpc.config import Config, load_config
 from tba_hpc.report.track.beside import tracked
 from tba_hpc.report.track.follow import follow
 from tba_hpc.report.track.news import News, Point
@@ -213,12 +213,6 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogC
     with tracked(run, config_of(run, "track.tensorboard=false")):
         pass
     assert len(caplog.records) == 1
-
-
-def test_one_process_at_a_time_and_none_without_a_tracker(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"names no tracker: add --set track\.tensorboard=true, or"):
-        follow(run, run.config())
 
 
 def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tba_hpc.config import Config, ConfigError, differences, value_text
 from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate, difference
 from tba_hpc.report.summary import Summary, summary_of
-from tba_hpc.report.tables import NOTHING, Cell, duration, print_rows, score_words
+from tba_hpc.report.tables import NOTHING, Cell, cell_text, print_rows, summary_rows
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")
@@ -74,11 +74,15 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """A row for each figure, by run."""
     columns = [_figures(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
     left_out = () if share_reference(runs) else OF_REFERENCE
     return [
-        {"figure": figure, **{run.name: column[figure] for run, column in zip(runs, columns, strict=True)}}
-        for figure in columns[0]
-        if figure not in left_out
+        {
+            "figure": name,
+            **{run.name: column.get(name, NOTHING) for run, column in zip(runs, columns, strict=True)},
+        }
+        for name in names
+        if name not in left_out
     ]
 
 
@@ -97,26 +101,9 @@ def share_reference(runs: Sequence[Compared]) -> bool:
 
 
 def _figures(run: Compared) -> dict[str, str]:
-    summary, figures = run.summary, run.summary.figures
-    last = {name: figures.get(f"search/{name}") for name in ("reward", "kl", "entropy", "length")}
-    return {
-        "score": summary.score_name,
-        "before": score_words(summary, summary.score_before) or NOTHING,
-        "after": score_words(summary, summary.score_after) or NOTHING,
-        "difference to the first": _difference(run),
-        "held-out prompts": _number(summary.test_prompts),
-        "perplexity before": _number(summary.perplexity_before),
-        "perplexity after": _number(summary.perplexity_after),
-        "reward": _number(last["reward"]),
-        "KL": _number(last["kl"]),
-        "entropy": _number(last["entropy"]),
-        "tokens per completion": _number(last["length"]),
-        "staleness": _number(summary.staleness),
-        "optimizer steps": f"{summary.steps:,}" + ("" if summary.finished else ", unfinished"),
-        "training time": duration(summary.train_seconds),
-        "trajectories": f"{summary.trajectories:,}",
-        "alerts": f"{len(summary.alerts)}",
-    }
+    rows = {name: cell_text(value) for name, value in summary_rows(run.summary).items()}
+    rows["optimizer steps"] += "" if run.summary.finished else ", unfinished"
+    return {**rows, "difference to the first": _difference(run)}
 
 
 def _difference(run: Compared) -> str:
@@ -127,10 +114,6 @@ def _difference(run: Compared) -> str:
     else:
         text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
     return text.replace("-", "−")
-
-
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None:

@@ -1,7 +1,4 @@
-"""Shows what a run's ranks and batch scripts have logged: the end of each log, or all that comes.
-
-It only reads, so it may follow a run from anywhere.
-"""
+"""Shows what a run's ranks and batch scripts have logged: the end of each log, or all that comes."""
 
 from __future__ import annotations
 

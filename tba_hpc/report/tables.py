@@ -24,6 +24,31 @@ NOTHING = "–"
 Cell = str | int | float | bool | None
 
 
+def summary_rows(summary: Summary) -> dict[str, Cell]:
+    """The headline figures of a run, as print_summary and ``tba compare`` show them."""
+    figures = summary.figures
+    return {
+        f"{summary.score_name} before": score_words(summary, summary.score_before),
+        f"{summary.score_name} after": score_words(summary, summary.score_after),
+        "held-out prompts": summary.test_prompts,
+        "perplexity before": summary.perplexity_before,
+        "perplexity after": summary.perplexity_after,
+        "reward": figures["search/reward"],
+        "KL": figures["search/kl"],
+        "entropy": figures["search/entropy"],
+        "tokens per completion": figures["search/length"],
+        "staleness": summary.staleness,
+        "optimizer steps": summary.steps,
+        "training time": duration(summary.train_seconds),
+        "ETTR": None if summary.ettr is None else percent(summary.ettr),
+        "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
+        "trajectories": summary.trajectories,
+        "tokens": summary.tokens,
+        "tokens per searcher-second": summary.goodput,
+        "alerts": len(summary.alerts),
+    }
+
+
 def print_summary(
     run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
 ) -> None:
@@ -31,12 +56,10 @@ def print_summary(
     if as_json:
         print_values(asdict(summary), as_json=True)
         return
-    wait, under = summary.trainer_wait_share, summary.perplexity_reference
+    under, step = summary.perplexity_reference, summary.evaluated_step
     optional: dict[str, Cell] = {
         "perplexity under the": None if under is None else policy_name(under),
-        "reward": summary.figures["search/reward"],
-        "KL on fresh samples": summary.figures["search/kl"],
-        "entropy": summary.figures["search/entropy"],
+        "evaluated at step": None if step == summary.steps else step,
         "skipped steps": summary.skipped_steps or None,
         "rejected trajectories": summary.rejected or None,
         "dropped trajectories": summary.dropped or None,
@@ -44,18 +67,7 @@ def print_summary(
     }
     places = {"model": run.export, "report": run.report, "summary": run.summary}
     values: dict[str, Cell] = {
-        f"{summary.score_name} before": score_words(summary, summary.score_before),
-        f"{summary.score_name} after{_of_step(summary)}": score_words(summary, summary.score_after),
-        "trainer wait": None if wait is None else percent(wait),
-        "held-out prompts": summary.test_prompts,
-        "perplexity before": summary.perplexity_before,
-        "perplexity after": summary.perplexity_after,
-        "optimizer steps": summary.steps,
-        "training time": duration(summary.train_seconds),
-        "ETTR": None if summary.ettr is None else percent(summary.ettr),
-        "trajectories": summary.trajectories,
-        "tokens": summary.tokens,
-        "tokens per searcher-second": summary.goodput,
+        **summary_rows(summary),
         **{name: value for name, value in optional.items() if value is not None},
         **{name: str(path) for name, path in places.items() if path.exists()},
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
@@ -72,12 +84,6 @@ def score_words(summary: Summary, score: Estimate | None) -> str | None:
     return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f})"
 
 
-def _of_step(summary: Summary) -> str:
-    """Which step's model the last evaluation is of, if the run has gone on since."""
-    step = summary.evaluated_step
-    return f" (step {step})" if step is not None and step != summary.steps else ""
-
-
 def print_values(
     values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None
 ) -> None:
@@ -89,7 +95,7 @@ def print_values(
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(Text(name), Text(_cell(value)))
+        table.add_row(Text(name), Text(cell_text(value)))
     (console or Terminal()).print(table)
 
 
@@ -104,11 +110,12 @@ def print_rows(
     for name, value in (rows[0] if rows else {}).items():
         table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
+        table.add_row(*(Text(cell_text(value)) for value in row.values()))
     (console or Terminal()).print(table)
 
 
-def _cell(value: Cell) -> str:
+def cell_text(value: Cell) -> str:
+    """A value as tables show it."""
     if value is None:
         return NOTHING
     if isinstance(value, float):

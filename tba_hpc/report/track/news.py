@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tba_hpc.report.data import searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, evaluations_on_disk, find_evaluation
 from tba_hpc.run.metrics import MetricsTail, Record, number
-
-TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +37,31 @@ class News:
         self._run = run
         self._places: dict[str, int] = dict(state.get("places", {}))
         self._evaluated: set[str] = set(state.get("evaluated", ()))
-        self._tails: dict[str, MetricsTail] = {}
         self.ended = False
         """Whether the trainer's last record says that it has stopped or finished."""
 
     def state(self) -> dict[str, Any]:
         """How far it has read."""
-        places = {name: tail.place for name, tail in self._tails.items()}
-        return {"places": {**self._places, **places}, "evaluated": sorted(self._evaluated)}
+        return {"places": self._places, "evaluated": sorted(self._evaluated)}
 
     def look(self) -> list[Point]:
         """What is new: of the trainer, of all searchers together, and whole evaluations."""
-        points = list(self._of_trainer(self._records(TRAINER)))
+        points = list(self._of_trainer())
         fresh: dict[int, list[Record]] = defaultdict(list)
         for path in searcher_files(self._run):
-            for record in self._records(path.stem):
+            for record in self._records(path):
                 if "search/version" in record:
                     fresh[int(number(record, "search/version", 0))].append(record)
         points += [Point(version, _means(records)) for version, records in sorted(fresh.items())]
         return points + self._of_evaluations()
 
-    def _records(self, name: str) -> Iterable[Record]:
-        if name not in self._tails:
-            path = self._run.metrics / f"{name}.jsonl"
-            self._tails[name] = MetricsTail(path, place=self._places.get(name, 0))
-        return self._tails[name].records()
+    def _records(self, path: Path) -> Iterator[Record]:
+        tail = MetricsTail(path, place=self._places.get(path.stem, 0))
+        yield from tail.records()
+        self._places[path.stem] = tail.place
 
-    def _of_trainer(self, records: Iterable[Record]) -> Iterable[Point]:
-        for record in records:
+    def _of_trainer(self) -> Iterator[Point]:
+        for record in self._records(self._run.metrics_file("trainer")):
             step, event = int(number(record, "step", 0)), record.get("event")
             if event is None:
                 yield Point(step, _scalars(record), time=number(record, "time"))
@@ -73,8 +70,6 @@ class News:
             self.ended = event in ("stopped", "finished")
 
     def _of_evaluations(self) -> list[Point]:
-        if not self._run.evaluations.is_dir():
-            return []
         points = []
         for name, (split, step) in sorted(evaluations_on_disk(self._run).items(), key=lambda one: one[1][1]):
             if name in self._evaluated or not (found := find_evaluation(self._run, split, step)):
@@ -94,8 +89,8 @@ def _scalars(record: Record) -> dict[str, float]:
 
 def _means(records: Iterable[Record]) -> dict[str, float]:
     """Of each figure over the records that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
+    values = defaultdict[str, list[float]](list)
     for record in records:
         for name, value in _scalars(record).items():
             values[name].append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: fmean(found) for name, found in values.items()}
