@@ -64,7 +64,7 @@ def make_config(
 
 
 def make_batch(seed: int) -> TrajectoryBatch:
-    """Random groups of very different lengths: B = 4, K = 4."""
+    """Random groups of very different lengths: B = 4, K = 4; every third token of the last is no action."""
     random = np.random.default_rng(seed)
     prompts, completions = [], []
     for group in range(GROUPS):
@@ -75,8 +75,10 @@ def make_batch(seed: int) -> TrajectoryBatch:
     record = np.zeros(len(completions), LIVE_RECORD)
     record["prompt_id"] = record["prompt_row"] = np.arange(len(record)) // GROUP_SIZE
     record["reward"] = random.random(len(record))
-    tokens = sum(map(len, completions))
-    ref_logprobs = random.normal(-3, 1, tokens).astype(np.float32)
+    sampled = [np.zeros(len(row), np.float32) for row in completions]
+    for row in sampled[-GROUP_SIZE:]:
+        row[2::3] = np.nan
+    ref_logprobs = random.normal(-3, 1, sum(map(len, sampled))).astype(np.float32)
     record["version_oldest"] = -random.integers(0, 13, len(record))
     record["version_newest"] = record["version_oldest"] // 2
     for name in ("version_oldest", "version_newest"):
@@ -85,7 +87,7 @@ def make_batch(seed: int) -> TrajectoryBatch:
         record,
         Ragged.from_rows(prompts, np.int32),
         Ragged.from_rows(completions, np.int32),
-        np.zeros(tokens, np.float32),
+        np.concatenate(sampled),
         ref_logprobs,
         group_size=GROUP_SIZE,
         step=0,

@@ -168,6 +168,21 @@ def test_rectangles_hold_every_token_at_its_place() -> None:
             assert tuple(found_NL[i][mask].tolist()) == values and not found_NL[i][~mask].any()
 
 
+def test_rectangles_are_0_where_an_environment_speaks() -> None:
+    """One row of two turns, its second token and its third the environment's, and one of a single turn."""
+    gap = np.nan
+    batch = batch_of(np.full(2, 2), np.array([5, 2]), 2, np.random.default_rng(0))
+    batch = replace(batch, logprobs=np.array([-1, gap, gap, -2, -3, -4, -5], np.float32), step=10)
+    batch.record["version_oldest"], batch.record["version_newest"] = [2, 7], [6, 7]
+    assert batch.action_NL.astype(int).tolist() == [[0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
+    assert batch.logprob_NL.tolist() == [[0, 0, -1, 0, 0, -2, -3], [0, 0, -4, -5, 0, 0, 0]]
+    assert batch.age_NL.tolist() == [[0, 0, 8, 0, 0, 6, 4], [0, 0, 3, 3, 0, 0, 0]]
+    assert ((batch.ref_logprob_NL != 0) == batch.action_NL).all()
+    assert batch.action_length_N.tolist() == [3, 2] and batch.completion_length_N.tolist() == [5, 2]
+    actions = batch.take(np.array([1, 0])).actions
+    assert [actions.row(row).tolist() for row in range(2)] == [[10_006, 10_007], [10_001, 10_004, 10_005]]
+
+
 # --- Micro-batches ---
 
 LONGEST = 40

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -937,6 +938,30 @@ def test_the_reference_is_asked_once_for_each_trajectory_and_kept() -> None:
         del asked[before:]  # the other one has to ask for the same
         groups_of(again.sample(step, groups=3, group_size=8, reference=reference))
     assert len(asked) == len(set(asked)) > 30
+
+
+def test_the_reference_is_not_asked_for_what_an_environment_said() -> None:
+    packed, made = pack(prompts_with(2, completions=3)), new_buffer()
+    packed.logprobs[1::3] = packed.ref_logprobs[1::3] = np.nan
+    assert not packed.action_T.all()
+    made.merge(packed, 0)
+    never = Mock(side_effect=AssertionError("everything is known"))
+    made.sample(0, groups=2, group_size=3, reference=never)
+
+
+def test_what_an_environment_says_makes_nothing_alike_or_different() -> None:
+    """Two conversations of the same actions, and one of others; most tokens are the environment's."""
+    said = {0: (10, 11, 12, 13, 14), 1: (20, 21, 22, 23, 24), 2: (10, 11, 12, 13, 14)}
+    actions = {0: (1, 2), 1: (1, 2), 2: (3, 4)}
+    items = [Item(uid, 0, (actions[uid][0], *said[uid], actions[uid][1])) for uid in said]
+    packed, made = pack(items), new_buffer(duplicates={"name": "edits", "limit": 0.25})
+    packed.logprobs[packed.completions.values >= 10] = np.nan
+    assert made.merge(packed, 0).duplicates == 1
+    assert sorted(row[0] for row in actions_of(made.trajectories())) == [1, 3]
+
+
+def actions_of(trajectories: Trajectories) -> list[list[int]]:
+    return [trajectories.actions.row(row).tolist() for row in range(len(trajectories))]
 
 
 def test_without_a_reference_to_ask_nothing_is_looked_for() -> None:

@@ -81,8 +81,10 @@ REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
 
 
 def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch, temperature: float) -> torch.Tensor:
-    """Sums over the completions' tokens, [B, K]."""
-    sums = [logprobs.sum() for logprobs in token_logprobs(model, batch, temperature)]
+    """Sums over the completions' sampled tokens, [B, K]."""
+    sampled = np.split(batch.action_T, batch.completions.offsets[1:-1])
+    rows = zip(token_logprobs(model, batch, temperature), sampled, strict=True)
+    sums = [logprobs[torch.from_numpy(mask)].sum() for logprobs, mask in rows]
     return torch.stack(sums).view(-1, GROUP_SIZE)
 
 
@@ -98,12 +100,12 @@ def token_logprobs(
 
 def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case: Case) -> torch.Tensor:
     """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
-    ends = np.cumsum(batch.completion_length_N)[:-1]
-    ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
+    ref_T, ends = np.where(batch.action_T, batch.ref_logprobs, 0), np.cumsum(batch.completion_length_N)[:-1]
+    ref = torch.tensor([part.sum() for part in np.split(ref_T, ends)]).view(-1, GROUP_SIZE)
     reward = torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE)
     excess = sequence_logprobs(model, batch, case.temperature) - ref - reward / BETA
     loss = (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
-    return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
+    return loss / batch.action_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
 
 
 def effective_size_and_gap(
@@ -113,7 +115,7 @@ def effective_size_and_gap(
     with torch.no_grad():
         logprob_N = sequence_logprobs(model, batch, temperature).flatten().double()
     weight_N, on_policy_N = logprob_N.exp(), torch.from_numpy(batch.on_policy_N)
-    gap = -logprob_N[on_policy_N].sum() / batch.completion_length_N[batch.on_policy_N].sum()
+    gap = -logprob_N[on_policy_N].sum() / batch.action_length_N[batch.on_policy_N].sum()
     return float(weight_N.sum() ** 2 / (len(weight_N) * weight_N.square().sum())), float(gap)
 
 
@@ -624,7 +626,8 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
     ranks = config.launch.trainers
     learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
-    batch = replace(make_batch(7), logprobs=behaviour)
+    batch = make_batch(7)
+    batch = replace(batch, logprobs=np.where(batch.action_T, behaviour, np.float32(np.nan)))
     batch.record["value"] = np.random.default_rng(0).random(len(batch), np.float32)
     for number, settings in enumerate(SETTINGS):
         asked = TrainSection(**settings)

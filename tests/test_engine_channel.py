@@ -1,6 +1,13 @@
 """The socket and the memory between a rank and its engine: nothing is lost, nothing waits."""
 
+from __future__ import annotations
+
 import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
 
 from tba_hpc.core.types import Sampling
 from tba_hpc.engine.engine_channel import (
@@ -14,6 +21,10 @@ from tba_hpc.engine.engine_channel import (
     Progress,
     Submit,
 )
+from tba_hpc.engine.vllm_engine import _finished
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
 
@@ -46,3 +57,17 @@ def test_sending_to_a_reader_that_sleeps_does_not_wait() -> None:
         received += rank.receive(0)
         assert engine.receive(0) == []
     assert received == [Progress(0.25, 1, [one]) for one in finished]
+
+
+def test_log_probabilities_that_are_not_numbers_end_the_engine() -> None:
+    """They would pass for an environment's tokens."""
+    versions = [SimpleNamespace(version="0")] * 2
+    sample = SimpleNamespace(finish_reason="stop", token_ids=[5, 6], weight_versions=versions)
+
+    def finished(*logprobs: float) -> Finished:
+        sample.logprobs = SimpleNamespace(logprobs=list(logprobs))
+        return _finished(cast("RequestOutput", SimpleNamespace(request_id="1", outputs=[sample])))
+
+    assert finished(-1.0, -np.inf).logprobs == np.array([-1, -np.inf], np.float32).tobytes()
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        finished(-1.0, np.nan)

@@ -21,6 +21,7 @@ import pytest
 
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import (
+    FINISH_REASONS,
     RECORD,
     Completion,
     Group,
@@ -57,17 +58,19 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def scored(request_id: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tuple[Group, list[float], list]:
-    """A group with random completions, rewards and reference log-probabilities."""
+    """A group with random completions, rewards and reference log-probabilities; a few are conversations."""
     random = np.random.default_rng([request_id, prompt_id])
     prompt = Prompt(prompt_id, np.arange(prompt_id, prompt_id + 3, dtype=np.int32), "4")
     completions = [
         Completion(
             random.integers(0, 1000, length).astype(np.int32),
             -random.exponential(size=length).astype(np.float32),
-            "length" if length == tokens else "stop",
+            FINISH_REASONS[length * 3 // (tokens + 1)],
         )
         for length in random.integers(1, tokens + 1, n)
     ]
+    for completion in completions:
+        completion.logprobs[1 : len(completion.tokens) // 2] = np.nan
     versions = np.sort(random.integers(0, 9, (n, 2)), axis=1).astype(np.int32)
     group = Group(Request(prompt, request_id, n, SAMPLING), tuple(completions), versions)
     references = [completion.logprobs - np.float32(0.5) for completion in completions]
@@ -126,7 +129,7 @@ def test_a_shard_holds_exactly_what_was_appended(run: RunDir) -> None:
             assert record["request_id"] == group.request.id
             assert record["reward"] == np.float32(reward)
             assert [record["version_oldest"], record["version_newest"]] == versions.tolist()
-            assert record["truncated"] == (completion.finish_reason == "length")
+            assert record["truncated"] == {"stop": 0, "length": 1, "turns": 2}[completion.finish_reason]
             np.testing.assert_array_equal(t.prompts.row(record["prompt_row"]), group.request.prompt.tokens)
             np.testing.assert_array_equal(t.completions.row(row), completion.tokens)
             span = slice(*t.completions.offsets[row : row + 2])

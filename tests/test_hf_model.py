@@ -134,6 +134,30 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("prompt", [PROMPT, None], ids=["shared", "alone"])
+def test_only_sampled_tokens_pass_the_output_layer(kind: str, prompt: torch.Tensor | None) -> None:
+    """Values and gradients are those of all tokens, with the environment's left out of the sum."""
+    model = make_model(kind)
+    logprobs = PolicyLogprobs(model, chunk_tokens=5)
+    position_L, draw = torch.arange(12), torch.Generator().manual_seed(3)
+    action_NL = (position_L >= GROUPS[1][:, None]) & (position_L < GROUPS[2][:, None])
+    action_NL &= torch.rand(action_NL.shape, generator=draw) < 0.6
+    weight = torch.randn(action_NL.shape, generator=draw)
+
+    def gradients(values: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
+
+    everything = logprobs(*GROUPS) * action_NL
+    seen: list[int] = []
+    logprobs.head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    found = logprobs(*GROUPS, prompt, action_NL)
+    assert seen == [int(action_NL.sum())] and not found[~action_NL].any()
+    torch.testing.assert_close(found, everything, atol=1e-5, rtol=1e-5)
+    for gradient, expected in zip(gradients(found), gradients(everything), strict=True):
+        assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1e-3)
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_prompts_are_shared_in_models_of_every_family(kind: str, tmp_path: Path) -> None:
     model = load_policy(str(make_family_model(tmp_path, kind)), "float32")

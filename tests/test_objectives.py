@@ -71,7 +71,10 @@ def one_token(logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor) -> 
 def random_groups(
     groups: int, size: int, *, length: int = 6, stale: float = 0.3, dtype: torch.dtype = torch.float64
 ) -> Groups:
-    """Completions of 1 … ``length`` − 1 tokens, one of prompt; policy and sampler differ by ``stale``."""
+    """Completions of 1 … ``length`` − 1 tokens, one of prompt; policy and sampler differ by ``stale``.
+
+    Of every second completion the third token is an environment's.
+    """
     draw = torch.Generator().manual_seed(groups * 100 + size)
     shape = groups, size, length
     policy, reference = torch.randn(2, *shape, generator=draw, dtype=torch.float64) * 0.5 - 1
@@ -79,6 +82,7 @@ def random_groups(
     ends = torch.randint(2, length + 1, (groups, size, 1), generator=draw)
     position = torch.arange(length)
     mask = (position >= 1) & (position < ends)
+    mask &= (position != 3) | (torch.arange(size)[:, None] % 2 == 0)
     return Groups(
         policy_BKL=(policy * mask).to(dtype).requires_grad_(),
         behaviour_BKL=((policy + noise) * mask).to(dtype),

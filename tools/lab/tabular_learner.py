@@ -145,8 +145,8 @@ class TabularLearner:
         """No other rank follows."""
 
     def _logprobs(self, padded: TrajectoryBatch) -> Tensor:
-        """float32 [N, L], with gradient: log-probability of each completion token, 0 elsewhere."""
-        mask_NL = padded.completion_mask_NL
+        """float32 [N, L], with gradient: log-probability of each sampled token, 0 elsewhere."""
+        mask_NL = padded.action_NL
         prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
         row_T = np.nonzero(mask_NL)[0]
         prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
