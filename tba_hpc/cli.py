@@ -131,7 +131,9 @@ def run(
 
 @app.command(rich_help_panel=TRAINING)
 def submit(
-    nodes: Annotated[int, typer.Option(help="Nodes in all.")],
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes in all; with --print in a job, default: its own.")
+    ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: a job each."),
@@ -151,7 +153,10 @@ def submit(
     overrides: Overrides = None,
     run_root: RunRoot = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script; submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the batch script; make and submit nothing.")
+    ] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Make the run directory and print its script, for sbatch.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when the job has ended, with its success.")
@@ -167,12 +172,33 @@ def submit(
     elastic: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start elastic searchers for RUN, a job per node.")
     ] = None,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            "--min", min=0, help="Stay, and order between so many and --nodes of them, as the trainer waits."
+        ),
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="Of elastic searchers; default: the site's.")] = None,
 ) -> None:
     """Submit a run to Slurm, or resume one; the job requeues itself until the run is finished."""
     from tba_hpc.commands import order as ordered
 
     options = ordered.sbatch_options([*([f"time-min={time_min}"] if time_min else []), *(sbatch or [])])
+    configs = config or ([] if elastic else [ordered.default("configs", "math_gsm8k")])
+    job = ordered.Order(
+        config=elastic or configs[0],
+        site=site or ordered.default("sites", "generic"),
+        nodes=ordered.nodes_of_this_job(ready=print_only) if nodes is None else nodes,
+        trainer_nodes=trainer_nodes,
+        time=time,
+        homogeneous=homogeneous,
+        overrides=overrides or [],
+        run_root=run_root,
+        after=after,
+        options=options,
+        chain=chain,
+        here=print_only and nodes is None,
+    )
     if elastic:
         from tba_hpc.commands.elastic import submit_elastic
 
@@ -182,39 +208,15 @@ def submit(
             "--chain": chain > 1,
         }
         _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
-        chosen = site or ordered.default("sites", "generic")
-        submit_elastic(
-            elastic,
-            chosen,
-            nodes,
-            partition=partition,
-            time=time,
-            options=options,
-            dry_run=dry_run,
-            as_json=as_json,
-        )
+        submit_elastic(job, partition=partition, least=least, show=dry_run, make=print_only, as_json=as_json)
         return
     _refuse_idle(
-        {"--partition": partition},
-        "is for elastic searchers, --elastic RUN: a run's own partition is in the site file",
+        {"--partition": partition, "--min": least is not None},
+        "is for elastic searchers, --elastic RUN: of a run's own job the site file says it",
     )
-    configs = config or [ordered.default("configs", "math_gsm8k")]
-    order = ordered.Order(
-        config=configs[0],
-        site=site or ordered.default("sites", "generic"),
-        nodes=nodes,
-        trainer_nodes=trainer_nodes,
-        time=time,
-        homogeneous=homogeneous,
-        overrides=overrides or [],
-        run_root=run_root,
-        after=after,
-        options=options,
-        chain=chain,
-    )
-    orders = ordered.spread(order, configs, seeds)
-    if dry_run:
-        typer.echo("\n".join(ordered.script(one) for one in orders), nl=False)
+    orders = ordered.spread(job, configs, seeds)
+    if dry_run or print_only:
+        typer.echo("\n".join(ordered.script(one, make=print_only) for one in orders), nl=False)
         return
     from tba_hpc.commands import submit as slurm_job
 
@@ -554,14 +556,6 @@ def create(config: ConfigPath, overrides: Overrides = None) -> None:
     made = create_run(resolved)
     modules.keep(made, resolved, modules.folder_of(config))
     typer.echo(made.path)
-
-
-@app.command("snapshot", hidden=True)
-def take_snapshot(run: RunPath) -> None:
-    """Copy this package for this Slurm job, which uses the same copy at each of its starts."""
-    from tba_hpc.launch import snapshot
-
-    typer.echo(snapshot.take(RunDir.open(run).path, os.environ.get("SLURM_JOB_ID", "")))
 
 
 @app.command(rich_help_panel=SCRIPTS)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from recorded import new_run
 
-from tba_hpc.commands.order import Order, load_anchored, parse_seeds, script, spread
+from tba_hpc.commands.order import (
+    Order,
+    load_anchored,
+    nodes_of_this_job,
+    parse_seeds,
+    sbatch_options,
+    script,
+    spread,
+)
 from tba_hpc.config import ConfigError
 
 ORDER = Order(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
@@ -69,6 +78,30 @@ def test_a_job_waits_for_that_of_another_run(tmp_path: Path) -> None:
     text = script(order)
     assert text.index("#SBATCH --dependency=afterany:17\n") < text.index("#SBATCH hetjob")
     assert text.count("dependency") == 1
+
+
+def test_options_of_sbatch_and_a_chain_are_those_of_the_site(tmp_path: Path) -> None:
+    options = sbatch_options(["--exclude=n1", "time-min=60", "contiguous"])
+    assert options == ["--exclude=n1", "--time-min=60", "--contiguous"]
+    site = replace(ORDER, options=options, chain=2).load_site()
+    assert site.sbatch_options == tuple(options) and not site.requeue
+    for bad in ("-x n1", "x", "a b=c"):
+        with pytest.raises(ConfigError, match=f"--sbatch {bad} is no option of sbatch"):
+            sbatch_options([bad])
+
+
+def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert nodes_of_this_job(ready=True) == 1
+    with pytest.raises(ConfigError, match="--nodes is missing"):
+        nodes_of_this_job(ready=False)
+    order = Order(config=Path("quickstart"), site=ORDER.site, nodes=1, run_root=tmp_path, here=True)
+    text = script(order, make=True)
+    assert "TRAINERS=1\nSEARCHERS=1\n" in text and "--gres=gpu:2 " in text and "--cpus-per-task=3" in text
+    (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
+    assert f"source {code}/launch/job_supervisor.sh" in text
+    assert script(order, make=True) == text, "after a requeue"
 
 
 def test_ranks_that_exchange_files_need_no_mpi() -> None:

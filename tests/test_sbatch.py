@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.commands.elastic import submit_elastic
+from tba_hpc.commands.order import Order
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
@@ -94,12 +95,11 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     (tmp_path / ".venv/bin/activate").write_text(': "$CONDA_BACKUP"\n')  # as conda's, not for `set -u`
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; echo "$PYTHONPATH" > path; exit 2\n')
     (tmp_path / "python").chmod(0o700)
-    counts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "3"}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **counts}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     done = subprocess.run(["bash", REPOSITORY / f"slurm/tba_{script}.sbatch"], env=environment, timeout=30)
     assert done.returncode == 2
-    wanted = f"-P -m tba_hpc create configs/{config}.yaml --set launch.trainers=1 --set launch.searchers=3"
-    assert (tmp_path / "words").read_text().startswith(wanted)
+    wanted = f"submit --print --config configs/{config}.yaml --site slurm/sites/generic.yaml --run-root"
+    assert (tmp_path / "words").read_text() == f"-P -m tba_hpc {wanted} {tmp_path}/runs\n"
     assert (tmp_path / "path").read_text() == f"{tmp_path}\n", "the package need not be installed"
 
 
@@ -294,7 +294,7 @@ def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path,
 
 
 WATCHED = """
-say() { :; }; SLURM_JOB_ID=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
+say() { :; }; SLURM_JOB_ID=1 TRAINERS=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
 sleep() { now=$((now + $1)); command sleep 0.02; rank; [ $now -lt 600 ]; }  # time passes in the fakes alone
 squeue() { echo 1.batch; step; true; }
 command sleep 60 & srun=$!
@@ -322,6 +322,30 @@ def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step
     assert int(_bash(program, RUN=str(tmp_path))) == seconds
 
 
+@pytest.mark.parametrize(
+    ("states", "requeue", "found"),
+    [
+        ("MIXED IDLE", "yes", ""),
+        ("ALLOCATED ALLOCATED+DRAIN", "yes", "n2"),
+        ("ALLOCATED DOWN*+DRAIN", "yes", ""),  # it is lost already
+        ("ALLOCATED MIXED+DRAIN", "no", ""),  # nothing would go on elsewhere
+    ],
+)
+def test_nodes_that_are_being_drained_are_found_in_one_call(
+    tmp_path: Path, states: str, requeue: str, found: str
+) -> None:
+    program = f"""
+    source {SUPERVISOR}; timeout() {{ shift; "$@"; }}
+    scontrol() {{ number=0; echo "$4" >> "$RUN/asked"; for state in {states}; do
+        echo "NodeName=n$((++number)) Arch=x86_64 Comment=(null) State=$state ThreadsPerCore=1"; done; }}
+    draining; [ "$REQUEUE" = no ] || cat "$RUN/asked"
+    """
+    nodes = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
+    nodes |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    said = _bash(program, RUN=str(tmp_path), REQUEUE=requeue, **nodes)
+    assert said.split() == [*found.split(), *(["n1,n[2-3]"] if requeue == "yes" else [])]
+
+
 FAKES = """
 say() { :; }; ending() { false; }; TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60 RELAUNCHES=2
 allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
@@ -340,7 +364,7 @@ TBA=(tba)
         ("2", "go 3 4 attempt-001", "0 go 2"),
         ("1", "go 2 2 attempt-001", "0 go 1"),
         ("2", "look", "1 look 4"),
-        ("1", "queue 0=a 1=b", "1 queue 1"),
+        ("1", "queue", "1 queue 1"),
     ],
 )
 def test_one_step_of_a_component_tells_which_nodes_answer(
@@ -532,15 +556,23 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     os.umask(before)
     site = REPOSITORY / "slurm/sites/generic.yaml"
     with pytest.raises(ConfigError, match=r"--nodes 3 with .* ask for --nodes 2, or .*launch\.elastic=12"):
-        submit_elastic(run.path, site, 3)
-    submit_elastic(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
+        submit_elastic(Order(config=run.path, site=site, nodes=3))
+    order = Order(config=run.path, site=site, nodes=2, time="1:00:00", options=["--exclude=node7"])
+    submit_elastic(order, partition="preemptible", show=True)
     text = capsys.readouterr().out
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
-    wanted = ("--array=0-1", "--partition=preemptible", "--nodes=1", "--ntasks-per-node=4", "--time=1:00:00")
+    wanted = (
+        "--array=0-1",
+        "--partition=preemptible",
+        "--nodes=1",
+        "--ntasks-per-node=4",
+        "--time=1:00:00",
+        "--exclude=node7",
+    )
     assert {*wanted, "--gres=gpu:4", "--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= {
         *directives
     }
     assert text.endswith("\nsearch_for_a_while\n")
-    assert '--ntasks="$1" --cpus-per-task=8 --kill-on-bad-exit=0 ' in text
+    assert '--ntasks="$SEARCHERS" --cpus-per-task=8 --kill-on-bad-exit=0 ' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert not (run.path / "slurm").exists()

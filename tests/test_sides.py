@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.launch import LaunchError
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.launch.sides import Cut, choose_sides, cut, sides_of_job
-from tba_hpc.launch.slurm_queue import ask
+from tba_hpc.launch.sides import Cut, choose_sides, cut
 
 
 def _names(*numbers: int) -> list[str]:
     return [f"node{number:03d}" for number in numbers]
 
 
-def _cut(
-    nodes: int, needed: tuple[int, int], idle: Sequence[int] = (), firsts: Sequence[int] = (0, 1)
-) -> Cut | None:
+def _cut(nodes: int, needed: tuple[int, int], idle: Sequence[int] = ()) -> Cut | None:
     everything = frozenset(_names(*range(nodes)))
     return cut(
         sorted(everything),
@@ -30,7 +26,6 @@ def _cut(
         (everything, everything),
         up=everything,
         idle=frozenset(_names(*idle)),
-        firsts=firsts,
     )
 
 
@@ -46,25 +41,21 @@ def test_alike_nodes_are_shared_out_by_what_each_needs() -> None:
 def test_the_cut_goes_where_both_may_start_at_once() -> None:
     """Nodes 70 and 71 and 80 to 85 are idle: the rest of the side is as large as can be."""
     idle = [70, 71, *range(80, 86)]
-    trainers_first, either = _cut(100, (2, 6), idle, firsts=(0,)), _cut(100, (2, 6), idle)
-    assert trainers_first is not None and either is not None
-    assert (trainers_first.leave[0][0], trainers_first.leave[1][-1]) == ("node072", "node071")
+    either = _cut(100, (2, 6), idle)
+    assert either is not None
     assert (either.first, either.leave[1][0], either.leave[0][-1]) == (1, "node084", "node083")
 
 
-def _cut_two(
-    order: Sequence[str], needed: tuple[int, int], trainers: Sequence[str], firsts: Sequence[int] = (0, 1)
-) -> Cut | None:
+def _cut_two(order: Sequence[str], needed: tuple[int, int], trainers: Sequence[str]) -> Cut | None:
     """Nodes that trainers could have, all others searchers; all up, none idle."""
     fit = (frozenset(trainers), frozenset(order) - frozenset(trainers))
-    return cut(order, needed, fit, up=frozenset(order), idle=frozenset(), firsts=firsts)
+    return cut(order, needed, fit, up=frozenset(order), idle=frozenset())
 
 
 def test_of_two_partitions_either_may_come_first() -> None:
     order = _names(1, 2, 3, 7, 8)
     assert _cut_two(order, (1, 2), order[:2]) == Cut(0, ((), ())), "nobody has to leave anything"
     assert _cut_two(order, (1, 2), order[3:]) == Cut(1, ((), ()))
-    assert _cut_two(order, (1, 2), order[3:], firsts=(0,)) is None
 
 
 def test_partitions_that_lie_among_each_other_are_cut() -> None:
@@ -176,9 +167,12 @@ def _slurm(*command: str) -> str:
             return "\n".join(_expand(listed))
         case (*_, "reservation", "course"):
             return RESERVATION
-        case (*_, "job", "7"):
-            return JOB
     raise AssertionError(command)
+
+
+@pytest.fixture(autouse=True)
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_hpc.launch.sides.ask", _slurm)
 
 
 def _plan(nodes: int, **site: Any) -> tuple[Plan, Site]:
@@ -190,7 +184,7 @@ def _plan(nodes: int, **site: Any) -> tuple[Plan, Site]:
 
 def _sides(nodes: int, **site: Any) -> tuple[str, str, str]:
     """Who comes first, and what trainers and searchers leave."""
-    chosen = choose_sides(*_plan(nodes, **site), _slurm)
+    chosen = choose_sides(*_plan(nodes, **site))
     return chosen.first, chosen.trainer.exclude, chosen.searcher.exclude
 
 
@@ -225,7 +219,7 @@ def test_sides_that_cannot_be_are_refused_before_the_queue() -> None:
     """b2 lies between b1 and the other four."""
     keys = {"trainer": {"partition": "both"}, "searcher": {"partition": "large"}}
     with pytest.raises(ConfigError) as refused:
-        choose_sides(*_plan(5, **keys), _slurm)
+        choose_sides(*_plan(5, **keys))
     assert str(refused.value) == (
         "1 trainer node of partition both and 4 searcher nodes of partition large cannot be chosen so that "
         "the names of one role all come before those of the other, as one MPI world over a het job needs:"
@@ -233,23 +227,10 @@ def test_sides_that_cannot_be_are_refused_before_the_queue() -> None:
     )
 
 
-JOB = """\
-JobId=7 HetJobId=7 HetJobOffset=0 Partition=large NumNodes=1-1 Features=(null) ExcNodeList=(null)
-JobId=8 HetJobId=7 HetJobOffset=1 Partition=large NumNodes=2 TresPerNode=gres:gpu:h100:2 ExcNodeList=b1
-"""
-
-
-def test_a_job_that_lies_wrong_is_told_its_sides() -> None:
-    """Of five nodes; its searchers may have b2, c1 and c3, which is down."""
-    assert sides_of_job("7", _slurm) == {0: "b2,c[1-3]"}
-    with pytest.raises(LaunchError, match="no-such-command does not answer"):
-        ask("no-such-command")
-
-
 def test_the_script_says_the_sides() -> None:
     keys = {"searcher": {"partition": "small"}, "sbatch_options": ["--exclude=b1"], "partition": "large"}
     split, site = _plan(2, **keys)
-    chosen = choose_sides(split, site, _slurm)
+    chosen = choose_sides(split, site)
     assert chosen.first == "searcher"
     script = batch_script(Job(name="x", run=Path("/r")), chosen, site)
     component_0, component_1 = script.split("#SBATCH hetjob\n")
@@ -258,7 +239,7 @@ def test_the_script_says_the_sides() -> None:
     assert "    export TBA_SEARCHERS_FIRST=1\n" in script
     assert script.index("--het-group=0 --nodes=1 --ntasks=$SEARCHERS") < script.index("--het-group=1")
     alike, site = _plan(3, sbatch_options=["--exclude=b1"])
-    lines = batch_script(Job(name="x", run=Path("/r")), choose_sides(alike, site, _slurm), site).splitlines()
+    lines = batch_script(Job(name="x", run=Path("/r")), choose_sides(alike, site), site).splitlines()
     mine = [line for line in lines if "--exclude=" in line]
     assert mine == [f"#SBATCH --exclude={nodes}" for nodes in ("b1", "b1,c[1-3]", "b1", "b1,b2")]
     assert "TBA_SEARCHERS_FIRST" not in "".join(lines)

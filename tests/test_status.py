@@ -80,6 +80,7 @@ STARTED = ("allocated", "start")
         (queue("UNKNOWN"), (), False, "queued", "submitted as job 7", ""),
         (queue("RUNNING", "RUNNING"), (), False, "starting", "job 7 has its nodes, no word", ""),
         (queue("CANCELLED"), (), False, "gone", "job 7 is gone (cancelled)", "--nodes N"),
+        (queue("FAILED"), (), False, "gone", "job 7 failed without a word: do its nodes see /", "--nodes N"),
         (queue("RUNNING"), ("allocated",), False, "starting", "looking which nodes answer", ""),
         (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "looking which nodes answer", ""),
         (queue("RUNNING"), STARTED, False, "starting", "starting engines", ""),

@@ -29,9 +29,9 @@ from pathlib import Path
 from tba_hpc.launch.local import launch
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import owned
-run = RunDir.open(Path(sys.argv[1]))
+run = RunDir.open(Path(sys.argv[3]))
 with owned(run):
-    sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
+    sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[4:]]))
 """
 
 
@@ -54,7 +54,7 @@ class Launched:
         player.write_text(PLAYER)
         heard = signal.SIG_DFL if interruptible else signal.SIG_IGN
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(run.path), str(player), mode],
+            [sys.executable, "-c", LAUNCHER, "tba", "run", str(run.path), str(player), mode],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=lambda: signal.signal(signal.SIGINT, heard),

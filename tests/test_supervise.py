@@ -160,16 +160,18 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("answers", "options", "answer", "why"),
     [
-        ("n2 n4", HET, "queue", "no answer came from n3"),
-        ("", HET, "queue", "no answer came from n2 n3 n4"),
+        ("n2 n4", HET, "queue", "n3 cannot be used"),
+        ("", HET, "queue", "n2 n3 n4 cannot be used"),
         ("n2 n3", HET | {"others": "n2 n3"}, "queue", "its components share a node"),
         ("n2", HET | {"others": ""}, "queue", "Slurm names no nodes of one component"),
         ("n2 !n3 n4", HET, "exit 2", "n3 does not see"),
+        ("n2 ?n3 n4", HET, "queue", "n3 cannot write to its /dev/shm or /tmp, or has GPUs with errors"),
+        ("n2 ?n3 n4", ONE, "go 2 2 attempt-002", "excluded from the next start"),
         ("n2 n4", ONE, "go 2 2 attempt-002", ""),
         ("n3 n4", ONE, "go 2 2 attempt-002", ""),
         ("n2", ONE, "queue", "no node is left to search"),
         ("n2", ONE | {"nodes": 2, "hosts": "n2"}, "queue", "no node is left to search"),
-        ("n2 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "queue", "no answer came from n3"),
+        ("n2 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "queue", "n3 cannot be used"),
         ("n2 n3 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "go 3 0 attempt-002", ""),
     ],
 )
@@ -184,8 +186,9 @@ def test_which_nodes_will_do(
     assert _place(run, answers, **options) == answer
     assert why in capsys.readouterr().err
     hosts = f"{options['hosts']} {options.get('others', '')}".split()
-    missing = [host for host in hosts if host not in answers] if "!" not in answers else []
-    assert [event["nodes"] for event in read_events(run) if event["event"] == "unreachable"] == missing
+    missing = [host for host in hosts if host not in answers.split()] if "!" not in answers else []
+    kind = "unhealthy" if "?" in answers else "unreachable"
+    assert [event["nodes"] for event in read_events(run) if event["event"] == kind] == missing
 
 
 def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:
@@ -203,15 +206,7 @@ def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
     assert supervise.spread(2, ["a", "b", "c"]) == [*"ab"]
 
 
-def test_a_job_by_hand_that_lies_the_wrong_way_round_is_given_sides(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tba_hpc.launch.sides.sides_of_job", lambda job: {0: "n2,n9", 1: f"job{job}"})
-    assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "queue 0=n2,n9 1=job7"
-
-
-def test_nodes_that_cannot_be_sorted_end_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(run.path))  # no Slurm, as in a container
+def test_nodes_in_another_order_than_slurms_end_the_job(run: RunDir) -> None:
     assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "exit 2"
     assert "its nodes are not in Slurm's own order" in read_events(run)[-1]["sentence"]
 

@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-from collections.abc import Sequence
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
 from tba_hpc.checks.lists import ELASTIC, job_facts
+from tba_hpc.commands.demand import follow_demand
+from tba_hpc.commands.order import Order
 from tba_hpc.commands.submit import tell
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
-from tba_hpc.launch.plan import Component, Site, load_site, searchers_of_a_node
+from tba_hpc.launch.plan import Component, Site, searchers_of_a_node
 from tba_hpc.launch.sbatch import elastic_script, job_of
 from tba_hpc.run.directory import RunDir
 
 
 def submit_elastic(
-    path: Path,
-    site_file: Path,
-    nodes: int,
+    order: Order,
     *,
     partition: str | None = None,
-    time: str | None = None,
-    options: Sequence[str] = (),
-    dry_run: bool = False,
+    least: int | None = None,
+    show: bool = False,
+    make: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Submit up to ``nodes`` one-node jobs of elastic searchers for the run in ``path``.
+    """Submit up to ``order.nodes`` one-node jobs of elastic searchers for the run in ``order.config``.
 
-    Raises ConfigError or LaunchError with one sentence.
+    least: stay, and keep between so many and ``order.nodes`` of them. show: print the batch script instead;
+    make: print it ready for sbatch, with a copy of the code. Raises ConfigError or LaunchError, a sentence.
     """
-    run = RunDir.open(path)
-    config, site = run.config(), _searchers_site(site_file, partition, time, options)
+    run, site, nodes = RunDir.open(order.config), order.load_site(), order.nodes
+    own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
+    config, site = run.config(), site.model_copy(update={"searcher": own})
     searcher = _searchers(config, site, nodes)
-    code = snapshot.place(run.path)
+    job_id = os.environ["SLURM_JOB_ID"] if order.here else ""
+    code = snapshot.take(run.path, job_id) if make else snapshot.place(run.path)
     job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
-    text = elastic_script(job, nodes, searcher, site)
-    if dry_run:
+    text = elastic_script(job, 1 if least is not None else nodes, searcher, site)
+    if show or make:
         print(text, end="")
         return
     slurm.require_slurm()
     if run.finished:
         print(f"finished already, nothing to search for: {run.summary}")
         return
-    warnings = _warnings(run, config, site, site_file)
+    warnings = _warnings(run, config, site, order.site)
     snapshot.take(run.path)
+    if least is not None:
+        print(*(f"warning: {sentence}" for sentence in warnings), sep="\n", file=sys.stderr)
+        follow_demand(run, config, text, job.name, least=least, most=nodes)
+        return
     number = slurm.send(run, text)
     done = {
         "job": number,
@@ -87,9 +95,3 @@ def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
     facts = replace(job_facts(config, site), fetched_by=fetch)
     return [finding.sentence for finding in refuse(ELASTIC, facts)]
-
-
-def _searchers_site(site_file: Path, partition: str | None, time: str | None, options: Sequence[str]) -> Site:
-    site = load_site(site_file, **({"time": time} if time else {}))
-    own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
-    return site.model_copy(update={"searcher": own, "sbatch_options": (*site.sbatch_options, *options)})

@@ -1,11 +1,9 @@
-"""What a user asks of Slurm: which run on which nodes of which site, and its batch script.
-
-It must not ask Slurm for anything: ``submit`` does.
-"""
+"""What a user asks of Slurm: which run on which nodes of which site, and its batch script."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,11 +12,14 @@ from pathlib import Path
 
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
-from tba_hpc.launch import slurm_queue
+from tba_hpc.launch import LaunchError, slurm_queue, snapshot
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import batch_script, job_of
+from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import modules
+from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.owners import refuse_owned
 
 MOST_SEEDS = 500
 """Longest list of seeds, each of which is looked at before the first is submitted."""
@@ -30,7 +31,8 @@ class Order:
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
     shipped one. after: a run whose job is to end first. options: further ones of sbatch, such as
-    ``--time-min=60``. chain: jobs, each after the other. The others: as the options of ``tba submit``.
+    ``--time-min=60``. chain: jobs, each after the other. here: the job is this one, which has its nodes. The
+    others: as the options of ``tba submit``.
     """
 
     config: Path
@@ -44,6 +46,7 @@ class Order:
     after: Path | None = None
     options: Sequence[str] = ()
     chain: int = 1
+    here: bool = False
 
     @property
     def beside(self) -> Path:
@@ -52,10 +55,23 @@ class Order:
 
     def load_site(self) -> Site:
         """The site, with what the order says otherwise. Raises ConfigError."""
-        site = load_site(self.site, **({"time": self.time} if self.time else {}))
+        site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
         again = site.requeue and self.chain == 1
         options = (*site.sbatch_options, *self.options)
-        return site.model_copy(update={"sbatch_options": options, "requeue": again})
+        site = site.model_copy(update={"sbatch_options": options, "requeue": again})
+        if not (self.here and site.gpus_per_node):
+            return site
+        # A step of a job with whole nodes (--exclusive) gets no GPU that it does not ask for.
+        step = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
+        return site.model_copy(update={"srun_arguments": step})
+
+    @property
+    def _given(self) -> dict[str, object]:
+        """What a node of this job has, whatever the site file says."""
+        if not self.here:
+            return {}
+        gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
+        return {"gpus_per_node": int(gpus), "cpus_per_node": int(cpus), "hetjob": False}
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
         """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them.
@@ -114,10 +130,33 @@ def parse_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(seed for span in spans for seed in span))
 
 
-def script(order: Order) -> str:
-    """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
+def nodes_of_this_job(*, ready: bool) -> int:
+    """How many nodes the job has that is to source its script, if it is ``ready``. Raises ConfigError."""
+    if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
+        return int(nodes)
+    raise ConfigError("--nodes is missing: say how many nodes the job is to have")
+
+
+def script(order: Order, *, make: bool = False) -> str:
+    """The batch script of an order. Raises ConfigError.
+
+    make: make the run directory and a copy of the code, so that sbatch can take the script; else nothing is.
+    """
     site = order.load_site()
-    return script_of(*order.resolve(site), site, after=last_job(order.after) if order.after else None)
+    config, split = order.resolve(site)
+    try:
+        split = choose_sides(split, site)
+    except LaunchError as error:
+        if make:
+            print(f"{error}; so the script does not say which nodes each component leaves", file=sys.stderr)
+    after, code = last_job(order.after) if order.after else None, None
+    if make:
+        refuse_owned(RunDir.check(config))
+        run = create_run(config)
+        modules.keep(run, config, order.beside)
+        (run.path / "slurm").mkdir(exist_ok=True)
+        code = snapshot.take(run.path, os.environ["SLURM_JOB_ID"] if order.here else "")
+    return script_of(config, split, site, after=after, code=code)
 
 
 def sbatch_options(words: Sequence[str]) -> list[str]:

@@ -124,14 +124,29 @@ await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step,
     return $code
 }
 
-WATCH_SECONDS=60     # pause between two looks whether an srun has outlived its step
+WATCH_SECONDS=60     # pause between two looks at a step and its nodes
 
-watch_step() {       # watch_step SRUN: end an srun that outlives its step
+draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
+    local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
+    [ "${REQUEUE:-yes}" = yes ] || [ -s "$RUN/slurm/chain" ] || return 0
+    timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
+        2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
+}
+
+watch_step() {       # watch_step SRUN: leave nodes that are being drained, and end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
     # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
     # touch their files in RUN/owners; only if no trainer does Slurm is asked. Searchers of other jobs live on.
-    local mark=$RUN/slurm/heard missed=0 steps
+    local mark=$RUN/slurm/heard missed=0 steps node
     while touch "$mark" && sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
+        node=$(draining)
+        if [ -n "$node" ] && [ "$STOP" = 0 ]; then
+            say "$node is being drained: leaving it"
+            [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
+            STOP=1
+            kill -USR1 $$
+        fi
+        [ "${TRAINERS:-0}" != 0 ] || continue
         if [ -n "$(find "$RUN/owners" -name 'trainer*' -newer "$mark" -print -quit 2>/dev/null)" ]; then
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
@@ -238,7 +253,21 @@ allocated() {        # allocated [GROUP]: host names of all components, or of on
 
 PROBE_SECONDS=60     # longest wait for the nodes to start a process
 
-probe() {            # probe "GROUP" HOST…: those that start a process; with a "!" if RUN is not seen there
+# Says this node's name, with a "!" if RUN is not seen there, with a "?" if no rank should start there.
+CHECK='
+    mark=
+    for place in /dev/shm /tmp; do
+        file=$(mktemp "$place/tba-check-XXXXXX") && head -c 1M /dev/zero > "$file" || mark=?
+        rm -f "$file"
+    done
+    if type -P nvidia-smi > /dev/null; then
+        counts=$(nvidia-smi --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure --format=csv,noheader)
+        [ $? = 0 ] && ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=?
+    fi
+    [ -r "$0/config.yaml" ] || mark=!
+    echo "$mark$SLURMD_NODENAME"'
+
+probe() {            # probe "GROUP" HOST…: those that start a process, as CHECK names them
     # One step over all of them; a node that is lost leaves the words of the others.
     local group=()
     [ -n "$1" ] && group=("--het-group=$1")
@@ -246,13 +275,15 @@ probe() {            # probe "GROUP" HOST…: those that start a process; with a
     [ $# -gt 0 ] || return 0
     timeout -k 5 "$PROBE_SECONDS" srun --overlap $STEP_MEMORY --mpi=none "${group[@]}" --nodes=$# --ntasks=$# \
         --ntasks-per-node=1 --nodelist="$(joined "$@")" \
-        bash -c '[ -r "$0/config.yaml" ] || blind=!; echo "${blind:-}$SLURMD_NODENAME"' "$RUN" </dev/null 2>/dev/null
+        bash -c "$CHECK" "$RUN" </dev/null 2>/dev/null
 }
 
 joined() { (IFS=,; echo "$*"); }
 
+SICK=()              # nodes that have failed their check twice
+
 place() {            # whether the ranks may start on the nodes that the job has
-    local look het=0 hosts others='' answers ascending=''
+    local look het=0 hosts others='' answers ascending='' answer
     for look in 0 1; do                      # another place in the queue would cost more than a second look
         if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
             het=1 hosts=$(allocated 0) others=$(allocated 1)
@@ -268,15 +299,18 @@ place() {            # whether the ranks may start on the nodes that the job has
             "trainer_nodes=${TRAINER_NODES:-0}" "searchers_per_node=${SEARCHERS_PER_NODE:-0}" || exit
         [ "$NEXT" = look ] || break
     done
+    for answer in $answers; do [[ $answer != \?* ]] || SICK+=("${answer#?}"); done
     [ "$NEXT" = go ]
 }
 
-choose_sides() {     # choose_sides GROUP=NODES…: once the job is pending again, for Slurm changes no other
-    local side
-    for side; do
-        [[ $side =~ ^[0-9]+= ]] || continue
-        scontrol update "JobId=$SLURM_JOB_ID+${side%%=*}" "ExcNodeList=${side#*=}" 2>/dev/null \
-            || say "component ${side%%=*} may come to lie on the same nodes again"
+exclude_sick() {     # keep this job away from them, now that it is pending again, for Slurm changes no other
+    local job=$ME group excluded
+    [ ${#SICK[@]} -gt 0 ] || return 0
+    for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
+        [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
+        excluded=$(scontrol --oneliner show job "$job" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
+        scontrol update "JobId=$job" "ExcNodeList=${excluded:+$excluded,}$(joined "${SICK[@]}")" \
+            || say "${SICK[*]} could not be excluded from job $job"
     done
 }
 
@@ -294,7 +328,7 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
 }
 
 run_to_the_end() {   # start the ranks, again and again, until the run is finished
-    local code sides=()
+    local code
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
@@ -318,30 +352,33 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         FAILURES=${WITH[0]}
         sleep 2
     done
-    [ "$NEXT" != queue ] || sides=("${WITH[@]}")
     refuse_end
     ask leave || [ "$REQUEUE" != no ] || exit 1
     queue_again
-    choose_sides "${sides[@]}"
+    exclude_sick
     exit 0
 }
 
-search_for_a_while() {    # in a job of one node: elastic searchers, as many as it has tasks, until the run is finished
-    local code began searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
+healthy() { [[ $(bash -c "$CHECK" "$RUN" 2>/dev/null) != \?* ]] || { say "$(here) fails its check"; false; }; }
+
+search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
+    local code began
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$(here) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     ask join || exit
-    if [ "$NEXT" = go ]; then
+    healthy || { sleep 5; healthy; } || SICK=("$(here)")
+    if [ "$NEXT" = go ] && [ ${#SICK[@]} = 0 ]; then
         place_caches "${WITH[0]}"
         while [ "$STOP" = 0 ]; do
-            say "searching for $RUN on $(here); searchers: $searchers"
+            say "searching for $RUN on $(here); searchers: $SEARCHERS"
             began=$SECONDS
-            ranks "$searchers" &
-            await_step $!
+            ranks &
+            STEP=$!
+            watch_step "$STEP" &
+            await_step "$STEP" $!
             code=$?
-            ask searched "code=$code" "seconds=$((SECONDS - began))" \
-                "ending=$([ $code = 0 ] || ! ending || echo 1)" || exit $code
+            ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=$([ $code = 0 ] || ! ending || echo 1)"
             [ "$NEXT" = again ] || break
             FAILURES=${WITH[0]}
             sleep 2
@@ -350,5 +387,6 @@ search_for_a_while() {    # in a job of one node: elastic searchers, as many as 
     refuse_end
     [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 75; }
     queue_again
+    exclude_sick
     exit 0
 }

@@ -301,6 +301,7 @@ def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str
     plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
     header = [
         f"--job-name={job.name}",
+        f"--comment={job.run}",
         f"--output={job.run}/slurm/searchers-%A_%a.log",
         "--open-mode=append",
         f"--array=0-{nodes - 1}",
@@ -324,9 +325,11 @@ def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str
 def _elastic_step(searcher: Component, site: Site) -> str:
     # Each searcher is on its own, so there is no MPI among them; "${RANK[@]}" is `tba` inside the container.
     cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
-    srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
+    srun = (
+        f'srun --mpi=none --ntasks="$SEARCHERS" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
+    )
     return (
-        "ranks() {   # ranks NUMBER: so many searchers, without MPI\n"
+        "ranks() {   # searchers, without MPI\n"
         f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" "relaunches=$RELAUNCHES"\n'
         "}\n"
     )

@@ -8,18 +8,14 @@ job is submitted, and each component excludes those beyond the cut; either may c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import count
-from tba_hpc.launch import slurm_queue
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
-from tba_hpc.launch.slurm_queue import fields, mebibytes
-
-Ask = Callable[..., str]
-"""Runs a command of Slurm and returns what it prints, as ``slurm_queue.ask``."""
+from tba_hpc.launch.slurm_queue import ask, fields, mebibytes
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
 """What sinfo says of a node in a partition: name, partition, state, cores, MiB, features, GPUs."""
@@ -36,7 +32,7 @@ RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """What a component asks of its nodes. partitions: empty for the default one; gpus: (type or "", number).
+    """What a component asks of its nodes. gpus: (type or "", number).
 
     memory: MiB; constraint: as for sbatch; reservation: its name, or empty; exclude: as Slurm writes a list.
     """
@@ -87,9 +83,6 @@ class Cut:
     leave: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-# --- The rule ---
-
-
 def cut(
     order: Sequence[str],
     needed: tuple[int, int],
@@ -97,16 +90,15 @@ def cut(
     *,
     up: frozenset[str],
     idle: frozenset[str],
-    firsts: Sequence[int] = (0, 1),
 ) -> Cut | None:
     """The best place to cut nodes that are in Slurm's ``order``, or None if no place leaves enough.
 
     needed: nodes of each of two requests; fit: those that it could have. Best is a cut from which both could
     start at once on idle nodes, then one that leaves both sides the most nodes to spare, as a multiple of
-    those needed. firsts: which request may come first, the preferred one first.
+    those needed; of equals, one with the first request first.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
-    for first in firsts:
+    for first in (0, 1):
         roles = (first, 1 - first)
         # Of idle nodes, of those that are up, and of all: how many each side has, over all places.
         sides = [
@@ -143,10 +135,10 @@ def _has(features: frozenset[str], constraint: str) -> bool:
     return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
 
 
-# --- A plan ---
+# --- Slurm ---
 
 
-def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
+def choose_sides(plan: Plan, site: Site) -> Plan:
     """The plan, and of a het job which component has which side of the nodes.
 
     Nodes that the site's sbatch_options choose are left as chosen. Raises ConfigError if the nodes that
@@ -154,9 +146,17 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
-    ask = ask or slurm_queue.ask
-    requests = (_request(plan.trainer, site, site.trainer), _request(plan.searcher, site, site.searcher))
-    found = find_cut(requests, ask)
+    nodes, default = _nodes(ask("sinfo", "--noheader", "--Node", "--all", f"--format={LAYOUT}|%P"))
+    requests = [
+        _request(part, site, own, default)
+        for part, own in ((plan.trainer, site.trainer), (plan.searcher, site.searcher))
+    ]
+    fit = (_fit(nodes, requests[0]), _fit(nodes, requests[1]))
+    needed, order = (requests[0].nodes, requests[1].nodes), _in_order(fit[0] | fit[1])
+    if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
+        return plan  # too few, however they lie: Slurm itself refuses that, or knows better
+    up, idle = (frozenset(node.name for node in nodes if getattr(node, kind)) for kind in ("up", "idle"))
+    found = cut(order, needed, fit, up=up, idle=idle)
     if found is None:
         names = [own.partition or site.partition or "default" for own in (site.trainer, site.searcher)]
         raise ConfigError(
@@ -165,7 +165,7 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
             "the names of one role all come before those of the other, as one MPI world over a het job needs:"
             " ask for fewer --nodes, or for one partition and --homogeneous"
         )
-    leave = _excluded(requests, found, ask)
+    leave = [_excluded(request, names) for request, names in zip(requests, found.leave, strict=True)]
     return replace(
         plan,
         trainer=replace(plan.trainer, exclude=leave[0]),
@@ -174,22 +174,22 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
     )
 
 
-def _excluded(requests: Sequence[NodeRequest], found: Cut, ask: Ask) -> list[str]:
-    """For each request: what it excludes and the nodes beyond the cut; empty if there are none of these."""
-    leave = []
-    for request, names in zip(requests, found.leave, strict=True):
-        beyond = ask("scontrol", "show", "hostlist", ",".join(names)).strip() if names else ""
-        leave.append(",".join(filter(None, (request.exclude, beyond))) if beyond else "")
-    return leave
+def _excluded(request: NodeRequest, beyond: Sequence[str]) -> str:
+    """What a component excludes besides the nodes beyond the cut; empty if there are none of these."""
+    if not beyond:
+        return ""
+    return ",".join(
+        filter(None, (request.exclude, ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()))
+    )
 
 
-def _request(component: Component, site: Site, own: ComponentSite) -> NodeRequest:
-    partition = own.partition or site.partition
+def _request(component: Component, site: Site, own: ComponentSite, default: str) -> NodeRequest:
+    partition = own.partition or site.partition or default
     gpus = own.gpu_request or site.gpu_request or ""
     kind = re.search(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):", gpus)
     return NodeRequest(
         nodes=component.nodes,
-        partitions=frozenset(partition.split(",") if partition else ()),
+        partitions=frozenset(partition.split(",")),
         constraint=own.constraint or site.constraint or "",
         gpus=(kind[1] if kind else "", site.gpus_per_node if gpus else 0),
         cpus=component.ranks_per_node * component.cpus_per_rank,
@@ -204,85 +204,21 @@ def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
     return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
 
 
-# --- A job ---
-
-
-def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
-    """By component of a het job: the nodes that it must not get, those included that it does not get now.
-
-    For a job that was submitted without a look at the nodes, whose component 0 stays what it is. Raises
-    ConfigError if no choice would do, LaunchError if Slurm does not answer.
-    """
-    ask = ask or slurm_queue.ask
-    lines = ask("scontrol", "--oneliner", "show", "job", job).splitlines()
-    found = sorted((fields(line) for line in lines if line), key=lambda one: int(one["HetJobOffset"]))
-    requests = (_request_of(found[0]), _request_of(found[1]))
-    chosen = find_cut(requests, ask, firsts=(0,))
-    if chosen is None or any(one.get("ReqNodeList", "(null)") != "(null)" for one in found):
-        raise ConfigError(
-            "the nodes that its components may have cannot be chosen so that those of component 0 come first "
-            "by name: change the places of its two components, or leave that to 'tba submit'"
-        )
-    return {number: nodes for number, nodes in enumerate(_excluded(requests, chosen, ask)) if nodes}
-
-
-def _request_of(job: Mapping[str, str]) -> NodeRequest:
-    """What a component asks for, as ``scontrol show job`` has it."""
-    known = {key: value for key, value in job.items() if value not in ("", "(null)")}
-    gpus = re.search(r"gpu:(?:([A-Za-z]\w*):)?(\d+)", known.get("TresPerNode", ""))
-    return NodeRequest(
-        nodes=int(job["NumNodes"].partition("-")[0]),
-        partitions=frozenset(job["Partition"].split(",")),
-        constraint=known.get("Features", ""),
-        gpus=(gpus[1] or "", int(gpus[2])) if gpus else ("", 0),
-        cpus=int(known.get("MinCPUsNode", "0")),
-        memory=mebibytes(known.get("MinMemoryNode", "0")),
-        reservation=known.get("Reservation", ""),
-        exclude=known.get("ExcNodeList", ""),
-    )
-
-
-# --- Slurm ---
-
-
-def find_cut(
-    requests: tuple[NodeRequest, NodeRequest], ask: Ask, *, firsts: Sequence[int] = (0, 1)
-) -> Cut | None:
-    """The best cut through the nodes as they are now; None if none would do. Raises LaunchError.
-
-    Where nodes are lacking however they lie, nothing is left out: Slurm itself refuses that, or knows better.
-    """
-    nodes, default = _nodes(ask("sinfo", "--noheader", "--Node", "--all", f"--format={LAYOUT}|%P"))
-    asked = [replace(one, partitions=one.partitions or frozenset({default})) for one in requests]
-    fit = [_fit(nodes, request, ask) for request in asked]
-    order, needed = _in_order(frozenset().union(*fit), ask), (requests[0].nodes, requests[1].nodes)
-    if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
-        return Cut(firsts[0], ((), ()))
-    return cut(
-        order,
-        needed,
-        (fit[0], fit[1]),
-        up=frozenset(node.name for node in nodes if node.up),
-        idle=frozenset(node.name for node in nodes if node.idle),
-        firsts=firsts,
-    )
-
-
-def _fit(nodes: Sequence[Node], request: NodeRequest, ask: Ask) -> frozenset[str]:
+def _fit(nodes: Sequence[Node], request: NodeRequest) -> frozenset[str]:
     """Names of the nodes that a component could have."""
     names = frozenset(node.name for node in nodes if node.serves(request))
     if request.reservation:
         shown = fields(ask("scontrol", "--oneliner", "show", "reservation", request.reservation))
-        names &= frozenset(_expanded(shown.get("Nodes", ""), ask))
-    return names - frozenset(_expanded(request.exclude, ask) if request.exclude else ())
+        names &= frozenset(_expanded(shown.get("Nodes", "")))
+    return names - frozenset(_expanded(request.exclude) if request.exclude else ())
 
 
-def _in_order(names: frozenset[str], ask: Ask) -> list[str]:
+def _in_order(names: frozenset[str]) -> list[str]:
     """Slurm's own order of names."""
-    return _expanded(ask("scontrol", "show", "hostlistsorted", ",".join(names)).strip(), ask) if names else []
+    return _expanded(ask("scontrol", "show", "hostlistsorted", ",".join(names)).strip()) if names else []
 
 
-def _expanded(listed: str, ask: Ask) -> list[str]:
+def _expanded(listed: str) -> list[str]:
     """Names of a list as Slurm writes it."""
     return ask("scontrol", "show", "hostnames", listed).split()
 

@@ -29,9 +29,6 @@ ASK_SECONDS = 10.0
 KILLED_SECONDS = 10.0
 """Time within which a killed process is gone."""
 
-PATH_LONG = 4096
-"""Arguments of so many characters are no paths."""
-
 LOOK_SECONDS = 0.25
 """Pause before the second look at who is at work; it grows to WATCH_SECONDS."""
 
@@ -127,33 +124,20 @@ def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:
-    """Raise LaunchError if a process is no launcher of ours, nor has the run directory among its arguments.
+    """Raise LaunchError if a process is neither ``tba run`` nor ``tba replay``.
 
-    Or among those of a child. A file of a stranger's run directory may name any process of ours.
+    A file of a stranger's run directory may name any process of ours.
     """
     with suppress(psutil.Error):
-        launcher = psutil.Process(owner.pid)
-        words = [word for one in (launcher, *launcher.children()) for word in _paths(one)]
-        if run.path.resolve() not in words and not _is_launcher(launcher):
+        words = psutil.Process(owner.pid).cmdline()
+        if not any(
+            Path(program).name in ("tba", "tba_hpc") and verb in ("run", "replay")
+            for program, verb in pairwise(words)
+        ):
             raise LaunchError(
                 f"{owner} does not seem to be at work on {run.path}, though a file there says so: look with "
                 f"ps, then end it yourself with kill -USR1 {owner.pid}"
             )
-
-
-def _is_launcher(process: psutil.Process) -> bool:
-    """Whether a process is this user's ``tba run`` or ``tba replay``, which may name just a config."""
-    return process.uids().real == os.getuid() and any(
-        Path(program).name in ("tba", "tba_hpc") and verb in ("run", "replay")
-        for program, verb in pairwise(process.cmdline())
-    )
-
-
-def _paths(process: psutil.Process) -> list[Path]:
-    """The arguments of a process, as paths."""
-    with suppress(psutil.Error, OSError):
-        return [Path(process.cwd(), word).resolve() for word in process.cmdline() if len(word) < PATH_LONG]
-    return []
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:

@@ -49,7 +49,8 @@ class Turn:
     code: status of the ranks that have ended after ``seconds``, and so many ``failures`` in a row. stop,
     ending: whether the job was asked to stop, and whether Slurm ends it. chained: whether it follows another
     job of a chain. nodes: how many it asked for. hosts: of component 0, or the job; others: of component 1;
-    ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN.
+    ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN,
+    with "?" if they fail the check of their health.
     """
 
     run: Path
@@ -160,8 +161,7 @@ def _caches(turn: Turn) -> str:
 def start(turn: Turn) -> str:
     """Which nodes answer is known: place the ranks on them.
 
-    ``go`` comes with the number of nodes, that of searchers, and the attempt; ``queue`` with the nodes that
-    each component must not get, as ``0=node1,node2``.
+    ``go`` comes with the number of nodes, that of searchers, and the attempt.
     """
     if blind := next((answer[1:] for answer in turn.answers if answer[0] == "!"), None):
         sentence = f"{blind} does not see {turn.run}: put run.root on a file system that all nodes share"
@@ -172,21 +172,19 @@ def start(turn: Turn) -> str:
         say(f"no answer yet from {' '.join(missing)}: asking once more")
         return "look"
     for host in missing:
-        turn.log("unreachable", nodes=host)
-        say(f"{host} does not answer")
+        sick = f"?{host}" in turn.answers
+        turn.log("unhealthy" if sick else "unreachable", nodes=host)
+        why = "cannot write to its /dev/shm or /tmp, or has GPUs with errors (nvidia-smi)"
+        say(f"{host} {f'{why}: it is excluded from the next start' if sick else 'does not answer'}")
     try:
         return _het(turn, missing) if turn.het else _homogeneous(turn, missing)
     except _UnfitError as unfit:
         say(f"these nodes will not do: {unfit}")
-        return f"queue {' '.join(unfit.sides)}"
+        return "queue"
 
 
 class _UnfitError(Exception):
-    """These nodes will not do. sides: what each component is to leave next time."""
-
-    def __init__(self, why: str, sides: Sequence[str] = ()) -> None:
-        super().__init__(why)
-        self.sides = sides
+    """These nodes will not do."""
 
 
 def _het(turn: Turn, missing: Sequence[str]) -> str:
@@ -195,24 +193,17 @@ def _het(turn: Turn, missing: Sequence[str]) -> str:
     if not (turn.hosts and turn.others):
         raise _UnfitError("Slurm names no nodes of one component")
     if missing:
-        raise _UnfitError(f"no answer came from {' '.join(missing)}")
+        raise _UnfitError(f"{' '.join(missing)} cannot be used")
     if len({*hosts}) < len(hosts):  # a component 0 that was restarted alone; srun starts no step on that
         raise _UnfitError("its components share a node")
     if hosts == turn.ascending:
         return _go(turn, len(hosts), turn.searchers)
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05
-    # at least): if they differ, the first collective hangs. `tba submit` sees to it before; a job by hand
-    # cannot.
-    why = f"its nodes are not in Slurm's own order, component 0 first: {' '.join(hosts)}"
-    from tba_hpc.config import ConfigError
-    from tba_hpc.launch import LaunchError
-    from tba_hpc.launch.sides import sides_of_job
-
-    try:
-        sides = sides_of_job(os.environ["SLURM_JOB_ID"])
-    except (ConfigError, LaunchError) as error:
-        return turn.refuse(f"{why}; {error}")
-    raise _UnfitError(why, [f"{number}={nodes}" for number, nodes in sides.items()])
+    # at least): if they differ, the first collective hangs.
+    return turn.refuse(
+        f"its nodes are not in Slurm's own order, component 0 first: {' '.join(hosts)}; submit by "
+        "'tba submit', or take the script of 'tba submit --print': they give each component its nodes"
+    )
 
 
 def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
@@ -220,7 +211,7 @@ def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
     there = [host for host in turn.hosts if host not in missing]
     if turn.searchers_per_node == 0:
         if missing:
-            raise _UnfitError(f"no answer came from {' '.join(missing)}")
+            raise _UnfitError(f"{' '.join(missing)} cannot be used")
         train, search, searchers = there, [], 0
     elif turn.nodes == 1:
         train, search, searchers = there, there, turn.searchers

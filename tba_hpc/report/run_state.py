@@ -86,6 +86,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     why = "nodes unreachable" if "requeue" in kinds else "preempted or a node lost"
     why = "preempted or out of time" if "signal" in kinds else why
+    why = "a node drained" if "draining" in kinds else why
     return RunState("requeued", f"{why}, back in the queue at step {step} ({reason})", release)
 
 
@@ -115,6 +116,8 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     job_id, state = job[0]["job"], job[0]["state"]
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
     gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.data.step}")
+    if state == "FAILED" and not _heard_of(monitor, job):
+        gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
     ended = _ended(monitor) if _heard_of(monitor, job) else None
     return replace(ended or gone, command=_submit(monitor, job_id))
 

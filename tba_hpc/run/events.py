@@ -33,6 +33,8 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the job goes back to the queue
     unreachable ``nodes`` do not answer
+    unhealthy   they fail the check before a start, twice: the job does not get them again
+    draining    ``nodes`` are about to be drained: the job leaves them
     hung        srun outlived its step
     orphan      a step from before the last requeue was cancelled
     finished    the run is finished

@@ -1,4 +1,4 @@
-"""A run in miniature, in place of ``tba`` under Slurm: ``create``, ``supervise``, and ranks that count steps.
+"""A run in miniature, in place of ``tba`` under Slurm: ``supervise``, and ranks that count steps.
 
 Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a shard. HELLO_STEPS is
 how many there are. USR1 or TERM ends the ranks together, as the real ones do.
@@ -64,11 +64,7 @@ if __name__ == "__main__":
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
     verb, place = sys.argv[1], Path(sys.argv[2])
-    if verb == "create":
-        print(os.environ["HELLO_RUN"])
-    elif verb == "snapshot":
-        print(Path(__file__).parents[2])
-    elif verb == "supervise":
+    if verb == "supervise":
         from tba_hpc.launch import supervise
 
         sys.exit(supervise.main(sys.argv[2:]))

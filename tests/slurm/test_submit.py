@@ -131,24 +131,22 @@ def test_one_node_holds_both_roles(cluster: Cluster, tmp_path: Path) -> None:
     assert len({rank["host"] for rank in ranks}) == 1
 
 
-def test_the_script_to_edit_by_hand_works(
+def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HELLO_STEPS", "3")
-    monkeypatch.setenv("HELLO_RUN", str(tmp_path / "hello-seed0"))
+    run = RunDir.create(_config(tmp_path / "runs"))
+    for name, value in {"HELLO_STEPS": "3", "RUN": str(run.path)}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(REPOSITORY)
-    run = RunDir.create(_config(tmp_path))
+    hello = "\n".join(f"s#^{name}=.*#{name}=({' '.join(HELLO)})#" for name in ("TBA", "RANK"))
     script = (REPOSITORY / "slurm/tba_math.sbatch").read_text()
-    script = script.replace("--cpus-per-task=8", "--cpus-per-task=2")  # nodes here are small
-    for command in ("(python -P -m tba_hpc)", "(python -P -m mpi4py -m tba_hpc)"):
-        assert command in script
-        script = script.replace(command, f"({' '.join(HELLO)})")
+    script = script.replace('eval "$script"', f"""eval "$(sed '{hello}' <<< "$script")" """)
     job = cluster.submit(script, f"--output={tmp_path}/log")
     assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
     assert json.loads(run.summary.read_text())["finished"]
     ranks = _ranks(run, 1)
     assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
-    assert [rank["gpus"] for rank in ranks] == ["0", "0,1,2", "0,1,2", "0,1,2"]
+    assert {rank["gpus"] for rank in ranks} == {"0,1,2,3"}
 
 
 @pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
@@ -342,31 +340,6 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     cluster.run("scancel", job)
 
 
-def test_a_job_by_hand_that_lies_the_wrong_way_round_changes_sides_once(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """The smallest gap, in which Slurm puts component 0, is node5; component 1 comes before it."""
-    others = _only_node5_between(cluster)
-    run, script = _run(tmp_path, _site(600, partition="low", sbatch_options=["--exclude=node6"]))
-    job = slurm.submit(run, script)
-    _working(cluster, run, 1)
-    assert "not in Slurm's own order, component 0 first: node5 node1 node2" in _log(run)
-    hosts = [rank["host"] for rank in _ranks(run, 1)][::2]
-    assert hosts == sorted(hosts)
-    assert _events(run) == ["allocated", "requeue", "allocated"]
-    sides = _excluded(cluster, job)
-    assert set(sides[0].split(",")) & set(sides[1].split(",")) == {"node6"}, "what the user asked for"
-    for other in others:
-        cluster.run("scancel", str(other))
-    # Without grace the script hears of a preemption only when Slurm has ended the job.
-    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
-    cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
-    _working(cluster, run, 2)
-    assert _excluded(cluster, job) == sides, "what was right once stays"
-    cluster.run("scancel", job)
-    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
-
-
 @pytest.fixture
 def partitions(cluster: Cluster) -> Iterator[dict[str, set[str]]]:
     """Nodes of two partitions, those of one before those of the other."""
@@ -395,22 +368,6 @@ def test_partitions_in_either_order_make_one_world_at_once(
     assert roles == sorted(roles, reverse=trainers == "early"), "component 0 has MPI's first ranks"
 
 
-def _only_node5_between(cluster: Cluster) -> list[int]:
-    """Occupy nodes so that the smallest gap that Slurm finds is node5; the jobs that do."""
-    others = [
-        cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
-        for node in ("node4", "node6")
-    ]
-    for other in others:
-        cluster.wait(other, "RUNNING")
-    return others
-
-
-def _excluded(cluster: Cluster, job: str) -> list[str]:
-    """The nodes that each component is not to get."""
-    return [component["ExcNodeList"] for component in cluster.jobs(int(job))]
-
-
 def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(600), homogeneous=True)
     job = slurm.submit(run, script)
@@ -434,6 +391,58 @@ def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, 
     ranks = _ranks(run, 2)
     assert {rank["restarts"] for rank in ranks} == {1}
     assert "node1" not in {rank["host"] for rank in ranks}
+    cluster.run("scancel", job)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_job_leaves_a_draining_node_with_a_checkpoint(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    run, script = _run(tmp_path, _site(10_000), homogeneous=homogeneous)
+    job = slurm.submit(run, script.replace("run_to_the_end", "WATCH_SECONDS=2; run_to_the_end"))
+    _working(cluster, run, 1)
+    node = _ranks(run, 1)[-1]["host"]
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    try:
+        _working(cluster, run, 2)
+    finally:
+        cluster.run("scancel", job)
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert _events(run) == ["allocated", "draining", "signal", "stopped", "requeue", "allocated"]
+    assert f"{node} is being drained" in _log(run)
+    assert node not in {rank["host"] for rank in _ranks(run, 2)}
+
+
+NVIDIA_SMI = """#!/bin/bash
+sick=$(dirname "$0")/sick
+(set -C; echo "$SLURMD_NODENAME" > "$sick") 2> /dev/null
+[ "$SLURMD_NODENAME" = "$(< "$sick")" ] && echo "1, No" || echo "0, No"
+"""
+"""A driver that counts an uncorrectable error on the node that asks first, and on no other."""
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_node_that_fails_its_check_is_excluded_from_the_next_start(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    site = _site(10_000, environment={"PATH": f"{tmp_path}/bin:$PATH"}, sbatch_options=["--exclude=node6"])
+    run, script = _run(tmp_path, site, homogeneous=homogeneous)
+    job = slurm.submit(run, script)
+    if homogeneous:  # it goes on with the others, until it is queued again for whatever reason
+        _working(cluster, run, 1, 4)
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+    start = 2 if homogeneous else 1
+    _working(cluster, run, start)
+    node = (tmp_path / "bin/sick").read_text().strip()
+    assert f"{node} cannot write to its /dev/shm or /tmp, or has GPUs with errors" in _log(run)
+    assert "unhealthy" in _events(run)
+    for component in cluster.jobs(int(job)):
+        excluded = cluster.run("scontrol", "show", "hostnames", component["ExcNodeList"]).split()
+        assert sorted(excluded) == sorted({node, "node6"})
+    assert node not in {rank["host"] for rank in _ranks(run, start)}
     cluster.run("scancel", job)
 
 

@@ -69,15 +69,14 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     return {**cluster.environment, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 
 
-def checkout(folder: Path, model: Path, *, time: str = "00:10:00") -> RunDir:
-    """What sbatch needs of the repository, script and config edited; the run that will be there."""
+def checkout(folder: Path, model: Path, *, time: str = "00:10:00", mpi: str = "pmix") -> RunDir:
+    """What sbatch needs of the repository, script, site and config edited; the run that will be there."""
     edits = {
         "--time=24:00:00": f"--time={time}",
         "USR1@300": "USR1@60",
-        "SAVE_SECONDS=270": "SAVE_SECONDS=50",
-        "--ntasks-per-node=3": "--ntasks-per-node=1",
-        "--gres=gpu:3": "--gres=gpu:1",
-        "--cpus-per-task=8": "--cpus-per-task=2",
+        "--nodes=1": "--nodes=2",
+        "--exclusive": "--gres=gpu:1\n#SBATCH --cpus-per-task=2",
+        "--mem=0": "--mem=3000",
     }
     shutil.copytree(REPOSITORY / "slurm", folder / "slurm")
     (folder / "tba_hpc").symlink_to(REPOSITORY / "tba_hpc")
@@ -87,6 +86,7 @@ def checkout(folder: Path, model: Path, *, time: str = "00:10:00") -> RunDir:
         assert old in text, f"{script.name} no longer says {old}"
         text = text.replace(old, new)
     script.write_text(text)
+    (folder / "site.yaml").write_text(yaml.safe_dump(SITE | {"mpi": mpi}))
     config = load_config(QUICKSTART, [f"model.path={model}", *test_engines.SETTINGS])
     (folder / "mine.yaml").write_text(dump_config(config))
     return RunDir(folder / "runs" / test_engines.NAME)
@@ -98,7 +98,7 @@ def sbatch(cluster: Cluster, folder: Path, **environment: str) -> int:
     done = subprocess.run(
         ["sbatch", "--parsable", "slurm/tba_math.sbatch"],
         cwd=folder,
-        env={**cluster.environment, "PATH": path, **environment},
+        env={**cluster.environment, "PATH": path, "SITE": "site.yaml", **environment},
         capture_output=True,
         text=True,
     )
@@ -252,8 +252,8 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
 def test_a_users_mistake_ends_the_job_at_once(
     cluster: Cluster, tmp_path: Path, eos: bool, mpi: str, sentence: str
 ) -> None:
-    run = checkout(tmp_path, make_random_model(tmp_path / "model", tied=False, eos=eos))
-    job = sbatch(cluster, tmp_path, CONFIG="mine.yaml", MPI=mpi)
+    run = checkout(tmp_path, make_random_model(tmp_path / "model", tied=False, eos=eos), mpi=mpi)
+    job = sbatch(cluster, tmp_path, CONFIG="mine.yaml")
     assert cluster.wait(job, seconds=START_SECONDS) == "FAILED", said(run)
     assert sentence in (tmp_path / f"tba-math-{job}.log").read_text(), said(run)
     assert len(events(run, "start")) == 1, "started again, although nothing has changed"
