@@ -60,6 +60,9 @@ class Till:
         """Lose the till."""
         raise OSError("no\\nmatches" + "!" * 1000)
 
+    async def later(self) -> str:
+        return "later"
+
     def wait(self) -> str:
         """Until the gate opens."""
         return str(GATE.wait(20))
@@ -124,7 +127,7 @@ def session(**row: object) -> Session:
 
 def test_tools_are_described_as_transformers_describes_them() -> None:
     found = {schema["function"]["name"]: schema for schema in contract().schemas}
-    assert [*found] == ["burn", "count", "put", "wait"]
+    assert [*found] == ["burn", "count", "later", "put", "wait"]
     import own_worlds
 
     expected = get_json_schema(own_worlds.Till().put)
@@ -149,10 +152,11 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
         (Call("put", {"coins": 2}), "3 coins"),
         (Call("put", {"coins": "2"}), "3 coins"),
         (Call("count", {}), "1"),
+        (Call("later", {}), "later"),
         (Call("put", {}), "error: coins: Missing required argument"),
         (Call("put", {"coins": "two"}), "error: coins: Input should be a valid integer"),
         (Call("put", {"coins": 1, "self": 0, "colour": 1}), "error: colour: Unexpected keyword argument"),
-        (Call("steal", {}), "error: there is no tool 'steal', but burn, count, put, wait"),
+        (Call("steal", {}), "error: there is no tool 'steal', but burn, count, later, put, wait"),
         (Call("_hidden", {}), "error: there is no tool '_hidden'"),
         (Call("reset", {"coins": 100}), "error: there is no tool 'reset'"),
         (Call("burn", {}), "error: OSError: no matches!!!"),
@@ -471,7 +475,9 @@ def test_a_prompt_may_be_messages_and_every_prompt_has_a_seed(own: Path) -> None
     text = tokenizer._tokenizer.decode(first.tokens.tolist())
     assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>" in text
     assert '"name": "put"' in text  # the tools
-    seeds = [task.session(prompt).seed for prompt in (first, first, second, *task.prompts("test"))]
+    asked = [(first, "train"), (first, "train"), (second, "train"), (first, "test")]
+    sampling = Sampling(1.0, 1.0, 100)
+    seeds = [task.session(Request(prompt, 0, 1, sampling, split)).seed for prompt, split in asked]
     assert seeds[0] == seeds[1] and len(set(seeds)) == 3
 
 

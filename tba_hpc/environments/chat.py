@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,14 +101,20 @@ class Chat:
         return len(token) > 0 and not self._tokenizer.decode(token)
 
     def _require_that_it_appends(self, role: str) -> None:
-        """Raise ConfigError where the template changes what it has written when messages follow."""
+        """Raise ConfigError where the template changes what it has written when messages follow.
+
+        What the model was given and what now precedes its answer may differ at their ends: one may have the
+        beginning of a thought, or an empty one.
+        """
         messages = [QUESTION]
         for answer in ANSWERS:
-            past, given = self.render(messages, ask=False), self.render(messages)
+            given, said = self.render(messages), [message["content"] for message in messages]
             messages += [{"role": "assistant", "content": answer}]
             messages += [{"role": role, "name": "a_tool", "content": RESULT}]
             before, _, after = self.render(messages).partition(answer)
-            if not (before.startswith(past) and given.startswith(before) and RESULT in after):
+            common = len(commonprefix([given, before]))  # noqa: RUF071 (text, not paths)
+            ends = given[common:] + before[common:]
+            if RESULT not in after or any(text in ends for text in said):
                 raise ConfigError(
                     f"the chat template of model.path rewrites or drops earlier text when a {role} message "
                     "follows, but the model must be shown what it was trained on: give its "

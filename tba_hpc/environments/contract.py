@@ -22,6 +22,7 @@ its rewards add up to the episode's unless there is ``get_reward``. Neither is n
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -170,7 +171,8 @@ class Session:
         if tool is None:
             return f"error: there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
         try:
-            return str(tool.validate_python({**call.arguments, "self": self._environment}))
+            result = tool.validate_python({**call.arguments, "self": self._environment})
+            return str(asyncio.run(result) if inspect.iscoroutine(result) else result)
         except ConfigError:
             raise
         except ValidationError as error:

@@ -39,7 +39,7 @@ class Scenes(Protocol):
 
     max_turns: int
 
-    def session(self, prompt: Prompt) -> Session:
+    def session(self, request: Request) -> Session:
         """A new environment for an episode."""
 
     def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
@@ -149,7 +149,7 @@ class Conversations:
         whole = Conversation(request)
         self._open += request.n
         for place in range(request.n):
-            episode = Episode(whole, place, self._scenes.session(request.prompt), request.prompt)
+            episode = Episode(whole, place, self._scenes.session(request), request.prompt)
             self._work(episode, episode.session.open, self._opened)
 
     def step(self) -> list[Group]:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
-from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.conversations import Conversations
@@ -72,7 +72,6 @@ class Environment(Jsonl):
         self._seconds, self._at_once = step_seconds, concurrency
         self._chat = self._chat_of(tokenizer)
         self._encode = self._chat.encode
-        self._seeds: dict[Prompt, int] = {}
         self._opened: dict[Prompt, tuple[str, Prompt]] = {}
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
@@ -81,14 +80,6 @@ class Environment(Jsonl):
         for number, (_, _, row) in enumerate(found, start=1):
             self._contract.require(row, f"row {number} of the {split} rows")
         return [(self._chat.render(self._messages(row)), target, row) for _, target, row in found]
-
-    def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """Each with a seed of its own for ``reset``, the same in every run."""
-        found = super().prompts(split)
-        for prompt in found:
-            stream = np.random.default_rng([SPLITS.index(split), prompt.id])
-            self._seeds[prompt] = int(stream.integers(1 << 31))
-        return found
 
     def encode_question(self, text: str) -> np.ndarray:
         """As a user's message."""
@@ -99,7 +90,7 @@ class Environment(Jsonl):
         row = {"prompt": text}
         self._contract.require(row, "a question")
         prompt = Prompt(0, self._encode(self._chat.render(self._messages(row))), "")
-        self._rows[prompt], self._seeds[prompt] = row, 0
+        self._rows[prompt] = row
         return prompt
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
@@ -107,9 +98,10 @@ class Environment(Jsonl):
         chat = self._chat_of(tokenizer)
         return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
 
-    def session(self, prompt: Prompt) -> Session:
-        """A new environment for an episode: all of a prompt begin alike."""
-        return Session(self._contract, self.row(prompt), self._seeds[prompt])
+    def session(self, request: Request) -> Session:
+        """A new environment for an episode: all of a prompt get the same seed, in every run."""
+        stream = np.random.default_rng([SPLITS.index(request.split), request.prompt.id])
+        return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
 
     def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
         """The prompt with what ``reset`` has said, also as messages.

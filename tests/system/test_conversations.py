@@ -1,0 +1,105 @@
+"""A whole run of conversations: a real engine and learner, a game in between, a searcher that is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tiny_models import make_random_model
+from transformers import AutoTokenizer
+
+from tba_hpc.core.types import Trajectories
+from tba_hpc.exchange.hdf5_shards import read_shard
+from tba_hpc.report.data import series
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import read_metrics
+
+from .test_run import assert_whole, finish, ranks, steps_done, tba, wait_for
+
+pytestmark = pytest.mark.system
+
+STEPS, SAMPLES, TURNS, EOS = 8, 6, 3, 0
+NAME = "echo-seed0"
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+ECHO = """
+import time
+
+class Echo:
+    def reset(self, bias):
+        self.bias, self.turns = bias, 0
+
+    def step(self, messages):
+        time.sleep(0.02)
+        self.turns += 1
+        said = messages[-1]["content"]
+        return f"You: {len(said)}", self.turns == 4 or said.count("a") > 2, self.bias + said.count("b") / 4
+"""
+CONFIG: dict[str, Any] = {
+    "run": {"name": "echo"},
+    "model": {"dtype": "float32", "context_length": 128},
+    "task": {
+        "name": "environment",
+        "train_file": "rows.jsonl",
+        "options": {"environment": "echo:Echo", "max_turns": TURNS, "validation_prompts": 4},
+    },
+    "generator": {
+        "completions_per_prompt": SAMPLES,
+        "temperature": 1.0,
+        "max_tokens": 64,
+        "stop": list("abcdefghijklm"),  # a random model ends nothing by itself
+        "prompts_in_flight": 4,
+        "kv_cache_mb": 32,
+    },
+    "buffer": {"initial_completions": 24},
+    "train": {"steps": STEPS, "prompts_per_step": 2, "completions_per_prompt": 4},
+    "exchange": {"seal_seconds": 0.2, "keep_shards": 1.0},
+    "checkpoint": {"every": 2},
+    "evaluate": {"every": 4, "validation_prompts": 4, "test_prompts": 4},
+    "launch": {"timeout_seconds": 100},
+}
+
+
+def test_a_searcher_is_killed_amid_conversations_and_the_run_goes_on(tmp_path: Path) -> None:
+    model = make_random_model(tmp_path / "model", tied=True)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "echo.py").write_text(ECHO)
+    rows = [{"prompt": f"Row {i}.", "bias": i / 100} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "echo.yaml").write_text(yaml.safe_dump(CONFIG))
+    words = ["run", "echo.yaml", "--set", f"model.path={model}", "--set", f"run.root={tmp_path}"]
+    process = tba(*words, folder=tmp_path)
+    wait_for(lambda: steps_done(tmp_path, NAME) >= 3, process)
+    ranks(process, "search")[0].kill()
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    run = RunDir.open(tmp_path / NAME)
+    assert_whole(run, STEPS, SAMPLES)
+    searched = read_metrics(run.metrics_file("searcher", 0))
+    assert max(series(searched, "search/turns")) > 1.2
+    assert max(series(read_metrics(run.metrics_file("trainer")), "train/environment_share")) > 0.1
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    kept = [read_shard(path).trajectories for path in run.kept_files().values()]
+    assert kept
+    for trajectories in kept:
+        assert_token_exact(trajectories, tokenizer.decode)
+
+
+def assert_token_exact(trajectories: Trajectories, decode: Callable[[np.ndarray], str]) -> None:
+    """After each turn but the last stands what the template writes after it: its end if need be."""
+    for row, record in enumerate(trajectories.record):
+        tokens = trajectories.completions.row(row)
+        action_T = ~np.isnan(trajectories.logprobs[slice(*trajectories.completions.offsets[row : row + 2])])
+        parts = np.split(tokens, np.flatnonzero(np.diff(action_T)) + 1)
+        assert action_T[0] and action_T[-1] and len(parts) <= 2 * TURNS - 1
+        for turn, between in zip(parts[::2], parts[1::2], strict=False):
+            end = "" if turn[-1] == EOS else "<eos>"
+            assert decode(between) == f"{end}[You: {len(decode(turn).removesuffix('<eos>'))}]>"
+        assert record["truncated"] != 2 or len(parts) == 2 * TURNS - 1
