@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,6 +138,28 @@ def test_the_time_that_rewards_take_is_logged(tmp_path: Path) -> None:
     timed = [record for record in records if "search/reward_seconds" in record]  # a slow machine logs several
     assert timed and all(0.1 <= float(str(record["search/reward_seconds"])) < 2 for record in timed)
     assert max(float(str(record["search/reward_share"])) for record in timed) > 0.5
+
+
+def test_a_job_at_a_lower_priority_keeps_it(tmp_path: Path) -> None:
+    """An ordinary user may not raise it again."""
+    seen: set[int] = set()
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def note(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        seen.add(priority())
+        return rewards
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() + 8)
+        seen.add(priority())
+        search(tmp_path, Faulty(note), wanted=20)
+
+    searcher = threading.Thread(target=run)
+    searcher.start()
+    searcher.join()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(("temperature", "compared"), [(None, 4), (0.0, 4), (1.0, 0)])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import numpy as wire
 
 from tba_hpc.core.ports import ExchangeError
+from tba_hpc.learner.folder_store import FolderStore
 from tba_hpc.run.files import listing, write_atomic
 from tba_hpc.run.listeners import own_listeners, stop_listening
 
@@ -76,12 +77,14 @@ class TrainerGroup:
         device: torch.device,
         deadline: float,
         others: set[int],
+        entries: FolderStore,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.local_ranks = local_ranks
         self.device = device
         self._others = others
+        self._entries = entries  # torch keeps no reference to the Python object
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
         stop_listening(less=others)  # before there are sockets of NCCL's, which go on taking connections
@@ -107,15 +110,17 @@ class TrainerGroup:
             torch.cuda.set_device(device)
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks)
         others = own_listeners()
+        (store / "group").mkdir(exist_ok=True)
+        entries = FolderStore(store / "group", deadline=deadline)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{store.absolute() / 'group'}",
+            store=entries,
             timeout=timedelta(seconds=deadline),
             rank=rank,
             world_size=ranks,
         )
         places = {"rank": rank, "ranks": ranks, "local_ranks": local_ranks}
-        return cls(**places, device=device, deadline=deadline, others=others)
+        return cls(**places, device=device, deadline=deadline, others=others, entries=entries)
 
     def refuse_strangers(self) -> None:
         """Take no more connections at the ports that gloo has opened for other groups since.

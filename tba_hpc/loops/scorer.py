@@ -346,7 +346,9 @@ NOTHING = Scored()
 
 def _yield_to_trainer() -> None:
     """If both share a machine, as its engine does: samples a step late are better than a late step."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDS)
+    thread = threading.get_native_id()
+    # A job may run at a lower priority already, and only root may raise it.
+    os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _words(error: Exception) -> str:

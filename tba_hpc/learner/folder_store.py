@@ -1,0 +1,70 @@
+"""The store through which torch.distributed's ranks find each other, as files of a shared folder.
+
+torch's own FileStore appends to one file under a lock: file systems without locks refuse it, and where hosts
+cache a file's size (GlusterFS, NFS) they write over each other's entries, and wait forever. Here each entry
+is a file, complete when it is visible and never changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+from tba_hpc.run.files import listing
+
+PAUSE = 0.02
+"""Seconds between two looks for an entry of another rank."""
+
+
+class FolderStore(dist.Store):
+    """Keys and values in ``folder``, which is empty at first. deadline: longest wait for a key, s."""
+
+    def __init__(self, folder: Path, *, deadline: float) -> None:
+        super().__init__()
+        self._folder = folder
+        self._deadline = deadline
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Make an entry visible."""
+        self._publish(_name(key), value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for an entry."""
+        self.wait([key])
+        return (self._folder / _name(key)).read_bytes()
+
+    def add(self, key: str, amount: int) -> int:
+        """Sum of what all ranks have added, this amount included."""
+        if amount:
+            self._publish(f"{_name(key)}+{secrets.token_hex(8)}", str(amount).encode())
+        added = [name for name in listing(self._folder) if name.startswith(f"{_name(key)}+")]
+        return sum(int((self._folder / name).read_bytes()) for name in added)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all entries are there."""
+        return {_name(key) for key in keys} <= set(listing(self._folder))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for all entries. Raises torch's error of a store."""
+        seconds = timeout.total_seconds() if timeout else self._deadline
+        give_up = time.monotonic() + seconds
+        while not self.check(keys):
+            if time.monotonic() > give_up:
+                raise dist.DistStoreError(f"waited {seconds:g} s for {', '.join(keys)} in {self._folder}")
+            time.sleep(PAUSE)
+
+    def _publish(self, name: str, data: bytes) -> None:
+        # Not durable: after a crash of the machine nobody reads it.
+        temporary = self._folder / f".{name}.{secrets.token_hex(4)}"
+        temporary.write_bytes(data)
+        temporary.replace(self._folder / name)
+
+
+def _name(key: str) -> str:
+    return quote(key, safe="")  # never a "+"
