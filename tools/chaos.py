@@ -1,6 +1,7 @@
 """A seeded storm of faults over a run, on a Slurm cluster brought up on this machine; prints what it cost.
 
-    python tools/chaos.py [--faults 100] [--seed 0] [--nodes 3] [--model FOLDER | --tabular] [--json]
+    python tools/chaos.py [--faults 100] [--kinds KIND ...] [--seed 0] [--nodes 3] [--trainer-nodes 1]
+                          [--hosts] [--model FOLDER | --tabular] [--json]
 
 The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
 engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
@@ -9,7 +10,8 @@ second searcher try to join: one fault after the other, each when the run has re
 on for a few optimizer steps, some already while the ranks start. Then the run must come to its end by itself,
 and ``tba audit`` must find every trajectory once, but those of damaged shards, which it must name; else the
 exit status is 1 and the ends of the logs are shown. ``--tabular``: the model is the enumerable one of
-``lab.tabular``, without engines, whose ranks start in no time.
+``lab.tabular``, without engines, whose ranks start in no time. ``--hosts``: nodes share a network and a
+folder alone, their links are cut and slowed, the folder is taken from one, hosts freeze and wake.
 
 A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
@@ -20,9 +22,7 @@ import argparse
 import json
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +34,14 @@ from typing import Literal
 
 from rich.console import Console
 from slurm_testbed import faults
-from slurm_testbed.cluster import Cluster, missing
 from slurm_testbed.faults import RankProcess
+from slurm_testbed.hosts import Hosts
 from slurm_testbed.trial import (
     DEADLINE,
     TAKEOVERS,
     NotSurvived,
     Trial,
+    cluster_of,
     parser_of,
     submit,
     time_of,
@@ -86,12 +87,16 @@ Cost = Literal["ranks", "engine", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it comes. waits: whether it needs a run that is taking steps."""
+    """A kind of fault. weight: how often it comes. waits: whether it needs a run that is taking steps.
+
+    hosts: whether it needs nodes that are hosts.
+    """
 
     blow: Blow
     weight: int
     cost: Cost = "ranks"
     waits: bool = False
+    hosts: bool = False
 
 
 def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
@@ -108,6 +113,22 @@ def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
 
 def _hang(storm: Storm, rank: RankProcess) -> None:
     faults.strike(rank, engine=True, sent=signal.SIGSTOP)
+
+
+def _on_host(role: Role, fault: Callable[[Hosts, str], None], seconds: float = 0.0) -> Blow:
+    """A fault of the host of a rank of a role: for so long, or until the run has recovered."""
+
+    def strike(storm: Storm, rank: RankProcess) -> None:
+        hosts = storm.cluster
+        assert isinstance(hosts, Hosts)
+        fault(hosts, rank.node)
+        if not seconds:
+            storm.mend_later(lambda: hosts.mend(rank.node))
+            return
+        time.sleep(seconds)
+        hosts.mend(rank.node)
+
+    return _hit(role, strike)
 
 
 def _damage_checkpoint(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
@@ -173,6 +194,17 @@ KINDS = {
     ),
     "second launcher": Kind(_launch_again, 5, "nothing", waits=True),
     "second searcher": Kind(_search_again, 5, "nothing", waits=True),
+    "link cut": Kind(_on_host("searcher", Hosts.cut), 7, hosts=True),
+    "leader's link cut": Kind(_on_host("trainer", Hosts.cut), 7, hosts=True),
+    "host frozen": Kind(_on_host("searcher", Hosts.freeze), 5, hosts=True),
+    "leader's host frozen": Kind(_on_host("trainer", Hosts.freeze), 5, hosts=True),
+    "link slow": Kind(_on_host("searcher", Hosts.slow, 15.0), 4, "nothing", waits=True, hosts=True),
+    "folder cut off": Kind(
+        _on_host("searcher", Hosts.cut_folder, 25.0), 4, "nothing", waits=True, hosts=True
+    ),
+    "leader's folder cut off": Kind(
+        _on_host("trainer", Hosts.cut_folder, 25.0), 4, "nothing", waits=True, hosts=True
+    ),
 }
 
 
@@ -186,13 +218,9 @@ class Fault:
     choice: float
 
 
-def plan(count: int, seed: int, *, engines: bool = True) -> list[Fault]:
-    """``count`` faults, the same for the same seed; every kind is among them if there is room.
-
-    engines: whether there are any that faults may strike.
-    """
+def plan(count: int, seed: int, among: Sequence[str]) -> list[Fault]:
+    """``count`` faults of some kinds, the same for the same seed; every kind comes if there is room."""
     random = Random(seed)
-    among = [name for name, kind in KINDS.items() if engines or kind.cost != "engine"]
     weights = [KINDS[name].weight for name in among]
     kinds = [*among, *random.choices(among, weights, k=max(0, count - len(among)))][:count]
     random.shuffle(kinds)
@@ -204,6 +232,15 @@ def plan(count: int, seed: int, *, engines: bool = True) -> list[Fault]:
         start_up = possible and random.random() < START_UP_SHARE
         planned.append(Fault(name, start_up, random.random(), random.random()))
     return planned
+
+
+def possible(options: argparse.Namespace) -> list[str]:
+    """Kinds that the options' cluster and model have something to strike for."""
+    return [
+        name
+        for name, kind in KINDS.items()
+        if (options.hosts or not kind.hosts) and not (options.tabular and kind.cost == "engine")
+    ]
 
 
 # --- The storm ---
@@ -233,7 +270,7 @@ class Storm(Trial):
     engines: bool = True
     strikes: list[Strike] = field(default_factory=list)
     spoiled: dict[tuple[int, int], int] = field(default_factory=dict)
-    _down: list[str] = field(default_factory=list)
+    _ailing: list[Callable[[], None]] = field(default_factory=list)
 
     def rage(self, planned: Sequence[Fault]) -> None:
         """Strike with one fault after the other, then end the run. Raises NotSurvived."""
@@ -263,7 +300,11 @@ class Storm(Trial):
     def crash(self, node: str) -> None:
         """Crash a node; it boots again once the run has recovered."""
         self.cluster.crash(node)
-        self._down.append(node)
+        self.mend_later(lambda: self.cluster.start(node))
+
+    def mend_later(self, mend: Callable[[], None]) -> None:
+        """Call this once the run has recovered."""
+        self._ailing.append(mend)
 
     def kill_leader(self) -> RankProcess:
         """Kill the leading trainer, also while it stands still."""
@@ -297,11 +338,11 @@ class Storm(Trial):
         self.wait_for(lambda: self.history.step >= wanted and self._complete, f"step {wanted}, all engines")
 
     def _await_recovery(self) -> None:
-        """Until the last fault is history; then nodes that crashed are booted."""
+        """Until the last fault is history; then nodes that crashed or were cut off come back."""
         last = self.strikes[-1] if self.strikes else NOTHING_YET
         self.wait_for(lambda: self.recovered(last), f"recovery from {last}")
-        while self._down:
-            self.cluster.start(self._down.pop())
+        while self._ailing:
+            self._ailing.pop()()
 
     @property
     def _ranks(self) -> list[RankProcess]:
@@ -340,17 +381,6 @@ def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
             by_searcher.setdefault(searcher, []).append(((searcher, index), path))
     most = max(by_searcher.values(), key=len, default=[])
     return most if len(most) >= least else []
-
-
-@contextmanager
-def disk(size: str) -> Iterator[Path]:
-    """A folder on a file system of its own, in memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder], check=True)
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 # --- The tables ---
@@ -425,13 +455,11 @@ def unexplained(storm: Storm, found: Audit) -> list[str]:
 def main() -> None:
     """Brew a storm, and say what became of the run."""
     options = _options()
-    if reason := missing():
-        sys.exit(f"chaos: no Slurm cluster can be brought up here: {reason}")
-    planned = plan(options.faults, options.seed, engines=not options.tabular)
+    planned = plan(options.faults, options.seed, options.kinds or possible(options))
     settings = ("run.name=chaos", *(() if options.tabular else SLOW_STEPS))
-    with disk(DISK) as scratch, Cluster() as cluster:
-        nodes = ("--nodes", str(options.nodes))
-        run, job = submit(cluster, scratch, options, *nodes, partition="low", settings=settings)
+    with cluster_of(options, disk=DISK) as cluster:
+        nodes = ("--nodes", str(options.nodes), "--trainer-nodes", str(options.trainer_nodes))
+        run, job = submit(cluster, cluster.share, options, *nodes, partition="low", settings=settings)
         storm = Storm(cluster, run, job, engines=not options.tabular)
         try:
             storm.rage(planned)
@@ -455,7 +483,9 @@ def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="which (default: all that are possible)")
     parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
+    parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes of them that train")
     return parser.parse_args()
 
 

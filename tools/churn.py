@@ -1,7 +1,7 @@
 """Elastic nodes of a run come and go, on a Slurm cluster brought up on this machine; prints what it cost.
 
     python tools/churn.py [--counts 0 4 1 6] [--pause 20 40] [--minutes 10] [--seed 0]
-                          [--model FOLDER | --tabular]
+                          [--hosts] [--model FOLDER | --tabular]
 
 The quickstart trains as a job of two nodes, with places for elastic searchers; an array of one-node jobs
 searches for it on nodes of a partition from which a higher one takes them back. After each pause another
@@ -22,7 +22,6 @@ import re
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ from pathlib import Path
 from random import Random
 
 import psutil
-from slurm_testbed.cluster import Cluster, missing
-from slurm_testbed.trial import DEADLINE, Trial, parser_of, submit, submit_elastic, time_of
+from slurm_testbed.cluster import Cluster
+from slurm_testbed.trial import DEADLINE, Trial, cluster_of, parser_of, submit, submit_elastic, time_of
 
 from tba_hpc.config import is_elastic
 from tba_hpc.report.audit import Audit, audit
@@ -170,11 +169,8 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
 def main() -> None:
     """Let nodes come and go, and say what became of the run."""
     options = _options()
-    if reason := missing():
-        sys.exit(f"churn: no Slurm cluster can be brought up here: {reason}")
-    nodes = max(options.counts)
-    with tempfile.TemporaryDirectory() as folder, Cluster(nodes=nodes + 2) as cluster:
-        churn = begin(cluster, Path(folder), options)
+    with cluster_of(options, nodes=max(options.counts) + 2) as cluster:
+        churn = begin(cluster, cluster.share, options)
         churn.rage(options.counts, 60 * options.minutes, options.pause, Random(options.seed))
         found = audit(churn.run)
         row = churn.row(found)

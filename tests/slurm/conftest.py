@@ -1,20 +1,35 @@
 """The cluster, up once for all tests, and as it was again before each."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_testbed import hosts
 from slurm_testbed.cluster import Cluster, missing
+from slurm_testbed.hosts import Hosts
+
+HOSTS = os.environ.get("TESTBED") == "hosts"
+"""Whether the nodes share a network and a folder alone: TESTBED=hosts pytest tests/slurm."""
 
 
 @pytest.fixture(scope="session")
 def running_cluster() -> Iterator[Cluster]:
-    if reason := missing():
+    if reason := hosts.missing() if HOSTS else missing():
         pytest.skip(f"no Slurm cluster for tests: {reason}")
-    with Cluster() as cluster:
+    with Hosts(user="root") if HOSTS else Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """On hosts, in the folder that they share."""
+    if not HOSTS:
+        return tmp_path
+    return Path(tempfile.mkdtemp(dir=request.getfixturevalue("running_cluster").share))
 
 
 @pytest.fixture

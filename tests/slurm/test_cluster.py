@@ -14,7 +14,7 @@ def test_each_node_has_its_own_name_and_gpus(cluster: Cluster, tmp_path: Path) -
     script = f"#!/bin/bash\n#SBATCH -N3 -n3 --gres=gpu:2 --output={tmp_path}/out\n{REPORT}\n"
     job = cluster.submit(script)
     assert cluster.wait(job) == "COMPLETED"
-    expected = [f"node{i} 0,1 127.0.1.6" for i in (1, 2, 3)]
+    expected = [f"node{i} 0,1 {cluster.address(6)}" for i in (1, 2, 3)]
     assert sorted((tmp_path / "out").read_text().splitlines()) == expected
 
 

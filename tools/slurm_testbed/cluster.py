@@ -8,6 +8,7 @@ the SIGKILL of one process. Needs root and Slurm's daemons; ``missing()`` says w
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev slurm-wlm-basic-plugins"
 """Debian packages that hold all of it."""
@@ -29,6 +30,9 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 PORTS = range(12_000, 32_000, 32)
 """First ports of the clusters that may live side by side."""
+
+LOGIN = 254
+"""Number of the login node, where slurmctld is, among the nodes' addresses."""
 
 T = TypeVar("T")
 
@@ -55,6 +59,8 @@ class Cluster:
     """``with Cluster() as cluster:`` six idle nodes, node1 … node6; afterwards no process, mount or file.
 
     cpus, memory (MiB), gpus: what each node pretends to have. settings: lines of slurm.conf to replace.
+    user: whose the jobs are. disk: size of the file system of ``share``, which is memory then: one that can
+    be filled.
     """
 
     nodes: int = 6
@@ -62,6 +68,13 @@ class Cluster:
     memory: int = 3500
     gpus: int = 4
     settings: Mapping[str, str] = field(default_factory=dict)
+    user: str = "root"
+    disk: str = ""
+
+    isolation: ClassVar[str] = ""
+    """What a node's first process does, beside what all do."""
+
+    namespaces: ClassVar[Sequence[str]] = ("--uts", "--mount", "--ipc", "--pid")
 
     def __enter__(self) -> Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -69,6 +82,7 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._write_files()
+            self._share_folder()
             self._start_daemons()
         except BaseException:
             self.__exit__()
@@ -79,6 +93,8 @@ class Cluster:
         for name in reversed(list(self._daemons)):
             self._stop(name)
         self.until(lambda: not self.processes(), "every process to be gone", 10, seen=self.processes)
+        for folder in self._mounted():
+            subprocess.run(["umount", "--lazy", folder], check=True)
         self._held.close()
         shutil.rmtree(self.root)
         assert str(self.root) not in Path("/proc/mounts").read_text(), "the cluster left a mount behind"
@@ -91,19 +107,35 @@ class Cluster:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         return {**inherited, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
 
-    def run(self, *command: str | Path, check: bool = True, seconds: float = 60) -> str:
-        """Standard output of a command on the login node (this machine)."""
-        done = subprocess.run(
-            list(map(str, command)), env=self.environment, capture_output=True, text=True, timeout=seconds
-        )
+    def run(self, *command: str | Path, check: bool = True, seconds: float = 60, user: bool = False) -> str:
+        """Standard output of a command on the login node (this machine), of root or of the jobs' user."""
+        done = self.done(*command, seconds=seconds, user=user)
         assert not check or done.returncode == 0, f"{command} failed: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def done(
+        self, *command: str | Path, seconds: float = 60, user: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """A command that has ended, whatever its status."""
+        words = [*self._become(user), *map(str, command)]
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=seconds)
+
+    def _become(self, user: bool) -> list[str]:
+        ids = [f"--reuid={self.user}", f"--regid={pwd.getpwnam(self.user).pw_gid}", "--clear-groups"]
+        return ["setpriv", *ids] if user and self.user != "root" else []
+
+    def own(self, folder: Path) -> None:
+        """Give what root has written there to the jobs' user."""
+        owner = pwd.getpwnam(self.user)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
 
     def submit(self, script: str, *options: str) -> int:
         """Job id of a batch script given as text. Its output stays in the cluster unless it says where to."""
         path = self.root / f"job-{time.monotonic_ns()}.sh"
-        path.write_text(script.replace("\n", f"\n#SBATCH --output={self.root}/job-%j.log\n", 1))
-        return int(self.run("sbatch", "--parsable", *options, path))
+        path.write_text(script.replace("\n", f"\n#SBATCH --output={self.share}/job-%j.log\n", 1))
+        path.chmod(0o644)
+        return int(self.run("sbatch", "--parsable", *options, path, user=True))
 
     def jobs(self, job: int) -> list[dict[str, str]]:
         """What ``scontrol show job`` says of a job, one dict per component."""
@@ -150,7 +182,7 @@ class Cluster:
 
     def clear(self) -> None:
         """Cancel every job and wait until the queue is empty."""
-        self.run("scancel", "--user=root", check=False)
+        self.run("scancel", f"--user={self.user}", check=False)
         self.until(lambda: not self.run("squeue", "--noheader", check=False).strip(), "an empty queue")
 
     def crash(self, node: str) -> None:
@@ -198,6 +230,15 @@ class Cluster:
             if mark in _read(entry / "environ")
         ]
 
+    @property
+    def share(self) -> Path:
+        """The folder that all nodes see, for runs."""
+        return self.root / "share"
+
+    def address(self, node: int) -> str:
+        """Of node 1, 2, …, or of the controller: LOGIN."""
+        return f"127.0.1.{node}"
+
     # --- Daemons ---
 
     @property
@@ -221,7 +262,11 @@ class Cluster:
         )
 
     def _boot(self, node: str) -> None:
-        self._spawn(node, ["unshare", *_NAMESPACES, "sh", "-c", _BOOT, node, str(self.root)])
+        options = [*self.namespaces, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+        self._spawn(
+            node,
+            ["unshare", *options, "sh", "-c", _BOOT.format(isolation=self.isolation), node, str(self.root)],
+        )
 
     def _munge_options(self) -> list[str]:
         key = self.root / "munge.key"
@@ -263,11 +308,25 @@ class Cluster:
         for gpu in range(self.gpus):
             # Slurm wants character devices; these are /dev/null by another name.
             os.mknod(self.root / f"dev/gpu{gpu}", 0o666 | 0o020000, os.makedev(1, 3))
-        hosts = "".join(f"127.0.1.{i} {name}\n" for i, name in enumerate(self._names, 1))
+        hosts = "".join(f"{self.address(i)} {name}\n" for i, name in enumerate(self._names, 1))
         (self.root / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
         (self.root / "gres.conf").write_text(self._gres())
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.root / "slurm.conf").write_text(self._slurm_conf(self._ports))
+
+    def _share_folder(self) -> None:
+        self.share.mkdir()
+        self._mount_disk(self.share)
+
+    def _mount_disk(self, folder: Path) -> None:
+        if self.disk:
+            options = f"size={self.disk},mode=755"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+
+    def _mounted(self) -> list[str]:
+        """Mount points of ours, the innermost first."""
+        points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        return [point for point in reversed(points) if point.startswith(f"{self.root}/")]
 
     def _gres(self) -> str:
         files = f"{self.root}/dev/gpu[0-{self.gpus - 1}]"
@@ -279,14 +338,14 @@ class Cluster:
         values = {**_SETTINGS, **self.settings}
         lines = [f"{key}={value}".replace("{root}", str(self.root)) for key, value in values.items()]
         lines += [
-            f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)",
+            f"SlurmctldHost={socket.gethostname().split('.')[0]}({self.address(LOGIN)})",
             f"SlurmctldPort={ports[0]}",
         ]
-        for name, port in zip(self._names, ports[1:], strict=True):
+        for i, (name, port) in enumerate(zip(self._names, ports[1:], strict=True), 1):
             (self.root / "spool" / name).mkdir(parents=True)
             lines.append(
-                f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} CoresPerSocket={self.cpus} "
-                f"RealMemory={self.memory} Gres=gpu:{self.gpus} State=UNKNOWN"
+                f"NodeName={name} NodeAddr={self.address(i)} Port={port} CPUs={self.cpus} "
+                f"CoresPerSocket={self.cpus} RealMemory={self.memory} Gres=gpu:{self.gpus} State=UNKNOWN"
             )
         lines += [
             "PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF",
@@ -296,16 +355,13 @@ class Cluster:
         return "\n".join(lines) + "\n"
 
 
-_NAMESPACES = (
-    *("--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
-    *("--propagation", "private"),
-)
-
 _BOOT = """
+umask 022
 find "$1/spool/$0" -mindepth 1 -delete
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
 cat /proc/sys/kernel/random/uuid > "$1/spool/$0/boot_id"
 mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
+{isolation}
 slurmd -D -N "$0" &
 wait
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -135,12 +134,6 @@ def fill_disk(folder: Path, seconds: float) -> None:
 
 def refused(cluster: Cluster, *words: str, seconds: float = 120) -> str:
     """What ``tba WORDS`` says on the login node as it is refused. Raises AssertionError if it is not."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tba_hpc", *words],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    done = cluster.done(sys.executable, "-m", "tba_hpc", *words, seconds=seconds)
     assert done.returncode, f"tba {' '.join(words)} was let in beside the one at work: {done.stdout}"
     return done.stderr

@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from slurm_testbed import faults
-from slurm_testbed.cluster import ENDED, Cluster
+from slurm_testbed import faults, hosts
+from slurm_testbed.cluster import ENDED, Cluster, missing
+from slurm_testbed.hosts import Hosts
 from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
@@ -153,6 +154,7 @@ class Trial:
         faults.ask_to_stop(self.cluster, self.job)
         self.wait_for(lambda: self.history.of_trainer("stopped", after=asked), "the run to stop")
         self.run.adapt([f"train.steps={self.history.step + STEPS_AFTER}"])
+        self.cluster.own(self.run.path)
         self.wait_for(lambda: self.run.finished, "the end of the run")
         for job in (self.job, *jobs):
             # The first component's end is that of the run: others may have failed with a node.
@@ -194,7 +196,15 @@ def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dic
     site = root / f"{partition}.yaml"
     site.write_text(yaml.safe_dump({**SITE, "partition": partition}))
     program = (sys.executable, str(HOME / "tools/submit.py"))
-    return json.loads(cluster.run(*program, *words, "--site", str(site), "--json"))
+    return json.loads(cluster.run(*program, *words, "--site", str(site), "--json", user=True))
+
+
+def cluster_of(options: argparse.Namespace, **settings: Any) -> Cluster:
+    """The cluster that the options name, not yet up; ends the program if it cannot be."""
+    kind, reason = (Hosts, hosts.missing()) if options.hosts else (Cluster, missing())
+    if reason:
+        sys.exit(f"no Slurm cluster can be brought up here: {reason}")
+    return kind(**settings)
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
@@ -204,6 +214,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     model.add_argument("--model", type=_model_folder, help=f"a tiny model; default: {MODEL.name}")
     model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--hosts", action="store_true", help="nodes share a network and a folder alone")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
