@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,9 @@ SECRET = "hf_0123456789abcdefSECRET"
 HEARD_SECONDS = 15.0
 """How long a port may be open to the network before it is deaf, on a busy machine; ranks live longer."""
 
+CALLS, TOGETHER = 10_000, 500
+"""Connections to every port, and how many of them at once: more than a process of the run has descriptors."""
+
 FILES = 256
 """Descriptors that each process may have."""
 
@@ -58,6 +61,29 @@ def leave_junk(process: subprocess.Popen[str]) -> set[tuple[int, int]]:
     return found
 
 
+def flood(process: subprocess.Popen[str]) -> int:
+    """CALLS connections to every port of every process, which stay for a moment; how many ports."""
+    ports = 0
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            for _, address, port in listeners(child.pid, loopback=True):
+                ports += 1
+                for _ in range(CALLS // TOGETHER):
+                    with ExitStack() as calls:
+                        for _ in range(TOGETHER):
+                            call(address, port, calls)
+    return ports
+
+
+def call(address: str, port: int, until: ExitStack) -> None:
+    """Ask for a connection, and do not wait for the answer."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    caller = until.enter_context(socket.socket(family))
+    caller.setblocking(False)
+    with suppress(OSError):
+        caller.connect((address, port))
+
+
 def few_files() -> None:
     """In the child, before it becomes the program."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
@@ -73,6 +99,7 @@ def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Pa
     )
     heard: dict[tuple[int, str, int], float] = {}
     junk: set[tuple[int, int]] = set()
+    flooded = 0
     while process.poll() is None:
         with suppress(psutil.Error):
             for child in psutil.Process(process.pid).children(recursive=True):
@@ -81,12 +108,13 @@ def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Pa
                         first = heard.setdefault((child.pid, address, port), time.monotonic())
                         assert time.monotonic() - first < HEARD_SECONDS, (child.cmdline(), address, port)
         if (tmp_path / "quickstart-seed0/metrics/trainer.jsonl").exists():  # it is at work
+            flooded = flooded or flood(process)
             junk |= leave_junk(process)
         time.sleep(0.2)
     out, err = process.communicate()
     run = RunDir.open(tmp_path / "quickstart-seed0")
     assert process.returncode == 0 and run.finished, out + err
-    assert junk
+    assert junk and flooded
 
     told = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not told and SECRET not in out + err
