@@ -50,6 +50,7 @@ from slurm_testbed.trial import (
 from tba_hpc.core.types import Role
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.data import RunData
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.checkpoints import checkpoint_folders, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
@@ -431,6 +432,7 @@ def _row(name: str, fates: Sequence[Fate]) -> Row:
 def run_row(storm: Storm, found: Audit) -> Row:
     """What the whole storm came to. lost: beside what was in damaged shards."""
     spoiled, events = sum(storm.spoiled.values()), storm.history.events
+    ettr = RunData.read(storm.run).ettr
     return {
         "faults": len(storm.strikes),
         "trajectories": found.trajectories,
@@ -443,6 +445,7 @@ def run_row(storm: Storm, found: Audit) -> Row:
         "most at once": max(found.redone, default=0),
         "resumes from an older checkpoint than the newest whole one": storm.history.resumes_behind(),
         "storm, s": events[-1]["time"] - events[0]["time"],
+        "ETTR, %": None if ettr is None else 100 * ettr,
     }
 
 

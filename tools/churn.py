@@ -37,6 +37,7 @@ from slurm_testbed.trial import DEADLINE, Trial, cluster_of, parser_of, submit, 
 
 from tba_hpc.config import is_elastic
 from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.data import RunData
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.metrics import Record, number, step_records
 from tba_hpc.run.owners import SILENT_SECONDS
@@ -115,7 +116,7 @@ class Churn(Trial):
         """The whole of it."""
         steps = step_records(self.history.trainer)
         waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
-        starts = self._starts()
+        starts, ettr = self._starts(), RunData.read(self.run).ettr
         joins = [time_of(r) - self._start_of(r) for r in self._elastic("joined")]
         return {
             "changes": self._changes,
@@ -125,6 +126,7 @@ class Churn(Trial):
             "shards": len(self._elastic("sealed")),
             "optimizer steps": self.history.step,
             "trainer wait, last, %": 100 * waits[-1] if waits else None,
+            "ETTR, %": None if ettr is None else 100 * ettr,
             "problems": len(found.problems),
             "lost": found.lost,
             "doubled": found.doubled,
