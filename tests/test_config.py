@@ -113,7 +113,6 @@ MATH = {
 TBA_PRIME = MATH | {
     "train.objective.name": "tba_prime",
     "train.ratio_bound.cap": 8.0,
-    "train.ratio_bound.of": "token",
     "train.beta": ((0, 0.005),),
     "train.reference.name": "reset",
     "train.reference.every": 50,

@@ -585,7 +585,7 @@ def _die_or_hear(folder: Path, rank: int) -> None:
 SETTINGS: list[dict[str, Any]] = [
     *({"objective": name} for name in OBJECTIVES),
     {"objective": "trajectory_balance", "loss_normaliser": "batch_tokens"},
-    *({"ratio_bound": bound} for bound in ("cap", "taper", {"name": "taper", "of": "token"}, "mask")),
+    *({"ratio_bound": bound} for bound in ("cap", "taper", "mask")),
     {"objective": {"name": "grpo", "second_moment_limit": 0.04}},
 ]
 

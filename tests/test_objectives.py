@@ -31,8 +31,6 @@ from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 NAMES = tuple(OBJECTIVES)
 BOUNDS: tuple[RatioBound, ...] = (
     RatioCap(cap=1.2),
-    RatioCap(cap=1.2, of="sequence"),
-    RatioTaper(of="token"),
     RatioTaper(),
     SequenceMask(limit=0.05),
 )
@@ -326,13 +324,11 @@ def test_metrics_are_of_whole_completions(name: str, advantage: float) -> None:
         ("dr_grpo", {"second_moment_limit": 4.4}, 0.0),
         ("tba_prime", {"bound": RatioCap(cap=2.0)}, 1 / 3),
         ("tba_prime", {"bound": RatioCap(cap=0.5)}, 2 / 3),
-        ("rloo", {"bound": RatioTaper(of="token")}, 1 / 3),  # A < 0 for the first: its ratios are 1/4 and 8
-        ("rloo", {"bound": RatioTaper()}, 0.0),  # and 2 of the whole
+        ("rloo", {"bound": RatioTaper()}, 0.0),  # A < 0 for the first, whose ratio is 2
         ("rloo", {"bound": SequenceMask()}, 0.0),
         ("topr", {}, 0.0),  # A > 0 for the first, and the second is as likely as ever
         ("gspo", {}, 0.5),
         ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below
-        ("trajectory_balance", {"bound": RatioCap(cap=1.5, of="sequence")}, 0.5),
     ],
 )
 def test_clip_share_is_what_a_limit_acts_on(name: str, limits: dict[str, Any], share: float) -> None:
@@ -466,7 +462,7 @@ def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound)
         places = torch.nonzero(groups.mask_BKL[i, j])[:, 0].tolist()
         down = plain[i, j].sum() > 0
         for t, (p, b, _) in zip(places, row, strict=True):
-            ratio = math.exp(p.item() - b) if getattr(bound, "of", "") == "token" else math.exp(drift)
+            ratio = math.exp(p.item() - b) if isinstance(bound, RatioCap) else math.exp(drift)
             if isinstance(bound, RatioCap):
                 weight = min(bound.cap, ratio)
             elif isinstance(bound, RatioTaper):
@@ -678,7 +674,6 @@ def far_groups(nats: float, dtype: torch.dtype, *, spread: bool) -> Groups:
     ("name", "limits"),
     [
         *((name, {}) for name in NAMES),
-        ("trajectory_balance", {"bound": RatioCap(of="sequence")}),
         *(("tba_prime", {"bound": bound}) for bound in BOUNDS),
     ],
 )

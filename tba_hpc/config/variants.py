@@ -140,8 +140,6 @@ class OwnObjective(ObjectiveSection):
 
 # --- Bounds on stale data ---
 
-PerTokenOrSequence = Literal["token", "sequence"]
-
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
@@ -150,18 +148,14 @@ class Unbounded(Section):
 
 class RatioCap(Section):
     name: Literal["cap"] = "cap"
-    """Weight min(cap, π_θ/π_behaviour) (TBA′, CISPO)."""
+    """Weight min(cap, π_θ/π_behaviour) of each token (TBA′, CISPO)."""
     cap: Positive = 8.0
     """Largest weight."""
-    of: PerTokenOrSequence = "token"
-    """Ratio of each token, or of the whole completion."""
 
 
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
-    """Weight min(1, π_θ/π_behaviour), only for what is pushed down (TOPR)."""
-    of: PerTokenOrSequence = "sequence"
-    """As for cap."""
+    """Weight min(1, π_θ/π_behaviour) of the completion, only for those pushed down (TOPR)."""
 
 
 class SequenceMask(Section):

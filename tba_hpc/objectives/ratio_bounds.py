@@ -43,23 +43,19 @@ def weights(bound: RatioBound, groups: Groups, down_BK: Tensor) -> tuple[Tensor,
     """
     down_BK1 = down_BK[:, :, None]
     match bound:
-        case RatioCap(cap=cap, of=of):
-            ratio = _ratio(groups, of)
-            return ratio.clamp(max=cap), ratio > cap
-        case RatioTaper(of=of):
-            acts = down_BK1 & (_ratio(groups, of) < 1)
-            return torch.where(acts, _ratio(groups, of), 1.0), acts
+        case RatioCap(cap=cap):
+            ratio_BKL = groups.token_ratio_BKL.detach()
+            return ratio_BKL.clamp(max=cap), ratio_BKL > cap
+        case RatioTaper():
+            ratio_BK1 = groups.ratio_BK.detach()[:, :, None]
+            acts = down_BK1 & (ratio_BK1 < 1)
+            return torch.where(acts, ratio_BK1, 1.0), acts
         case SequenceMask(limit=limit):
             drift_BK1 = -(groups.log_weight_BK / groups.tokens_BK)[:, :, None]
             acts = down_BK1 & (drift_BK1 > limit)
             return (~acts).to(drift_BK1.dtype), acts
         case Unbounded():
             return torch.ones_like(groups.behaviour_BKL), torch.zeros_like(groups.mask_BKL)
-
-
-def _ratio(groups: Groups, of: str) -> Tensor:
-    """π_θ/π_behaviour, detached, [B, K, L] of tokens or [B, K, 1] of completions."""
-    return groups.token_ratio_BKL.detach() if of == "token" else groups.ratio_BK.detach()[:, :, None]
 
 
 def _share(acts: Tensor, groups: Groups) -> Tensor:
