@@ -28,8 +28,8 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
+from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.changes import create as create_run
-from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -112,7 +112,7 @@ def run(
     if not done:
         refuse_owned(run_dir)
         refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
-    changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
+    changes = [sentence] if not done and (sentence := consequences(run_dir, resolved)) else []
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
@@ -246,11 +246,11 @@ def search(run: RunPath, index: Index = None) -> None:
     gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
-    from tba_hpc.loops.elastic import NoPlaceError
+    from tba_hpc.loops.elastic import NoSlotError
 
     try:
         runtime.search(_open(run), index)
-    except NoPlaceError as error:
+    except NoSlotError as error:
         print(f"tba: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(Exit.NO_SLOT) from None
     gc.freeze()

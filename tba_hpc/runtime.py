@@ -55,9 +55,9 @@ from tba_hpc.launch.rank import end_imports, led, placed, printed
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops.elastic import (
     Attendance,
-    Visit,
+    ElasticStay,
     comes_by_itself,
-    leased_place,
+    leased_slot,
     leaving_at_once,
 )
 from tba_hpc.loops.ending import end_run
@@ -266,7 +266,7 @@ def _open_trainer(
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, visited=Attendance(run, config))
+    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config))
 
 
 def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
@@ -291,7 +291,7 @@ def _open_follower(
 def search(run: RunDir, index: int | None) -> None:
     """Run searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it.
 
-    Without index, MPI or launcher it is an elastic one. Raises NoPlaceError if no slot is free for it.
+    Without index, MPI or launcher it is an elastic one. Raises NoSlotError if no slot is free for it.
     """
     config = run.config()
     if comes_by_itself(config, index):
@@ -315,34 +315,34 @@ def search(run: RunDir, index: int | None) -> None:
 
 
 def _search_for_a_while(run: RunDir, config: Config) -> None:
-    """Join as an elastic searcher, and leave when told to or when the run is finished."""
+    """Join as an elastic searcher, and leave when asked to or when the run is finished."""
     if run.finished:
         log.info("%s is finished: there is nothing to search for", run.path)
         return
-    with leaving_at_once(), leased_place(run, config) as place, printed():
-        log.info("slot %d of %s is ours", place.searcher, run.path)
-        Placement.alone(config, place.searcher).choose_gpus()
-        seed = _seed(config, place.searcher, place.lease)  # there may have been no attempt yet
-        _stay(SearchParts.make(run, config, place.searcher, seed=seed))
+    with leaving_at_once(), leased_slot(run, config) as slot, printed():
+        log.info("holding slot %d of %s", slot.searcher, run.path)
+        Placement.alone(config, slot.searcher).choose_gpus()
+        seed = _seed(config, slot.searcher, slot.lease)  # there may have been no attempt yet
+        _stay(SearchParts.make(run, config, slot.searcher, seed=seed))
 
 
 def _stay(parts: SearchParts) -> None:
-    """Search in a leased slot, until told to leave, or the run is finished."""
+    """Search in a leased slot, until asked to leave, or the run is finished."""
     run, config, metrics = parts.run, parts.config, parts.metrics
     with (
         led() as stop,
-        Visit(run, config, parts.index, metrics=metrics, told=lambda: stop.is_set) as visit,
+        ElasticStay(run, config, parts.index, metrics=metrics, stop_asked=lambda: stop.is_set) as stay,
     ):
-        progress = _join(run, config, parts.index, visit.exchange)
+        progress = _join(run, config, parts.index, stay.exchange)
         parts.searcher(
-            visit.exchange,
+            stay.exchange,
             progress,
-            requests=visit.requests(parts.task, progress),
+            requests=stay.requests(parts.task, progress),
             evaluator=_online_evaluator(run, config, parts.task, decode=parts.decode),
-            report=visit.report(partial(_report, run, config)),
+            report=stay.report(partial(_report, run, config)),
             stop_asked=lambda: stop.is_set,
         ).run()
-        log.info("leaving: %s", visit.why)
+        log.info("leaving: %s", stay.why)
     parts.generator.close()
 
 

@@ -176,9 +176,9 @@ def _visit(path: Path) -> None:
     run = RunDir.open(path)
     config = run.config()
     file_exchange.POLL_SECONDS = 0.01
-    elastic.SEAT_SECONDS = 0.05
+    elastic.RETRY_SECONDS = 0.05
     digest.KEEP_SECONDS = 0.1
-    with elastic.leaving_at_once(), elastic.leased_place(run, config) as place:
+    with elastic.leaving_at_once(), elastic.leased_slot(run, config) as place:
         metrics = runtime._metrics(run, place.searcher)
         metrics.log(runtime.started(config, place.searcher))
         generator, task = TabularGenerator(TABLE, seed=place.searcher + place.lease), TabularTask(TABLE)

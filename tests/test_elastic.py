@@ -32,10 +32,10 @@ from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.loops.elastic import (
     Attendance,
-    EvaluatorSeat,
-    NoPlaceError,
+    EvaluatorLease,
+    NoSlotError,
     comes_by_itself,
-    leased_place,
+    leased_slot,
 )
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
@@ -98,14 +98,14 @@ def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 TENANT = """
 import sys
 from pathlib import Path
-from tba_hpc.loops.elastic import Attendance, NoPlaceError, leased_place
+from tba_hpc.loops.elastic import Attendance, NoSlotError, leased_slot
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 try:
-    with leased_place(run, run.config()) as place:
+    with leased_slot(run, run.config()) as place:
         print(place.searcher, place.lease, flush=True)
         sys.stdin.read()
-except NoPlaceError as error:
+except NoSlotError as error:
     print(error, flush=True)
 """
 
@@ -135,7 +135,7 @@ def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(run
     assert (again := said(heir)).startswith("5001 ") and again != killed, "a lease of its own"
     for process in (*rivals, heir):
         process.communicate()
-    with leased_place(run, run.config()) as first, leased_place(run, run.config()) as second:
+    with leased_slot(run, run.config()) as first, leased_slot(run, run.config()) as second:
         assert (first.searcher, second.searcher) == (FIRST_ELASTIC, FIRST_ELASTIC + 1)
 
 
@@ -148,14 +148,14 @@ def test_the_silent_make_room_and_others_of_the_same_job_do_not(
     files = [run.owners / f"searcher-500{i}.000001" for i in range(3)]
     for file in files:
         file.write_text(there.to_json())
-    with pytest.raises(NoPlaceError), leased_place(run, run.config()):
+    with pytest.raises(NoSlotError), leased_slot(run, run.config()):
         pass
     os.utime(files[2], (time.time() - owners.SILENT_SECONDS - 5,) * 2)
-    with leased_place(run, run.config()) as place:
+    with leased_slot(run, run.config()) as place:
         assert place.searcher == FIRST_ELASTIC + 2
     files[1].write_text(replace(there, restarts="0").to_json())
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # back from the queue: what it left is its own
-    with leased_place(run, run.config()) as place:
+    with leased_slot(run, run.config()) as place:
         assert place.searcher == FIRST_ELASTIC
 
 
@@ -167,10 +167,10 @@ def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_pat
     os.utime(run.owners / "launch.000001", (0, 0))
     rank = run.owners / "trainer-0000.000001"
     rank.write_text(replace(job, pid=4711).to_json())
-    with leased_place(run, run.config()), pytest.raises(owners.OwnedError):
+    with leased_slot(run, run.config()), pytest.raises(owners.OwnedError):
         owners.refuse_owned(run)
     os.utime(rank, (0, 0))
-    with leased_place(run, run.config()):
+    with leased_slot(run, run.config()):
         owners.refuse_owned(run)
 
 
@@ -181,8 +181,8 @@ def no_room(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("nth", range(2))
 def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Whether or not its claim had its name already when the disk was full: that is its own."""
-    monkeypatch.setattr("tba_hpc.loops.elastic.SEAT_SECONDS", 0.0)
-    seat, other, left, fsync = EvaluatorSeat(run), EvaluatorSeat(run), [nth], os.fsync
+    monkeypatch.setattr("tba_hpc.loops.elastic.RETRY_SECONDS", 0.0)
+    first, other, left, fsync = EvaluatorLease(run), EvaluatorLease(run), [nth], os.fsync
 
     def full_once(descriptor: int) -> None:
         left[0] -= 1
@@ -191,11 +191,11 @@ def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.Monk
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full_once)
-    assert not seat.taken()
-    assert seat.taken() and not other.taken()
-    seat.leave()
-    assert other.taken()
-    other.leave()
+    assert not first.held()
+    assert first.held() and not other.held()
+    first.release()
+    assert other.held()
+    other.release()
 
 
 def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
     log = MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC)).log
     monitor = RunMonitor(run, run.config())
-    with leased_place(run, run.config()):
+    with leased_slot(run, run.config()):
         log({"search/tokens_per_second": 1234.4})
         monitor.update()
         told = facts(monitor, run_state(monitor))["elastic"]
@@ -464,7 +464,7 @@ class StillRead:
 
 def test_the_end_does_not_wait_for_weights_that_go_to_files(run: RunDir) -> None:
     world = StillRead()
-    both = HybridTrainerExchange(world, trainer(run), visited=lambda: True)
+    both = HybridTrainerExchange(world, trainer(run), attended=lambda: True)
     both.publish(Publication(version=1), lambda out: None)
     both.gather()
     assert world.file.has_readers
@@ -536,10 +536,10 @@ def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
 STARTING = """
 import sys, time
 from pathlib import Path
-from tba_hpc.loops.elastic import leased_place, leaving_at_once
+from tba_hpc.loops.elastic import leased_slot, leaving_at_once
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
-with leaving_at_once(), leased_place(run, run.config()):
+with leaving_at_once(), leased_slot(run, run.config()):
     print("starting", flush=True)
     time.sleep(60)
 """

@@ -104,7 +104,7 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) 
 
 def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
     """It waits for the first, evaluates by one of them, goes on when that one is killed, and ends."""
-    run = make_run(tmp_path, steps=400, elastic=2, searchers=0)
+    run = make_run(tmp_path, steps=200, elastic=2, searchers=0)
     trainer = tabular_run.start(run, searchers=0)
     until(lambda: run.metrics_file("trainer").exists(), "the trainer's start")
     assert trainer.is_alive() and steps_of(run) == 0
@@ -117,7 +117,7 @@ def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
     assert_clean(run)
     summary = json.loads(run.summary.read_text())
     assert summary["finished"] and summary["pass_at_1_after"] is not None
-    whole = find_evaluation(run, "test", 400)
+    whole = find_evaluation(run, "test", 200)
     assert whole is not None and whole.total == summary["test_prompts"]
     last = events_of(run, FIRST_ELASTIC + 1)[-1]
     assert (last["event"], last["why"]) == ("left", "finished")
@@ -148,7 +148,7 @@ def test_a_run_that_is_over_and_a_place_that_is_gone_need_nobody(
     assert ended(tabular_run.start(run, searchers=0), *guests) == [0, 0, 0]
     assert sorted(str(events_of(run, FIRST_ELASTIC + i)[-1]["why"]) for i in range(2)) == [
         "finished",
-        "no place",
+        "no slot",
     ]
     assert_clean(run)
     before = sorted(run.owners.iterdir())

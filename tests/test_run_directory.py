@@ -237,10 +237,10 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     )
     changes.create(first)
     left_at(run, 80, finished=True)
-    assert changes.is_done(run, first) and changes.told(run, first) == ""
+    assert changes.is_done(run, first) and changes.consequences(run, first) == ""
     assert not changes.is_done(run, longer) and run.finished  # looking changes nothing
 
-    assert changes.told(run, longer) == (
+    assert changes.consequences(run, longer) == (
         "going on with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
         "here on, no more for 80: at step 80 it is 0.1 instead of 0"
     )
@@ -279,7 +279,7 @@ def test_every_config_that_was_changed_is_kept(run: RunDir) -> None:
     kept = sorted(run.history.iterdir())
     assert [path.name for path in kept] == [f"config-{number:04d}.yaml" for number in (1, 2, 3)]
     assert [load_config(path).checkpoint.every for path in kept] == [100, 1, 2]
-    told = changes.told(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
+    told = changes.consequences(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
     assert told == (
         "going on with checkpoint.every=100 (was 3), evaluate.every=50 (was 7), "
         "evaluate.test_prompts=9 (was null); scores from here on are of other prompts than before "

@@ -23,8 +23,8 @@ from tba_hpc.launch import slurm, slurm_queue, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import modules
+from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.changes import create as create_run
-from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
@@ -142,7 +142,7 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
 
 
 def _submit(ready: Ready) -> str:
-    text, changes = ready.script(), told(ready.run, ready.config)
+    text, changes = ready.script(), consequences(ready.run, ready.config)
     modules.keep(create_run(ready.config), ready.config, ready.order.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)

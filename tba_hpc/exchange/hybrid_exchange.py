@@ -28,16 +28,16 @@ class KeepsWeights(TrainerExchange, Protocol):
 class HybridTrainerExchange:
     """Both ends as one. Those of the world evaluate; so elastic searchers are not asked to.
 
-    files: it finds no shards but those of elastic searchers. visited: whether there are any; if not, nothing
+    files: it finds no shards but those of elastic searchers. attended: whether there are any; if not, nothing
     is copied.
     """
 
     def __init__(
-        self, world: KeepsWeights, files: FileTrainerExchange, *, visited: Callable[[], bool]
+        self, world: KeepsWeights, files: FileTrainerExchange, *, attended: Callable[[], bool]
     ) -> None:
         self._world = world
         self._files = files
-        self._visited = visited
+        self._attended = attended
         self._publishes = 0  # to the world
         self._passed_on = -1  # which of them the files have, or get
         self._copied: WeightUpdate | None = None  # those that they get
@@ -54,7 +54,7 @@ class HybridTrainerExchange:
         """Look for shards on both sides; False if a round was under way on either."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
-        return all(started) and (self._passed_on == self._publishes - 1 or not self._visited())
+        return all(started) and (self._passed_on == self._publishes - 1 or not self._attended())
 
     def collect(self) -> list[Shard]:
         """Shards of both sides."""
@@ -81,7 +81,7 @@ class HybridTrainerExchange:
             return
         self._copied = None
         found = self._world.arrived()
-        if found and found[0] != self._passed_on and self._visited():
+        if found and found[0] != self._passed_on and self._attended():
             self._passed_on, self._copied = found
             publication = replace(self._copied.publication, evaluate=None)
             self._files.pass_on(publication, self._copied.data)

@@ -1,7 +1,7 @@
-"""An elastic searcher: the place that it leases, what it asks and evaluates, how it leaves.
+"""An elastic searcher: the slot that it leases, what it asks and evaluates, how it leaves.
 
-The holder of a place asks for its requests; the next holder asks for those that are not completed. A trainer
-that restarts may divide the requests among another number of places: then the stream of requests restarts,
+The holder of a slot asks for its requests; the next holder asks for those that are not completed. A trainer
+that restarts may divide the requests among another number of slots: then the stream of requests restarts,
 while engine and shards go on.
 """
 
@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -33,7 +33,7 @@ from tba_hpc.run.signals import StopFlag
 EVALUATOR = "evaluator"
 """The name that the evaluating searcher owns in a run without searchers of its own."""
 
-SEAT_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 """Pause between two tries to own it."""
 
 LOOK_SECONDS = 5.0
@@ -43,7 +43,7 @@ MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Variables of a process that an MPI launcher has started."""
 
 
-class NoPlaceError(ValueError):
+class NoSlotError(ValueError):
     """All slots are taken; the message is one sentence."""
 
 
@@ -60,7 +60,7 @@ def comes_by_itself(config: Config, index: int | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slot:
     """What a searcher holds: its number in the run, and that of its lease, used only once."""
 
     searcher: int
@@ -68,25 +68,19 @@ class Place:
 
 
 @contextmanager
-def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
-    """Hold the lowest free slot while the block runs. Raises NoPlaceError."""
+def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
+    """Hold the lowest free slot while the block runs. Raises NoSlotError."""
     searchers = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
     lease = take_lease(run, searchers)
     if lease is None:
-        raise NoPlaceError(
+        raise NoSlotError(
             f"all slots of {run.path} for elastic searchers are taken (launch.elastic="
             f"{config.launch.elastic}): let one of them leave, or start the run with more"
         )
     try:
-        yield Place(searchers[lease.name], lease.number)
+        yield Slot(searchers[lease.name], lease.number)
     finally:
         lease.release()
-
-
-def at_work(run: RunDir, searchers: Iterable[int]) -> set[int]:
-    """Which of these searchers are; any may be asked for, not only elastic ones. Raises OSError."""
-    names = {rank_name("searcher", number): number for number in searchers}
-    return {names[name] for name in holders(run, names, now=clock(run))}
 
 
 class Attendance:
@@ -94,7 +88,7 @@ class Attendance:
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
-        self._searchers = config.launch.elastic_searchers
+        self._names = [rank_name("searcher", number) for number in config.launch.elastic_searchers]
         self._looked = -LOOK_SECONDS
         self._anybody = False
 
@@ -106,7 +100,7 @@ class Attendance:
         return self._anybody
 
     def _look(self) -> bool:
-        return bool(at_work(self._run, self._searchers))
+        return bool(holders(self._run, self._names, now=clock(self._run)))
 
 
 @contextmanager
@@ -130,22 +124,22 @@ def leaving_at_once() -> Iterator[None]:
             raise SystemExit(0)
 
 
-class EvaluatorSeat:
+class EvaluatorLease:
     """Held by one searcher at a time, which evaluates for the run, until it leaves or dies."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._lease: Lease | None = None
-        self._tried = -SEAT_SECONDS
+        self._tried = -RETRY_SECONDS
 
-    def taken(self) -> bool:
+    def held(self) -> bool:
         """Whether this process holds it; tries to, now and then."""
-        if not self._lease and time.monotonic() - self._tried >= SEAT_SECONDS:
+        if not self._lease and time.monotonic() - self._tried >= RETRY_SECONDS:
             self._tried = time.monotonic()
             self._lease = unless_away(lambda: take_lease(self._run, [EVALUATOR]), otherwise=None)
         return self._lease is not None
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give it back."""
         if self._lease:
             self._lease.release()
@@ -153,27 +147,27 @@ class EvaluatorSeat:
 
 
 @dataclass
-class Visit:
-    """A stay of elastic searcher ``searcher`` at a run. told: whether it is asked to leave."""
+class ElasticStay:
+    """A stay of elastic searcher ``searcher`` at a run. stop_asked: whether it is to leave."""
 
     run: RunDir
     config: Config
     searcher: int
     metrics: MetricsWriter = field(kw_only=True)
-    told: Callable[[], bool] = field(kw_only=True)
+    stop_asked: Callable[[], bool] = field(kw_only=True)
     _attempt: str = ""  # of the trainer, as of which the config was read
-    _placeless: bool = False  # the run was started again with fewer places
+    _slotless: bool = False  # the run was started again with fewer slots
 
     def __post_init__(self) -> None:
-        self._places = _places(self.config.launch)  # by the searcher's "started"
-        self._seat = EvaluatorSeat(self.run)
+        self._split = _split(self.config.launch)  # by the searcher's "started"
+        self._evaluator = EvaluatorLease(self.run)
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
             self.searcher,
             timeout=self.config.launch.elastic_seconds,
-            leaving=lambda: self.told() or self._placeless,
+            leaving=lambda: self.stop_asked() or self._slotless,
             finished=lambda: self.run.finished,
-            evaluates=lambda: not self._launch().searchers and self._seat.taken(),
+            evaluates=lambda: not self._launch().searchers and self._evaluator.held(),
         )
 
     def _launch(self) -> LaunchSection:
@@ -181,24 +175,24 @@ class Visit:
         if (attempt := self.exchange.attempt) != self._attempt:
             self._attempt = attempt
             self.config = self.config.model_copy(update={"launch": self.run.config().launch})
-            self._placeless = self.searcher not in self.config.launch.elastic_searchers
+            self._slotless = self.searcher not in self.config.launch.elastic_searchers
         return self.config.launch
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
-        """The requests of the place, without end, less those completed by ``progress``.
+        """The requests of the slot, without end, less those completed by ``progress``.
 
-        progress: what the trainer and the shards of this place say. If a restarted trainer has divided the
-        requests among other places, those of the new place, less what was issued here or is completed.
+        progress: what the trainer and the shards of this slot say. If a restarted trainer has divided the
+        requests otherwise, those of the slot now, less what was issued here or is completed.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
         stream = training_requests(self.config, task, self.searcher, known)
         issued = False
         while True:
-            places = _places(self._launch())
-            if self._placeless:
+            split = _split(self._launch())
+            if self._slotless:
                 return
-            if places != self._places:
-                self._places = places
+            if split != self._split:
+                self._split = split
                 if issued:
                     known.unite(self.exchange.progress().completed)
                 stream = training_requests(self.config, task, self.searcher, known)
@@ -220,17 +214,17 @@ class Visit:
     @property
     def why(self) -> str:
         """Why it leaves."""
-        if self.told():
-            return "told"
-        return "no place" if self._placeless else "finished"
+        if self.stop_asked():
+            return "stopped"
+        return "no slot" if self._slotless else "finished"
 
     def __enter__(self) -> Self:
         self._log("joined", host=socket.gethostname(), job=os.environ.get("SLURM_JOB_ID", ""))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give back what is held besides the place."""
-        self._seat.leave()
+        """Give back what is held besides the slot."""
+        self._evaluator.release()
         if kind is None:
             self._log("left", why=self.why)
 
@@ -239,6 +233,6 @@ class Visit:
         self.metrics.log({"event": event, **values, "place": place})
 
 
-def _places(launch: LaunchSection) -> tuple[int, int]:
-    """What decides which requests are those of a place."""
+def _split(launch: LaunchSection) -> tuple[int, int]:
+    """What decides which requests are those of a slot."""
     return launch.searchers, launch.elastic

@@ -53,7 +53,7 @@ def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if not key.startswith(OF_A_START)}
 
 
-def told(run: RunDir, config: Config) -> str:
+def consequences(run: RunDir, config: Config) -> str:
     """The changes, and what follows from them, in one sentence; empty if there are none."""
     changed = changes(run, config)
     if not changed:

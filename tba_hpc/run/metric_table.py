@@ -148,7 +148,7 @@ SEARCHER_EVENTS = {
     "sealed": "a shard was sealed: ``shard``, ``trajectories``, ``tokens``",
     "joined": "an elastic searcher is at work: ``place``, ``host``, ``job``",
     "moved": "the trainer restarted with another number of places: ``place``, ``searchers``",
-    "left": "an elastic searcher has gone: ``place``, ``why`` (told, finished, no place)",
+    "left": "an elastic searcher has gone: ``place``, ``why`` (stopped, finished, no slot)",
 }
 """Records of a searcher with ``event``."""
 
