@@ -69,7 +69,7 @@ from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest
 from tba_hpc.report.track.beside import tracked
-from tba_hpc.run.beside import beside
+from tba_hpc.run.background import in_background
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
@@ -105,7 +105,7 @@ def train(run: RunDir, index: int | None) -> None:
     """
     with placed(run, "trainer", index) as (config, placement):
         # While libraries and model are loaded: checksums release Python's lock.
-        verified = beside(partial(verify_checkpoints, run)) if placement.index == 0 else None
+        verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = _learner(run, config, placement.index, config.launch.trainers)
         if verified:
             verified.result()

@@ -21,7 +21,7 @@ from tba_hpc.core.batch import take_groups
 from tba_hpc.core.types import BEHAVIOUR, LIVE_RECORD, Ragged, TrajectoryBatch, WeightLayout
 from tba_hpc.learner import deepspeed_learner, hf_model
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.run.beside import beside
+from tba_hpc.run.background import in_background
 
 Plan = list[tuple[str, int | str]]
 
@@ -212,7 +212,7 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
                 (folder / str(value) / "lines").write_text(learner.save(folder / str(value))())
             case "snapshot":
                 (folder / str(value)).mkdir()
-                written = beside(learner.save(folder / str(value)))
+                written = in_background(learner.save(folder / str(value)))
             case "written":
                 (folder / str(value) / "lines").write_text(written.result(DEADLINE))
             case "load":

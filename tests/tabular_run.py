@@ -29,7 +29,7 @@ from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report import digest, page
 from tba_hpc.run import checkpoints
-from tba_hpc.run.beside import at_once
+from tba_hpc.run.background import at_once
 from tba_hpc.run.directory import RunDir
 
 TABLE = Table()
@@ -129,7 +129,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int, beside: bool = Fals
     run = RunDir.open(path)
     config = run.config()
     if not beside:
-        checkpoints.beside = at_once
+        checkpoints.in_background = at_once
     page.render = lambda *_: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two

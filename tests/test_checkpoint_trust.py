@@ -69,7 +69,7 @@ def delete(path: Path, random: np.random.Generator) -> None:
 def replace_by_another_version(path: Path, random: np.random.Generator) -> None:
     """Of the same size; the format or schema of ours is another number, where a file has one."""
     data = path.read_bytes()
-    known = [(b'"format": 4', b'"format": 5'), (b"schema=3", b"schema=4"), (b"inventory", b"inventorY")]
+    known = [(b'"step": ', b'"stop": '), (b"schema=3", b"schema=4"), (b"inventory", b"inventorY")]
     for ours, other in [*known, (data, bytes(reversed(data))), (data, bytes(byte ^ 1 for byte in data))]:
         if (changed := data.replace(ours, other, 1)) != data:
             path.write_bytes(changed)

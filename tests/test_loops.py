@@ -45,7 +45,7 @@ from tba_hpc.loops.online_evaluation import LONGEST_TEXT, OnlineEvaluator
 from tba_hpc.loops.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
-from tba_hpc.run.beside import at_once
+from tba_hpc.run.background import at_once
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
@@ -87,7 +87,7 @@ def never() -> bool:
 @pytest.fixture(autouse=True)
 def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is complete before the next step, so that counts are exact."""
-    monkeypatch.setattr("tba_hpc.run.checkpoints.beside", at_once)
+    monkeypatch.setattr("tba_hpc.run.checkpoints.in_background", at_once)
 
 
 @dataclass

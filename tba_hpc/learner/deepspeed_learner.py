@@ -63,7 +63,7 @@ from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
-from tba_hpc.run.beside import at_once, beside
+from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
@@ -431,7 +431,7 @@ class DeepSpeedLearner:
         """A follower's part: the leader learns from ``gather`` what has become of it."""
         wait([self._written])  # the memory of its copy is used again
         write = self._save(folder)
-        self._written = beside(write)
+        self._written = in_background(write)
 
     def _save(self, folder: Path) -> Callable[[], str]:
         with _unwritable(folder):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils import _pytree as pytree
 
-from tba_hpc.run.beside import at_once
+from tba_hpc.run.background import at_once
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.memory import free_memory
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tba_hpc.core.ports import Learner
-from tba_hpc.run.beside import at_once, beside
+from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
@@ -28,9 +28,6 @@ from tba_hpc.run.owners import end_if_superseded
 from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
-
-STATE_FORMAT = 4
-"""Version of state.json."""
 
 BUFFER_FILE = "buffer.h5"
 """The replay buffer inside a checkpoint."""
@@ -75,16 +72,12 @@ class TrainerState:
 
     def to_json(self) -> str:
         """JSON text that from_json reads."""
-        return json.dumps({"format": STATE_FORMAT, **asdict(self)}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> TrainerState:
-        """Inverse of to_json. Raises StateError for a text of another format."""
+        """Inverse of to_json."""
         values = json.loads(text)
-        if values.pop("format") != STATE_FORMAT:
-            raise StateError(
-                f"state.json is not of format {STATE_FORMAT}: resume with the version that wrote it"
-            )
         values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
         return cls(**{known.name: values[known.name] for known in fields(cls)})
 
@@ -148,7 +141,7 @@ class Checkpoints:
                 return saved
 
         begun = at_once(begin)
-        return beside(complete)
+        return in_background(complete)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""
@@ -222,7 +215,7 @@ def latest_checkpoint(run: RunDir) -> Path | None:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """State of a complete checkpoint. Raises StateError if it is damaged, or of another version."""
+    """State of a complete checkpoint. Raises StateError if it is damaged."""
     if fault := damage(folder, STATE_FILE):
         raise StateError(f"{folder} is damaged ({fault}): start the same run again to go on from another one")
     return TrainerState.from_json((folder / STATE_FILE).read_text())

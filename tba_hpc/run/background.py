@@ -9,9 +9,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def beside(task: Callable[[], T]) -> Future[T]:
+def in_background(task: Callable[[], T]) -> Future[T]:
     """Start it in a thread of its own. A process that ends waits for it."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="beside")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="background")
     done = pool.submit(task)
     pool.shutdown(wait=False)  # the thread ends with its task
     return done
