@@ -115,7 +115,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             learner._logits += step
         state = TrainerState(step=step, revision=step, cursors={0: step})
         files = {name: partial(dict, part) for name, part in arrays(step).items()}
-        Checkpoints(run, 2, write_arrays).save(state, learner, files)
+        Checkpoints(run, 2, write_arrays).save(state, learner, files).result(60)
         weights[step] = weights_of(learner)
     return Saved(run, weights)
 
