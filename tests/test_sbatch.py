@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -576,3 +577,44 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     assert '--ntasks="$SEARCHERS" --cpus-per-task=8 --kill-on-bad-exit=0 ' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert not (run.path / "slurm").exists()
+
+
+SEARCHER = """
+import os, signal, sys
+from pathlib import Path
+codes = Path(sys.argv[1])
+code, *rest = codes.read_text().split()
+codes.write_text(" ".join(rest))
+if code.startswith("asked"):
+    os.kill(os.getppid(), signal.SIGUSR1)
+    code = code.removeprefix("asked-")
+os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "left"),
+    [
+        ("long 1 1 1 1 0 9", 0, 1),  # each lived for long
+        ("0 9", 0, 1),
+        ("2 0", 2, 1),  # what only the user can fix
+        ("3 0", 3, 1),  # no slot
+        ("kill 1 0 9", 0, 1),
+        ("1 1 kill 0", 137, 1),
+        ("asked-1 0", 1, 1),  # it was asked to leave, and crashed on its way
+        ("asked-143 0", 0, 1),  # or did not listen yet
+        ("pause 1 0", 0, 1),  # asked between two starts
+    ],
+)
+def test_an_elastic_searcher_that_crashes_is_started_again(
+    tmp_path: Path, codes: str, code: int, left: int
+) -> None:
+    how, *_ = codes.split()
+    (tmp_path / "codes").write_text(codes.removeprefix("long ").removeprefix("pause "))
+    (tmp_path / "searcher.py").write_text(SEARCHER)
+    pause = "kill -USR1 $$" if how == "pause" else ":"
+    long = "KEEP=${KEEP/-lt 300/-lt 0};" if how == "long" else ""
+    keep = f'bash -c "$KEEP" 2 {sys.executable} "$RUN/searcher.py" "$RUN/codes"'
+    program = f"source {SUPERVISOR}; sleep() {{ {pause}; }}; export -f sleep; {long} {keep}"
+    _bash(program, code, RUN=str(tmp_path))
+    assert len((tmp_path / "codes").read_text().split()) == left

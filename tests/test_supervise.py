@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -351,61 +349,3 @@ def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
     run.mark_finished()
     assert _next(run, "join") == _next(run, "searched", **facts) == "exit 0"
     assert _events(run) == [], "events are the run's own"
-
-
-SEARCHER = """
-import os, signal, sys
-from pathlib import Path
-codes = Path(sys.argv[1])
-code, *rest = codes.read_text().split()
-codes.write_text(" ".join(rest))
-if code.startswith("asked"):
-    os.kill(os.getppid(), signal.SIGUSR1)
-    code = code.removeprefix("asked-")
-os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
-"""
-
-
-@pytest.mark.parametrize(
-    ("codes", "code", "left"),
-    [
-        ("long 1 1 1 1 0 9", 0, 1),  # each lived for long
-        ("0 9", 0, 1),
-        ("2 0", 2, 1),  # what only the user can fix
-        ("3 0", 3, 1),  # no place
-        ("kill 1 0 9", 0, 1),
-        ("1 1 kill 0", 137, 1),
-        ("asked-1 0", 1, 1),  # it was asked to leave, and crashed on its way
-        ("asked-143 0", 0, 1),  # or did not listen yet
-    ],
-)
-def test_an_elastic_searcher_that_crashes_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, code: int, left: int
-) -> None:
-    if codes.startswith("long"):
-        monkeypatch.setattr(supervise, "LONG_SECONDS", 0)
-    assert _kept(tmp_path, monkeypatch, codes.removeprefix("long "), lambda _: None) == (code, left)
-
-
-def test_an_elastic_searcher_that_is_asked_to_leave_between_two_starts_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = _kept(tmp_path, monkeypatch, "1 0", lambda _: os.kill(os.getpid(), signal.SIGUSR1))
-    assert asked == (0, 1)
-
-
-def _kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, codes: str, sleep: Callable[[float], None]
-) -> tuple[int, int]:
-    """Exit status of ``keep``, and how many of the codes no searcher ended with."""
-    (folder / "codes").write_text(codes)
-    for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURMD_NODENAME"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(supervise.time, "sleep", sleep)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = supervise.keep([sys.executable, "-c", SEARCHER, str(folder / "codes")], 2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code, len((folder / "codes").read_text().split())

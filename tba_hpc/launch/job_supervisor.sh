@@ -359,6 +359,24 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     exit 0
 }
 
+# As `bash -c "$KEEP" TIMES COMMAND…`: runs an elastic searcher, again if it crashes so often in a row while its
+# neighbours go on. Slurm signals all processes of a step, the searcher too.
+KEEP='
+    trap asked=1 USR1 TERM INT
+    while :; do
+        began=$SECONDS
+        "$@"
+        code=$?
+        [ -z "$asked" ] || exit $((code > 128 ? 0 : code))    # killed before it listened, it has left, too
+        case $code in 0 | 2 | 3) exit $code ;; esac            # done, refused, no slot
+        [ $((SECONDS - began)) -lt 300 ] || failures=0
+        [ $((++failures)) -le "$0" ] || exit $code
+        echo "searcher $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME ended with status $code" \
+            "(failure $failures in a row): starting it again" >&2
+        sleep 2
+        [ -z "$asked" ] || exit 0
+    done'
+
 healthy() { [[ $(bash -c "$CHECK" "$RUN" 2>/dev/null) != \?* ]] || { say "$(here) fails its check"; false; }; }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished

@@ -329,7 +329,7 @@ def _elastic_step(searcher: Component, site: Site) -> str:
         f'srun --mpi=none --ntasks="$SEARCHERS" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     )
     return (
-        "ranks() {   # searchers, without MPI\n"
-        f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" "relaunches=$RELAUNCHES"\n'
+        "ranks() {   # searchers, without MPI; one that crashes is started again beside the others\n"
+        f'    exec {srun} \\\n        bash -c "$KEEP" "$RELAUNCHES" "${{RANK[@]}}" search "$RUN"\n'
         "}\n"
     )

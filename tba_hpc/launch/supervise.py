@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -387,32 +386,6 @@ def searched(turn: Turn) -> str:
     return f"exit {Exit.REFUSED if turn.code == Exit.REFUSED else Exit.NO_PROGRESS}"
 
 
-def keep(command: Sequence[str], relaunches: int) -> int:
-    """Run an elastic searcher, again if it crashes while its neighbours go on; its last exit status.
-
-    Slurm signals all processes of a step, the searcher too: one that was asked to leave is not started again.
-    """
-    asked: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: asked.append(number))
-    failures = 0
-    while True:
-        began = time.monotonic()
-        code = subprocess.run(command).returncode
-        code = code if code >= 0 else 128 - code
-        if asked or code in (Exit.DONE, Exit.REFUSED, Exit.NO_SLOT):
-            return 0 if asked and code > 128 else code  # killed before it listened, it has left, too
-        failures = (0 if time.monotonic() - began >= LONG_SECONDS else failures) + 1
-        if failures > relaunches:
-            return code
-        who = f"searcher {os.environ['SLURM_PROCID']} of {os.environ['SLURM_NTASKS']}"
-        node = os.environ["SLURMD_NODENAME"]
-        say(f"{who} on {node} ended with status {code} (failure {failures} in a row): starting it again")
-        time.sleep(2)
-        if asked:
-            return 0
-
-
 # --- The command ---
 
 TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, searched)}
@@ -421,8 +394,6 @@ TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, sear
 def main(words: Sequence[str]) -> int:
     """``TURN RUN KEY=VALUE …``; the exit status."""
     name, turn = words[0], Turn.read(Path(words[1]), words[2:])
-    if name == "keep":
-        return keep([sys.executable, "-P", "-m", "tba_hpc", "search", str(turn.run)], turn.relaunches)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # what the job is asked, its script passes on
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from recorded import write
 from slurm_testbed.cluster import Cluster
 
+from tba_hpc.commands import demand
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import plan, searchers_of_a_node
@@ -57,9 +60,7 @@ import os, signal, sys, time
 from pathlib import Path
 if sys.argv[1] == "supervise":
     from tba_hpc.launch import supervise
-    if sys.argv[2] != "keep":
-        sys.exit(supervise.main(sys.argv[2:]))
-    sys.exit(supervise.keep([sys.executable, __file__, "search", sys.argv[3]], 3))
+    sys.exit(supervise.main(sys.argv[2:]))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 Path(sys.argv[2], f"joined-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}").touch()
 time.sleep(600)
@@ -212,16 +213,52 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
 
 
+def test_demand_orders_and_cancels_jobs_of_searchers(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, script = _searchers(tmp_path, nodes=1)
+    log_event(run, "start", attempt="attempt-001", trainers=1, searchers=1)
+    monkeypatch.setattr(demand, "LOOK_SECONDS", 1.0)
+    bounds = {"least": 1, "most": 3}
+    follow = threading.Thread(
+        target=demand.follow_demand, args=(run, run.config(), script, "searchers"), kwargs=bounds, daemon=True
+    )
+    follow.start()
+
+    def running() -> int:
+        return [state for _, state in demand.searcher_jobs(run, "searchers")].count("RUNNING")
+
+    cluster.until(lambda: running() == 1, "the least", 60)
+    write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": time.time()}])
+    cluster.until(lambda: running() == 3, "the most", 120)
+    busy = {"time/step_seconds": 1.0, "time/learn_seconds": 1.0, "staleness/mean": 99.0}
+    for number in range(60):
+        write(run.metrics_file("trainer"), [{"step": number, "time": time.time(), **busy}])
+        if running() == 1:
+            break
+        time.sleep(0.5)
+    assert running() == 1
+    run.mark_finished()
+    follow.join(30)
+    assert not follow.is_alive()
+    cluster.clear()
+
+
 def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     """A run with elastic searchers on so many nodes; their program, and the array of jobs."""
+    run, script = _searchers(folder, nodes=nodes)
+    return run, folder / "searcher.py", int(slurm.send(run, script))
+
+
+def _searchers(folder: Path, *, nodes: int) -> tuple[RunDir, str]:
+    """A run, and the script of jobs of searchers for it."""
     run, _ = _run(folder, _site())
     program = folder / "searcher.py"
     program.write_text(SEARCHER)
     site = _site(requeue=True)
     tba = (sys.executable, str(program))
     job = Job(name="searchers", run=run.path, rank=tba, tba=tba)
-    script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
-    return run, program, int(slurm.submit_elastic(run, script))
+    return run, elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
 
 
 def _command(pid: int) -> list[str]:

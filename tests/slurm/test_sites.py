@@ -130,9 +130,7 @@ import os, sys, time
 from pathlib import Path
 if sys.argv[1] == "supervise":
     from tba_hpc.launch import supervise
-    if sys.argv[2] != "keep":
-        sys.exit(supervise.main(sys.argv[2:]))
-    sys.exit(supervise.keep([sys.executable, __file__, "search", sys.argv[3]], 3))
+    sys.exit(supervise.main(sys.argv[2:]))
 run = Path(sys.argv[2])
 (run / f"{sys.argv[1]}-{os.environ['SLURM_PROCID']}").write_text(os.environ.get("OMPI_COMM_WORLD_SIZE", ""))
 while len(list(run.glob("search-*"))) < 2:
@@ -155,12 +153,12 @@ def test_elastic_searchers_run_on_a_site(
     (run.path / "slurm").mkdir()
     job = Job(name="searchers", run=run.path, rank=place.program, tba=place.program)
     script = elastic_script(job, 1, searchers_of_a_node(run.config(), site), site)
-    array = int(slurm.submit_elastic(run, script))
+    array = int(slurm.send(run, script))
     assert cluster.wait(array) == "COMPLETED", _said(run)
     assert "the run is finished" in _said(run)
     assert sorted(file.name for file in run.path.glob("search-*")) == ["search-0", "search-1"]
     assert not any(file.read_text() for file in run.path.glob("search-*")), "no MPI world of theirs"
-    assert place.said.count(place.where) == (4 if place.where else 0), "join, searched and two keepers"
+    assert place.said.count(place.where) == (4 if place.where else 0), "join, searched and two searchers"
     place.assert_set_up()
 
 
