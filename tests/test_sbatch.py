@@ -579,6 +579,25 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     assert not (run.path / "slurm").exists()
 
 
+@pytest.mark.parametrize(
+    ("smi", "mark"),
+    [
+        ("echo '0, No'; echo '[N/A], [N/A]'", ""),
+        ("echo '0, No'; echo '12, No'", "?"),
+        ("echo '0, Yes'", "?"),
+        ("echo 'No devices were found'; exit 6", ""),  # of a step without GPUs, or a node without
+        ("echo 'GPU is lost'; exit 15", "?"),
+        ("rm \"$RUN/config.yaml\"; echo '1, No'", "!"),
+    ],
+)
+def test_check_of_a_node(tmp_path: Path, smi: str, mark: str) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{smi}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    facts = {"RUN": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1"}
+    assert _bash(f'source {SUPERVISOR}; bash -c "$CHECK" "$RUN"', **facts) == f"{mark}n1\n"
+
+
 SEARCHER = """
 import os, signal, sys
 from pathlib import Path

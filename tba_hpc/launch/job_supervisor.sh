@@ -261,8 +261,12 @@ CHECK='
         rm -f "$file"
     done
     if type -P nvidia-smi > /dev/null; then
-        counts=$(nvidia-smi --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure --format=csv,noheader)
-        [ $? = 0 ] && ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=?
+        counts=$(timeout 20 nvidia-smi --format=csv,noheader \
+            --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
+        case $? in                             # others: no driver, or this step sees no GPU
+            0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
+            10 | 15 | 124) mark=? ;;           # no interrupts, fallen off the bus, hung
+        esac
     fi
     [ -r "$0/config.yaml" ] || mark=!
     echo "$mark$SLURMD_NODENAME"'

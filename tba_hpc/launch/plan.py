@@ -330,29 +330,36 @@ def plan(
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is no job: ask for at least 1")
     slots, engine = _slots(config, site)
-    if trainer_nodes == nodes and config.launch.elastic:
-        return _trainers_alone(config, site, nodes, slots)
-    if nodes == 1:
+    alone = trainer_nodes == nodes and config.launch.elastic > 0
+    if nodes == 1 and not alone:
         return _within_a_node(config, site, trainer_nodes, slots, engine)
     how = "one node in four, as in the paper" if trainer_nodes is None else "as asked"
     train = max(1, nodes // 4) if trainer_nodes is None else trainer_nodes
-    if not 1 <= train < nodes:
+    if not (1 <= train < nodes or alone):
         raise ConfigError(
             f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
             f"use 1 to {nodes - 1}, or let searchers come by themselves (launch.elastic) and all nodes train"
         )
     trainer = _trainers(config, site, train, slots)
     engines, search = slots // engine, nodes - train
-    return _told(
+    searcher = replace(trainer, role="searcher", nodes=0, ranks=0, ranks_per_node=0)
+    others = f"{count(config.launch.elastic, 'slot')} for elastic searchers"
+    if search:
+        searcher = _component("searcher", site, search, search * engines, engines)
+        others = f"{count(search, 'node')} to search"
+    places, prompts = train * slots, config.train.prompts_per_step
+    return _explained(
         Plan(
-            form="het" if site.hetjob and not homogeneous else "homogeneous",
+            form="het" if site.hetjob and search and not homogeneous else "homogeneous",
             nodes=nodes,
             trainer=trainer,
-            searcher=_component("searcher", site, search, search * engines, engines),
-            why=f"{count(train, 'node')} to train ({how}) and {count(search, 'node')} to search",
+            searcher=searcher,
+            why=f"{count(train, 'node')} to train ({how}) and {others}",
         ),
         site,
-        idle=_idle(config, site, train * slots, trainer.ranks),
+        idle=places - trainer.ranks,
+        because=f"the trainer ranks must divide train.prompts_per_step={prompts}: --set "
+        f"train.prompts_per_step={-(-prompts // places) * places} has work for all",
     )
 
 
@@ -365,15 +372,6 @@ def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
             f"{nodes} trainer nodes: use --trainer-nodes {ranks} or a multiple of {nodes} prompts"
         )
     return _component("trainer", site, nodes, ranks, slots)
-
-
-def _trainers_alone(config: Config, site: Site, nodes: int, slots: int) -> Plan:
-    """All nodes train; all searchers are elastic."""
-    trainer = _trainers(config, site, nodes, slots)
-    nobody = replace(trainer, role="searcher", nodes=0, ranks=0, ranks_per_node=0)
-    why = f"{count(nodes, 'node')} to train, {count(config.launch.elastic, 'slot')} for elastic searchers"
-    split = Plan(form="homogeneous", nodes=nodes, trainer=trainer, searcher=nobody, why=why)
-    return _told(split, site, idle=_idle(config, site, nodes * slots, trainer.ranks))
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
@@ -396,33 +394,20 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
         searcher=_component("searcher", site, 1, searchers, ranks + searchers),
         why="one node for both roles",
     )
-    left = slots - ranks - searchers * engine
-    why_idle = f"since an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
-    return _told(split, site, idle=_stay_idle(left, site, why_idle))
+    because = f"an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
+    return _explained(split, site, idle=slots - ranks - searchers * engine, because=because)
 
 
-def _told(split: Plan, site: Site, *, idle: str) -> Plan:
+def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
     """A plan with all its words: its ranks, what stays idle, and what one allocation cannot have."""
     words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
     words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""
-    words += [idle] if idle else []
+    remarks = [f"{count(idle, _unit(site))} {'stays' if idle == 1 else 'stay'} idle, since {because}"]
+    words += remarks if idle else []
     if split.form == "homogeneous" and split.searcher.ranks and site.unused:
         without = ", ".join(site.unused)
         words.append(f"asked for as the trainer's, without {without}, which takes a het job")
-    return replace(split, why="; ".join(words), remarks=(idle,) if idle else ())
-
-
-def _idle(config: Config, site: Site, places: int, ranks: int) -> str:
-    """How many places of trainer nodes stay idle, why, and what would fill them; nothing if none does."""
-    prompts = config.train.prompts_per_step
-    remedy = f"--set train.prompts_per_step={-(-prompts // places) * places} has work for all"
-    why = f"since the trainer ranks must divide train.prompts_per_step={prompts}: {remedy}"
-    return _stay_idle(places - ranks, site, why)
-
-
-def _stay_idle(places: int, site: Site, why: str) -> str:
-    verb = "stays" if places == 1 else "stay"
-    return f"{count(places, _unit(site))} {verb} idle, {why}" if places else ""
+    return replace(split, why="; ".join(words), remarks=tuple(remarks) if idle else ())
 
 
 def _slots(config: Config, site: Site) -> tuple[int, int]:
