@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import parse_config
-from tba_hpc.report.alerts import EARLY_STEPS, RULES, Found, View, alerts, sinking_answers
+from tba_hpc.report.alerts import EARLY_STEPS, Found, View, alerts, sinking_answers
 from tba_hpc.report.curves import Trends
 from tba_hpc.run.evaluations import Evaluation
 
@@ -76,23 +75,6 @@ def test_runs_that_learn_from_data_of_any_age_raise_none(name: str) -> None:
     assert not any(alerts(view.trends, view.config, view.evaluations) for view in views(name))
 
 
-def test_an_alarm_names_the_strongest_setting_that_is_left() -> None:
-    """In the order: the centring of log Z, a bound on old data, their age."""
-    *_, last = views("collapse")
-    keys = {
-        "train.objective.log_z=policy": "train.objective.log_z=behaviour",
-        "train.ratio_bound=none": "train.ratio_bound=taper",
-        "train.ratio_bound=taper": "exchange.max_staleness",
-        "train.objective=dr_grpo": "exchange.max_staleness",
-    }
-    for override, key in keys.items():
-        config = parse_config({"model": {"path": "m"}}, [override])
-        view = replace(last, config=config)
-        (alert,) = [one for rule in RULES if rule.find is sinking_answers and (one := rule.alert(view))]
-        assert alert.short.endswith(f"since step 40: {key}"), alert
-        assert key in alert.sentence and "lower train.learning_rate.peak=1e-05" in alert.sentence.lower()
-
-
 def test_a_resume_forgets_the_steps_that_it_takes_back() -> None:
     """So a run that goes on from before it was spoiled begins without an alarm."""
     trends = Trends()
@@ -103,10 +85,3 @@ def test_a_resume_forgets_the_steps_that_it_takes_back() -> None:
     assert sinking_answers(spoiled)
     trends.take({"event": "resumed", "step": 30})
     assert not sinking_answers(spoiled)
-
-
-def test_a_long_run_keeps_its_newest_steps_one_by_one() -> None:
-    trends = Trends()
-    for step in range(1, 2_001):
-        trends.take({"step": step, "train/better_log_weight": float(step)})
-    assert [point[:2] for point in trends.rewarded] == [(step, step) for step in range(1_881, 2_001)]

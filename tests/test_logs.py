@@ -12,7 +12,6 @@ import pytest
 from recorded import new_run
 
 from tba_hpc.config import ConfigError
-from tba_hpc.report import logs
 from tba_hpc.report.logs import log_files, print_ends
 from tba_hpc.run.directory import RunDir
 
@@ -65,15 +64,6 @@ def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(
     log.write_bytes(b"\xff\x1b[2J\n 10%\r 50%\r100%\nno end yet")
     print_ends(run, "trainer-0", None, lines=3)
     assert capsys.readouterr().out.splitlines()[1:] == ["\ufffd\\x1b[2J", "100%", "no end yet"]
-
-
-def test_only_the_end_of_a_long_log_is_read(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "MOST_BYTES", 100)
-    (run.logs / "latest/trainer-0000.log").write_text("".join(f"{i:09}\n" for i in range(1000)))
-    print_ends(run, "trainer-0", None, lines=20)
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{i:09}" for i in range(990, 1000)]
 
 
 class Followed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +51,9 @@ def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_word
             write(run.metrics_file("searcher", place), [come, search(float(ended), 700, 50.0)])
     merge = {"event": "merged", "step": 0, "revision": 1, "searcher": 0, "shard": 0, "trajectories": 9}
     write(run.metrics_file("trainer"), [{"time": 90.0, "event": "started", "step": 0}])
-    write(run.metrics_file("trainer"), [{**merge, "time": 150.0, "tokens": 1000, "late": 2, "again": 3}])
+    write(run.metrics_file("trainer"), [{**merge, "time": 150.0, "tokens": 1000, "again": 3}])
     summary = summarise(run, run.config())
-    assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 5)
+    assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 3)
 
 
 def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:
@@ -110,26 +109,6 @@ def test_duration() -> None:
     assert [duration(s) for s in (0, 59.6, 125, 3725)] == ["0:00", "1:00", "2:05", "1:02:05"]
 
 
-class Outside(HTMLParser):
-    """Collects tags never closed and every address that a page would fetch."""
-
-    VOID = ("meta", "link", "img", "br", "hr", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def written(run: RunDir) -> str:
     """The page, made anew."""
     page.write_report(run)
@@ -140,9 +119,7 @@ def test_the_page_fetches_nothing_and_says_the_figures(run: RunDir) -> None:
     resumed_run(run)
     run.mark_finished()
     text = written(run)
-    parsed = Outside(text)
-    assert parsed.open == [] and all(address.startswith("#") for address in parsed.fetched)
-    assert not re.search(r"@import|url\((?!#)", text)
+    assert not re.search(r"""<script|<link|src=|href=["'](?!#)|@import|url\((?!#)""", text)
     for figure in ("41.0 %", "85.0 %", "+44.0 points", "1:50", "in 2 attempts", "finished"):
         assert figure in text
     assert "models/&lt;tiny&gt;" in text and "<tiny>" not in text

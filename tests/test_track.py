@@ -144,13 +144,16 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def test_wandb_gets_each_figure_once_in_one_run_over_two_starts(tmp_path: Path) -> None:
+def test_wandb_gets_figures_and_answers_once_over_two_starts_and_nothing_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
     run = new_run(tmp_path)
     write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (1, 2)])
     follow(run, config_of(run, WANDB))
     write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (3, 4)])
-    evaluate(run, "test", 4, (40, 45))
+    evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-of-mine")
     follow(run, config_of(run, WANDB))
     rows = history(run)
     losses = [(row["optimizer_step"], row["train/loss"]) for row in rows if "train/loss" in row]
@@ -159,32 +162,14 @@ def test_wandb_gets_each_figure_once_in_one_run_over_two_starts(tmp_path: Path) 
     assert [row["_step"] for row in rows] == list(range(5))
     folders = [path.name for path in run.track.glob("wandb/offline-run-*")]
     assert len(folders) == 2 and len({name.split("-")[3] for name in folders}) == 1  # …-ID, or …-ID-1
-    assert {path.stat().st_mode & 0o77 for path in run.track.rglob("*") if path.is_file()} == {0}
-
-
-def test_wandb_gets_answers_as_a_table(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
-    run = new_run(tmp_path)
-    evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
-    follow(run, config_of(run, WANDB))
-    (row,) = (row for row in history(run) if "test/pass@1" in row)
-    assert row["optimizer_step"] == 4
-    (file,) = run.track.glob("wandb/offline-run-*/files/media/table/test/*.json")
-    table = json.loads(file.read_text())
-    assert table["columns"] == ["prompt", "question", "answer", "correct"]
-    assert table["data"] == [[a.prompt, a.question, a.text, a.correct] for a in ANSWERS]
-    assert {path.stat().st_mode & 0o77 for path in run.track.rglob("*") if path.is_file()} == {0}
-
-
-def test_nothing_of_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
-    monkeypatch.setenv("JUDGE_KEY", "s3cret-of-mine")
-    run = new_run(tmp_path)
-    follow(run, config_of(run, WANDB))
-    told = b"".join(path.read_bytes() for path in run.track.rglob("*") if path.is_file())
-    assert b"s3cret-of-mine" not in told and b"models/<tiny>" in told.replace(b"\\u003c", b"<").replace(
-        b"\\u003e", b">"
-    )
+    (table,) = run.track.glob("wandb/offline-run-*/files/media/table/test/*.json")
+    shown = [[a.prompt, a.question, a.text, a.correct] for a in ANSWERS]
+    columns = ["prompt", "question", "answer", "correct"]
+    told = json.loads(table.read_text())
+    assert (told["columns"], told["data"]) == (columns, shown)
+    files = [path for path in run.track.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o77 for path in files} == {0}
+    assert not any(b"s3cret-of-mine" in path.read_bytes() for path in files)
 
 
 # --- Beside a run ---

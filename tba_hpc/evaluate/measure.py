@@ -103,7 +103,7 @@ def measure(
     As a run does: one completion per prompt, greedily unless the task has an evaluation_temperature.
     samples: completions per prompt of the second kind, 0 for none. temperature: theirs, None takes the
     config's. limit: prompts used, None for all. show: answers to the first prompts that the result holds.
-    What takes long is told on stderr.
+    Progress goes to stderr.
     Raises ConfigError with one sentence (no such model, an empty split, prompts too long), EngineError where
     the engine keeps dying.
     """

@@ -1,4 +1,4 @@
-"""What a run's events tell of its attempts: how each of them ended, and the faults that were met."""
+"""The attempts of a run, from its events: how each ended, and the faults on the way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
 
 KILLED = "killed"
-"""End of an attempt that left no word: its node was lost, or Slurm or the kernel killed the launcher."""
+"""End of an attempt without an event: its node was lost, or Slurm or the kernel killed the launcher."""
 
 FAULTS = {
     "rebuilds": "engine rebuilt",

@@ -160,7 +160,7 @@ class Trends:
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
-        """Add a record of the trainer. A resume forgets what it takes back, as far as spans tell."""
+        """Add a record of the trainer. A resume drops what it takes back, to the nearest span."""
         skipped = self.skips.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:

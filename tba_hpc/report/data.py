@@ -1,7 +1,6 @@
-"""Everything a run's files say of it, folded as they grow: what status, summary, report and compare show.
+"""A run as its files have it, folded as they grow: the data of status, summary, report and compare.
 
-Reads only what the ranks wrote, at any time, on any machine, in bounded memory: of each metrics file its
-digest, and the lines after that.
+Reads at any time, on any machine, in bounded memory: the digest of each metrics file, and later lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a finite number of prompts (P) and samples tells about a score: estimates with 95 % intervals."""
+"""Scores of a finite number of prompts (P) and samples: estimates with 95 % confidence intervals."""
 
 from __future__ import annotations
 

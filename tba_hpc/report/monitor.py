@@ -1,7 +1,4 @@
-"""Follows a run: its files as they grow, and how Slurm sees its job; cheap enough to look every second.
-
-It starts no process: a caller that may asks Slurm how the job stands.
-"""
+"""Follows a run: its files as they grow, and how Slurm sees its job; cheap enough to look every second."""
 
 from __future__ import annotations
 
@@ -107,7 +104,7 @@ class RunMonitor:
 
     @property
     def silence(self) -> float | None:
-        """Seconds since the last word of any rank or launcher; None before the first."""
+        """Seconds since the last record or event of any rank or launcher; None before the first."""
         heard = max([self.data.newest, *(event["time"] for event in self.data.events[-1:])])
         return max(0.0, time.time() - heard) if heard else None
 

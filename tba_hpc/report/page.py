@@ -37,7 +37,7 @@ OUTCOMES = {
 
 
 class Tile(NamedTuple):
-    """A headline number, and what it became."""
+    """A headline number; then, gain: what it became."""
 
     name: str
     value: str
@@ -84,7 +84,7 @@ def render(data: RunData, config: Config, summary: Summary) -> str:
 
 
 def template(name: str) -> Template:
-    """A template of this folder; what it is given is text, never HTML, and control characters are shown."""
+    """A template of this folder; values are escaped, control characters, too."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,

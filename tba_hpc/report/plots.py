@@ -6,7 +6,6 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,23 +65,62 @@ class Plot(NamedTuple):
     svg: str
 
 
-Draw = Callable[[Axes, RunData, TrainSection], bool]
-"""Draws one figure; whether there was anything to draw."""
+Line = tuple[str, str, str]
+"""A metric, its colour, and what the legend calls it."""
+
+Axis = Callable[[Axes], object]
+"""Sets up the vertical axis once all is drawn."""
+
+
+class Lines(NamedTuple):
+    """A figure of metrics over the steps. compared: whether ``tba compare`` shows the first of them, too."""
+
+    title: str
+    note: str
+    lines: Sequence[Line]
+    axis: Axis = id
+    compared: bool = False
 
 
 def plots(data: RunData, train: TrainSection) -> list[Plot]:
     """Every figure of the page; at least one step was taken."""
-    score = [(printable(data.score_name), "greedy", _score)]
-    drawn = (_plot(title, note, draw, data, train) for title, note, draw in (*score, *PLOTS))
+    drawn = (
+        _plot(printable(data.score_name), "greedy", _score, data),
+        _plot("Score and distance", "a point per evaluation", _pareto, data, train),
+        *(_plot(figure.title, figure.note, _lines, data, figure) for figure in FIGURES),
+        _plot("Searchers", "tokens per second, by minute of the run", _throughput, data),
+    )
     return [plot for plot in drawn if plot]
+
+
+def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
+    """The curves of some runs laid over each other, by step; those that at least one run has.
+
+    kl: whether theirs may be, since it is to one reference.
+    """
+    names = [data.score_name for data in runs if data.evaluations] or ["score"]
+    shown = [figure for figure in FIGURES if figure.compared and (kl or figure.title != "KL")]
+    drawn = (
+        _plot(printable(names[0]), "validation, and held-out before and after", _scores, runs),
+        *(_plot(figure.title, figure.note, _overlaid, runs, figure) for figure in shown),
+    )
+    return [plot for plot in drawn if plot]
+
+
+def run_line(index: int) -> tuple[str, str]:
+    """Colour and line style of the run at that place, by names that the page and matplotlib know."""
+    return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
 def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
     """Draw one figure of what is given; None if there was nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5))
-        if not draw(figure.add_axes(AXES), *given):
+        ax = figure.add_axes(AXES)
+        if not draw(ax, *given):
             return None
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, borderpad=0.2)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return Plot(title, note, _themed(out.getvalue(), title))
@@ -100,14 +138,60 @@ def _themed(svg: str, title: str) -> str:
     return svg
 
 
-def _course(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric over the steps: two float arrays. Of fresh completions by the weights that sampled them."""
-    return _columns(data.trends.curves[name])
+# --- Axes ---
+
+
+def _steps_axis(ax: Axes, *runs: RunData) -> None:
+    """From step 0 to the last, the same on every plot."""
+    last = max([1.0, *(data.step for data in runs)])
+    ax.set_xlim(-0.02 * last, 1.02 * last)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.set_xlabel("step")
+
+
+def _percents(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+
+
+def _shares(ax: Axes) -> None:
+    ax.set_ylim(-0.02, 1.02)
+    _percents(ax)
+
+
+def _small_share(ax: Axes) -> None:
+    """From 0 to a little above the largest value, 5 % at least."""
+    ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
+    _percents(ax)
+
+
+def _from_zero(ax: Axes) -> None:
+    ax.set_ylim(bottom=0)
+
+
+def _counts(ax: Axes) -> None:
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _log_scale(ax: Axes) -> None:
+    """So that float32's 1e-5 and bfloat16's 1e-2 both show."""
+    drawn = [value for value in _values(ax) if value > 0]
+    ax.set_ylim(min([1e-5, *drawn]) / 2, max([1e-1, *drawn]))
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _values(ax: Axes) -> list[float]:
+    """All that is drawn."""
+    return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
+
+
+# --- Curves ---
 
 
 def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Where its points are, and their values."""
-    columns = np.array([(step, value) for step, value, _ in curve.points], float).reshape(-1, 2)
+    """float [N]: where its points are, and their values."""
+    columns = np.array([point[:2] for point in curve.points], float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
@@ -132,143 +216,23 @@ def _trend(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None
     _line(ax, x, _smooth(y), color, label)
 
 
-def _steps_axis(ax: Axes, *runs: RunData) -> None:
-    """From step 0 to the last, the same on every plot."""
-    last = max([1.0, *(data.step for data in runs)])
-    ax.set_xlim(-0.02 * last, 1.02 * last)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.set_xlabel("step")
-
-
-def _percent_axis(ax: Axes) -> None:
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-
-
-def _counts_axis(ax: Axes) -> None:
-    ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def _legend(ax: Axes) -> None:
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, borderpad=0.2)
-
-
-def _note(ax: Axes, text: str, at: tuple[float, float], **style: Any) -> None:
-    ax.annotate(text, at, textcoords="offset points", va="top", **style)
-
-
-def _score(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    """Validation as a line; the held-out test before and after as diamonds, with their values."""
-    validation, test = data.evaluated("validation"), data.evaluated("test")
-    values = [data.score(evaluation).value for evaluation in validation]
-    ax.plot([e.step for e in validation], values, "o-", color=BLUE, label="validation")
-    values = [data.score(evaluation).value for evaluation in test]
-    if test:
-        ax.axhline(values[0], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
-    label = "held-out test, before and after"
-    ax.plot([e.step for e in test], values, "D", color=ORANGE, markersize=7, label=label)
-    for i, (e, value) in enumerate(zip(test, values, strict=True)):
-        low = not data.graded and value < 0.1  # not on the labels of the axis
-        place: dict[str, Any] = {"xytext": (0, -9), "ha": "right"}
-        if i == 0:
-            place = {"xytext": (9, 14 if low else -5), "ha": "left"}
-        _note(ax, data.show(value), (e.step, value), weight="bold", **place)
-    _score_axis(ax, data)
+def _lines(ax: Axes, data: RunData, figure: Lines) -> bool:
+    known = [line for line in figure.lines if data.trends.curves[line[0]].sums]
+    for name, color, label in known:
+        _trend(ax, *_columns(data.trends.curves[name]), color, label)
     _steps_axis(ax, data)
-    _legend(ax)
-    return bool(validation or test)
+    figure.axis(ax)
+    return bool(known)
 
 
-def _score_axis(ax: Axes, data: RunData) -> None:
-    if not data.graded:
-        ax.set_ylim(0, 1.03)
-        _percent_axis(ax)
-
-
-def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    """What the score cost in distance from one reference: up and to the left is better."""
-    found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
-    for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
-        shown = [e for e in found if e.split == split]
-        x, y = [e.perplexity or 0.0 for e in shown], [data.score(e).value for e in shown]
-        ax.plot(x, y, color=color, alpha=0.3, linewidth=0.9)
-        ax.plot(x, y, marker, color=color, markersize=size, label=split)
-        for place in {0, len(x) - 1} & {*range(len(x))}:
-            at, step = (x[place], y[place]), shown[place].step
-            _note(ax, f"step {step}", at, xytext=(6, -4), fontsize=7.5, color=MUTED)
-    ax.margins(0.1, 0.15)
-    if found:
-        ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
-    if not data.graded:
-        _percent_axis(ax)
-    _legend(ax)
-    return len(found) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Draws metrics over the steps, those that there are; each with its colour and, among several, its label.
-
-    shares: whether the axis shows 0 to 100 %. finish: what else the axes need.
-    """
-
-    lines: tuple[tuple[str, str, str | None], ...]
-    shares: bool = False
-    finish: Callable[[Axes], object] = id
-
-    def __call__(self, ax: Axes, data: RunData, train: TrainSection) -> bool:
-        known = [(_course(data, name), color, label) for name, color, label in self.lines]
-        known = [line for line in known if len(line[0][0])]
-        for (x, y), color, label in known:
-            _trend(ax, x, y, color, label)
-        if self.shares:
-            ax.set_ylim(-0.02, 1.02)
-            _percent_axis(ax)
-        _steps_axis(ax, data)
-        if any(label for _, _, label in known):
-            _legend(ax)
-        self.finish(ax)
-        return bool(known)
-
-
-def _one(name: str, color: str = BLUE, **options: Any) -> Lines:
-    return Lines(((name, color, None),), **options)
-
-
-def _both(what: str, **options: Any) -> Lines:
-    """A metric of fresh completions and of the batch."""
-    fresh = (f"search/{what}", ORANGE, "searchers, fresh")
-    return Lines((fresh, (f"train/{what}", BLUE, "training batch")), **options)
-
-
-def _values(ax: Axes) -> list[float]:
-    """All that is drawn."""
-    return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
-
-
-def _log_scale(ax: Axes) -> None:
-    """So that float32's 1e-5 and bfloat16's 1e-2 both show."""
-    drawn = [value for value in _values(ax) if value > 0]
-    ax.set_ylim(min([1e-5, *drawn]) / 2, max([1e-1, *drawn]))
-    ax.set_yscale("log")
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _small_share(ax: Axes) -> None:
-    """From 0 to a little above the largest value, 5 % at least."""
-    ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
-    _percent_axis(ax)
-
-
-def _staleness(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    x, largest = _course(data, "staleness/max")
-    ax.fill_between(x, 0, largest, color=BLUE, alpha=0.14, linewidth=0, label="up to the largest")
-    x, average = _course(data, "staleness/mean")
-    _trend(ax, x, average, BLUE, "mean")
-    ax.set_ylim(bottom=0)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(x) > 0
+def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
+    """The first metric of a figure, of each run."""
+    curves = [data.trends.curves[figure.lines[0][0]] for data in runs]
+    for index, curve in enumerate(curves):
+        (x, y), (color, style) = _columns(curve), run_line(index)
+        _line(ax, x, _smooth(y), COLOURS[color], linestyle=style)
+    _steps_axis(ax, *runs)
+    return any(curve.sums for curve in curves)
 
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
@@ -281,135 +245,86 @@ def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
     return lambda unix: np.interp(unix, knots, minutes)
 
 
-def _throughput(ax: Axes, data: RunData, train: TrainSection) -> bool:
+def _throughput(ax: Axes, data: RunData) -> bool:
+    """Of each searcher, or of many their range and mean."""
     minutes = run_minutes(data)
     curves = {index: _columns(searcher.rates) for index, searcher in data.searchers.items()}
     known = {index: (minutes(when), rate) for index, (when, rate) in curves.items() if len(when)}
-    if not known:
-        return False
     if len(known) > MANY_SEARCHERS:
-        _band(ax, list(known.values()))
+        grid = np.linspace(0, max(x[-1] for x, _ in known.values()), 200)
+        rates = np.array([np.interp(grid, x, y) for x, y in known.values()])
+        ax.fill_between(grid, rates.min(0), rates.max(0), color=BLUE, alpha=0.14, linewidth=0, label="all")
+        _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(rates)} searchers")
     else:
         for (index, (x, y)), color in zip(known.items(), (BLUE, ORANGE, GREEN, ROSE), strict=False):
             _trend(ax, x, y, color, f"searcher {index}")
-    _counts_axis(ax)
+    _counts(ax)
     ax.set_xlabel("minute")
-    _legend(ax)
-    return True
+    return bool(known)
 
 
-def _band(ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Slowest to fastest searcher, and their mean, on a common grid of times."""
-    grid = np.linspace(0, max(x[-1] for x, _ in curves), 200)
-    rates = np.array([np.interp(grid, x, y) for x, y in curves])
-    ax.fill_between(grid, rates.min(0), rates.max(0), color=BLUE, alpha=0.14, linewidth=0, label="all")
-    _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(curves)} searchers")
+# --- Scores ---
 
 
-BATCH = (
-    ("train/ess", BLUE, "effective sample size"),
-    ("train/clip_share", ROSE, "clipped, capped or masked"),
-)
-DRIFT = (
-    ("train/log_weight", BLUE, "all completions"),
-    ("train/better_log_weight", ROSE, "those above their group's mean reward"),
-)
-
-BUFFER = (
-    ("buffer/size", BLUE, "held"),
-    ("buffer/added", GREEN, "added"),
-    ("buffer/duplicates", ORANGE, "duplicates"),
-    ("buffer/evicted", ROSE, "evicted"),
-)
-
-PLOTS: tuple[tuple[str, str, Draw], ...] = (
-    ("Score and distance", "a point per evaluation", _pareto),
-    ("Reward", "mean per completion", _both("reward")),
-    (
-        "KL",
-        "fresh samples to the reference, nats per completion",
-        _one("search/kl", ORANGE, finish=lambda ax: ax.axhline(0, color=MUTED, linewidth=0.8)),
-    ),
-    ("Log-ratio", "policy to reference on the batch, replayed data: no KL", _one("train/log_ratio")),
-    (
-        "Entropy",
-        "of fresh samples, nats per token",
-        _one("search/entropy", ORANGE, finish=lambda ax: ax.set_ylim(bottom=0)),
-    ),
-    ("Off-policy", "effective sample size, clip share; of a batch", Lines(BATCH, shares=True)),
-    ("Drift", "batch under the policy to what sampled it, nats per completion", Lines(DRIFT)),
-    (
-        "Engine gap",
-        "engine to learner at the same weights, nats per token",
-        _both("engine_gap", finish=_log_scale),
-    ),
-    ("Groups without variance", "share of groups with one reward for all", _both("flat_groups", shares=True)),
-    ("Loss", "of the objective", _one("train/loss")),
-    ("Gradient norm", "before clipping", _one("train/grad_norm", ROSE)),
-    ("Length", "tokens per completion", _both("length")),
-    (
-        "Truncated",
-        "share of completions cut off by the token limit",
-        _one("search/truncated_share", ORANGE, finish=_small_share),
-    ),
-    ("Replay ratio", "steps that learned from a trajectory of the batch", _one("train/replay_ratio")),
-    ("Staleness", "optimizer steps, mean and largest of a batch", _staleness),
-    ("Searchers", "tokens per second, by minute of the run", _throughput),
-    (
-        "Trainer wait",
-        "share of wall time outside the optimizer step",
-        _one("train/wait_share", finish=_small_share),
-    ),
-    ("Replay buffer", "trajectories", Lines(BUFFER, finish=_counts_axis)),
-    ("Learning rate", "of the step", _one("train/learning_rate", finish=lambda ax: ax.set_ylim(bottom=0))),
-    ("β", "KL coefficient of the step", _one("train/beta", ORANGE, finish=lambda ax: ax.set_ylim(bottom=0))),
-)
-"""Title, note, and what draws it; the score comes before them."""
+def _score(ax: Axes, data: RunData) -> bool:
+    """Validation as a line; the held-out test before and after as diamonds, with their values."""
+    validation, test = (
+        [(e.step, data.score(e).value) for e in data.evaluated(split)] for split in ("validation", "test")
+    )
+    _points(ax, validation, marker="o", color=BLUE, label="validation")
+    _points(
+        ax,
+        test,
+        marker="D",
+        linestyle="none",
+        color=ORANGE,
+        markersize=7,
+        label="held-out test, before and after",
+    )
+    if test:
+        ax.axhline(test[0][1], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
+    for i, (step, value) in enumerate(test):
+        low = not data.graded and value < 0.1  # not on the labels of the axis
+        place: dict[str, Any] = {"xytext": (0, -9), "ha": "right"}
+        if i == 0:
+            place = {"xytext": (9, 14 if low else -5), "ha": "left"}
+        _note(ax, data.show(value), (step, value), weight="bold", **place)
+    _score_axis(ax, data)
+    return bool(validation or test)
 
 
-# --- Runs laid over each other ---
+def _points(ax: Axes, found: Sequence[tuple[float, float]], **style: Any) -> None:
+    ax.plot([x for x, _ in found], [y for _, y in found], **style)
 
 
-def run_line(index: int) -> tuple[str, str]:
-    """Colour and line style of the run at that place, by names that the page and matplotlib know."""
-    return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
+def _note(ax: Axes, text: str, at: tuple[float, float], **style: Any) -> None:
+    ax.annotate(text, at, textcoords="offset points", va="top", **style)
 
 
-OVERLAID = (
-    ("Reward", "mean per fresh completion", "search/reward"),
-    ("KL", "fresh samples to the reference, nats per completion", "search/kl"),
-    ("Entropy", "of fresh samples, nats per token", "search/entropy"),
-    ("Length", "tokens per fresh completion", "search/length"),
-    ("Loss", "of the objective: not to be compared between objectives", "train/loss"),
-    ("Gradient norm", "before clipping", "train/grad_norm"),
-    ("Effective sample size", "share of a batch", "train/ess"),
-    ("Staleness", "optimizer steps, mean of a batch", "staleness/mean"),
-    ("Replay ratio", "steps that learned from a trajectory of the batch", "train/replay_ratio"),
-)
-"""Title, note and metric."""
-
-
-def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
-    """The curves of some runs laid over each other, by step; those that at least one run has.
-
-    kl: whether theirs may be, since it is to one reference.
-    """
-    names = [data.score_name for data in runs if data.evaluations] or ["score"]
-    shown = [curve for curve in OVERLAID if kl or curve[2] != "search/kl"]
-    drawn = [
-        _plot(printable(names[0]), "validation, and held-out before and after", _scores, runs),
-        *(_plot(title, note, _over, runs, name) for title, note, name in shown),
-    ]
-    return [plot for plot in drawn if plot]
-
-
-def _over(ax: Axes, runs: Sequence[RunData], name: str) -> bool:
-    """A figure of each run, smoothed."""
-    for index, data in enumerate(runs):
-        (x, y), (color, style) = _course(data, name), run_line(index)
-        _line(ax, x, _smooth(y), COLOURS[color], linestyle=style)
+def _score_axis(ax: Axes, *runs: RunData) -> None:
+    if not any(data.graded for data in runs):
+        ax.set_ylim(0, 1.03)
+        _percents(ax)
     _steps_axis(ax, *runs)
-    return any(data.trends.curves[name].sums for data in runs)
+
+
+def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
+    """What the score cost in distance from one reference: up and to the left is better."""
+    found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
+    if len(found) < 2:
+        return False
+    for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
+        shown = [e for e in found if e.split == split]
+        points = [(e.perplexity or 0.0, data.score(e).value) for e in shown]
+        _points(ax, points, color=color, alpha=0.3, linewidth=0.9)
+        _points(ax, points, marker=marker, linestyle="none", color=color, markersize=size, label=split)
+        for place in {0, len(points) - 1} & {*range(len(points))}:
+            _note(ax, f"step {shown[place].step}", points[place], xytext=(6, -4), fontsize=7.5, color=MUTED)
+    ax.margins(0.1, 0.15)
+    ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
+    if not data.graded:
+        _percents(ax)
+    return True
 
 
 def _scores(ax: Axes, runs: Sequence[RunData]) -> bool:
@@ -421,7 +336,58 @@ def _scores(ax: Axes, runs: Sequence[RunData]) -> bool:
         }
         for split, look in looks.items():
             found = [(e.step, data.score(e).value) for e in data.evaluated(split)]
-            ax.plot(*zip(*found, strict=True) if found else ([], []), color=COLOURS[color], **look)
-    _score_axis(ax, next((data for data in runs if data.graded), runs[0]))
-    _steps_axis(ax, *runs)
+            _points(ax, found, color=COLOURS[color], **look)
+    _score_axis(ax, *runs)
     return any(data.evaluations for data in runs)
+
+
+# --- The figures of metrics ---
+
+
+def _one(name: str, color: str = BLUE) -> list[Line]:
+    return [(name, color, "")]
+
+
+def _both(what: str) -> list[Line]:
+    """A metric of fresh completions and of the batch."""
+    return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
+
+
+OFF_POLICY = [
+    ("train/ess", BLUE, "effective sample size"),
+    ("train/clip_share", ROSE, "clipped, capped or masked"),
+]
+DRIFT = [
+    ("train/log_weight", BLUE, "all completions"),
+    ("train/better_log_weight", ROSE, "those above their group's mean reward"),
+]
+STALENESS = [("staleness/mean", BLUE, "mean"), ("staleness/max", ORANGE, "largest")]
+BUFFER = [
+    ("buffer/size", BLUE, "held"),
+    ("buffer/added", GREEN, "added"),
+    ("buffer/duplicates", ORANGE, "duplicates"),
+    ("buffer/evicted", ROSE, "evicted"),
+]
+
+FIGURES = (
+    Lines("Reward", "mean per completion", _both("reward"), compared=True),
+    Lines(
+        "KL", "fresh samples to the reference, nats per completion", _one("search/kl", ORANGE), compared=True
+    ),
+    Lines("Log-ratio", "policy to reference on the batch, replayed data: no KL", _one("train/log_ratio")),
+    Lines("Entropy", "of fresh samples, nats per token", _one("search/entropy", ORANGE), _from_zero, True),
+    Lines("Off-policy", "effective sample size, clip share; of a batch", OFF_POLICY, _shares, True),
+    Lines("Drift", "batch under the policy to what sampled it, nats per completion", DRIFT),
+    Lines("Engine gap", "engine to learner, same weights, nats per token", _both("engine_gap"), _log_scale),
+    Lines("Groups without variance", "with one reward for all", _both("flat_groups"), _shares),
+    Lines("Loss", "of the objective", _one("train/loss"), compared=True),
+    Lines("Gradient norm", "before clipping", _one("train/grad_norm", ROSE), compared=True),
+    Lines("Length", "tokens per completion", _both("length"), compared=True),
+    Lines("Truncated", "cut off by the token limit", _one("search/truncated_share", ORANGE), _small_share),
+    Lines("Replay ratio", "steps that learned from a trajectory", _one("train/replay_ratio"), compared=True),
+    Lines("Staleness", "optimizer steps, of a batch", STALENESS, _from_zero, True),
+    Lines("Trainer wait", "wall time outside the optimizer step", _one("train/wait_share"), _small_share),
+    Lines("Replay buffer", "trajectories", BUFFER, _counts),
+    Lines("Learning rate", "of the step", _one("train/learning_rate"), _from_zero),
+    Lines("β", "KL coefficient of the step", _one("train/beta", ORANGE), _from_zero),
+)

@@ -1,7 +1,4 @@
-"""How a run stands, in a sentence, and what the user types next if it is the user's turn.
-
-It puts together what Slurm's queue, the launchers' events and the ranks' metrics say.
-"""
+"""How a run stands, by Slurm's queue, launchers' events and ranks' metrics, and what the user types next."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ UNKNOWN = "UNKNOWN"
 """State of a job if Slurm cannot be asked, or does not answer."""
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that ended so long ago that Slurm does not know how."""
+"""State of a job that Slurm no longer knows."""
 
 SILENT_SECONDS = 600.0
 """Engines may take so long to start."""
@@ -91,7 +88,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
-    """Whether the job's batch script has begun."""
+    """Whether the job's batch script has logged an event."""
     return any(event["job"] == job[0]["job"] for event in monitor.data.events)
 
 
@@ -100,7 +97,7 @@ def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> R
     step, job_id = monitor.data.step, job[0]["job"]
     if not _heard_of(monitor, job):
         if job[0]["state"] == UNKNOWN:
-            return RunState("queued", f"submitted as job {job_id}, which squeue tells nothing about here")
+            return RunState("queued", f"submitted as job {job_id}, which squeue does not know here")
         return RunState("starting", f"job {job_id} has its nodes, no word from it yet")
     if "SUSPENDED" in states:
         return RunState("suspended", f"suspended by Slurm at step {step}")

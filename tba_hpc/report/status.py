@@ -1,8 +1,4 @@
-"""Shows how a run stands: live on a terminal, once for a look, as JSON for scripts.
-
-It only reads, so it may follow a run from anywhere. If the output is no terminal, the live display is one
-plain line every few seconds.
-"""
+"""Shows how a run stands: live on a terminal, as plain lines elsewhere, once, or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -112,7 +108,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
         "faults": " · ".join(fault_words(monitor.data.faults)),
-        "last word": f"{duration(silence)} ago" if silence is not None else "",
+        "last record": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
     return {title: text for title, text in found.items() if text}
@@ -258,7 +254,7 @@ class LiveDisplay:
         self._monitor.update()
         if self._live:
             self._live.stop()
-        self._print(plain_line(self._monitor))
+        self.note(plain_line(self._monitor))
 
     def refresh(self) -> None:
         """Read what is new and show it, unless that was a moment ago."""
@@ -270,11 +266,7 @@ class LiveDisplay:
             self._live.update(panel(self._monitor), refresh=True)
         elif time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
-            self._print(plain_line(self._monitor))
-
-    def note(self, text: str) -> None:
-        """Print a line that stays, above the display."""
-        self._print(text)
+            self.note(plain_line(self._monitor))
 
     def follow(self) -> RunState:
         """Refresh until nothing happens any more by itself; returns how the run stands then."""
@@ -283,7 +275,8 @@ class LiveDisplay:
             time.sleep(REFRESH_SECONDS)
         return now
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the display."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -130,7 +130,7 @@ def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
 
 
 def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:
-    """Those whose perplexity can stand beside that of the last: it is under the same reference."""
+    """Those whose perplexity is comparable with that of the last: under the same reference."""
     return [
         evaluation
         for evaluation in found

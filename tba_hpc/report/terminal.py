@@ -1,4 +1,4 @@
-"""The console for all that is shown of a run: what a model, a data file or a stranger's run says is text."""
+"""The console for output about a run: text of models, data files and other people's runs is escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tba_hpc.core.wording import printable
 
 
 class Terminal(Console):
-    """A console that shows control characters of texts; those of its own styles and displays it obeys."""
+    """A console that escapes control characters in text, except those of its own styles and displays."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As the base class."""

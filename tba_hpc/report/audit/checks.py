@@ -1,4 +1,4 @@
-"""The promises of a run, each checked against all that its directory tells: evidence in, sentences out."""
+"""The guarantees of a run, each checked against its directory: evidence in, sentences out."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """The surviving history merges every shard once, in revisions without a gap, as it was sealed."""
+    """Every shard is merged once in the surviving history, as it was sealed, in revisions without a gap."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
     revisions = [0, *evidence.history.revisions()]
@@ -126,7 +126,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Where the searcher, the file or the buffer tell another story than the merge."""
+    """Where the searcher, the file or the buffer contradict the merge."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:

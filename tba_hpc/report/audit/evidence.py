@@ -87,7 +87,7 @@ Seals = Mapping[ShardKey, list[ShardSize]]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that a run directory tells.
+    """What lies in a run directory.
 
     seals: what searchers said, of every seal under a shard's index. sizes: of every shard on record by the
     time the disk was looked at, 0 if nobody says how many. files, refused: by shard, the visible files and
@@ -110,7 +110,7 @@ class Evidence:
     def read(cls, run: RunDir) -> Evidence:
         """Read a run at any moment.
 
-        What metrics tell of is on disk by then, so the shards are read after them. What has left their
+        What metrics mention is on disk by then, so the shards are read after them. What has left their
         folders since is in a checkpoint, so these come next. What checkpoints count is in the metrics, which
         are read on.
         """

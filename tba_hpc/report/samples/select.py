@@ -30,7 +30,7 @@ Rank = tuple[float, int, int]
 
 @dataclass(frozen=True)
 class Lives:
-    """What became of a run's trajectories, as far as metrics and the newest checkpoint that can be read tell.
+    """What became of a run's trajectories, by its metrics and the newest checkpoint that can be read.
 
     step: of that checkpoint, None without one. revision: up to which it holds merges. uses: how many steps
     had learned from what is in its buffer, by uid.
@@ -90,7 +90,7 @@ class Sample:
 
     searcher, shard, row: where it lies. log_ratio: mean over its tokens of log π_behaviour − log π_ref, nats,
     None if the sampling weights are the reference, or the trainer scores it. merged_step: optimizer steps
-    done when it was merged. uses: steps that had learned from it by the newest checkpoint, if that tells.
+    done when it was merged. uses: steps that had learned from it by the newest checkpoint, None if unknown.
     """
 
     uid: int

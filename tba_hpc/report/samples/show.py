@@ -85,7 +85,9 @@ def summary(selection: Selection) -> str:
         )
     known = selection.checkpoint_step
     as_of = (
-        "no checkpoint tells what was used" if known is None else f"uses as of the checkpoint of step {known}"
+        "no checkpoint yet, so uses are unknown"
+        if known is None
+        else f"uses as of the checkpoint of step {known}"
     )
     return f"{shown:,} of {found:,} that match, of {count(read, 'trajectory')} still on disk; {as_of}"
 

@@ -46,7 +46,7 @@ def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
     tokens: int32 [T]. The pieces together are the text.
     """
     found: list[str] = []
-    start = 0  # of the tokens whose text is not told yet
+    start = 0  # of the tokens whose text is still incomplete
     for end in range(1, len(tokens) + 1):
         before = max(0, start - CONTEXT)
         known, text = decode(tokens[before:start]), decode(tokens[before:end])

@@ -1,5 +1,4 @@
-"""Follows what a run writes, and sends it to Weights & Biases or TensorBoard; ``tba track``.
+"""Sends a run's metrics and evaluations to Weights & Biases or TensorBoard: ``tba track``.
 
-Metrics files and evaluations are all that it reads, so it works beside a run, after it, and on another
-machine that sees the directory.
+It reads files only, so it works during a run, after it, and on any machine that sees the directory.
 """

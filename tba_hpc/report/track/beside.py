@@ -1,6 +1,6 @@
-"""Runs ``tba track`` beside a trainer, in a process whose failure does not stop training.
+"""Runs ``tba track`` in a child process of the trainer, whose failure does not stop training.
 
-It ends when its input does, so that it outlives no trainer.
+It ends when its input does, so it never outlives the trainer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # it has the last word, whatever signal ends the others
+            start_new_session=True,  # it outlives the signal that ends the others, to send the rest
         )
     try:
         yield

@@ -62,7 +62,7 @@ class _Follower:
 
     def look(self) -> bool:
         """Send what is new; whether the trainer has ended by then."""
-        self.sink.tell(self._news.look())
+        self.sink.log(self._news.look())
         write_atomic(self._file, json.dumps({**self._news.state(), **self.sink.state()}))
         return self._news.ended
 

@@ -41,7 +41,7 @@ class TensorBoardSink:
         self._sessions += 1  # two files of the same second would be one
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
-    def tell(self, points: Iterable[Point]) -> None:
+    def log(self, points: Iterable[Point]) -> None:
         """Write scalars; they are on the disk then."""
         for point in points:
             if point.again:
@@ -99,7 +99,7 @@ class WandbSink:
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
-    def tell(self, points: Iterable[Point]) -> None:
+    def log(self, points: Iterable[Point]) -> None:
         """Log figures, and answers as tables; steps done again after a resume are logged again."""
         for point in points:
             tables = {f"{split}/answers": _table(answers) for split, answers in point.answers.items()}
