@@ -33,7 +33,7 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. truncated: whether the token limit ended it. tokens: with its end."""
+    """An answer. truncated: whether a limit ended it. tokens: with its end."""
 
     text: str
     truncated: bool
@@ -104,7 +104,7 @@ def ask(
         prompt=decode(tokens),
         temperature=temperature,
         max_tokens=sampling.max_tokens,
-        replies=[Reply(decode(a.tokens), a.finish_reason == "length", len(a.tokens)) for a in answers],
+        replies=[Reply(decode(a.tokens), a.finish_reason != "stop", len(a.tokens)) for a in answers],
         seconds=time.monotonic() - began,
     )
 

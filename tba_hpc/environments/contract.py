@@ -132,7 +132,7 @@ class Session:
     contract: Contract
     row: Mapping[str, object]
     seed: int
-    _environment: Any = None
+    _environment: Any = field(default=None, init=False)
     _sum: float | None = field(default=None, init=False)
 
     def open(self) -> str | None:

@@ -105,7 +105,8 @@ def run(seed: int, name: str, overrides: list[str]) -> dict[str, object]:
     tba = Path(sys.executable).with_name("tba")
     subprocess.run([str(tba), "run", CONFIG, *words], cwd=REPOSITORY, check=True, stdout=sys.stderr)
     summary = json.loads((RunDir(REPOSITORY / f"runs/{name}-seed{seed}").path / "summary.json").read_text())
-    return {"seed": seed, "seconds": round(time.monotonic() - began, 1), "summary": summary}
+    figures = {key: summary[key] for key in ("pass_at_1_before", "pass_at_1_after", "train_seconds")}
+    return {"seed": seed, "seconds": round(time.monotonic() - began, 1), **figures}
 
 
 def main() -> None:
