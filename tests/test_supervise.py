@@ -162,7 +162,7 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
         ("", HET, "queue", "n2 n3 n4 cannot be used"),
         ("n2 n3", HET | {"others": "n2 n3"}, "queue", "its components share a node"),
         ("n2", HET | {"others": ""}, "queue", "Slurm names no nodes of one component"),
-        ("n2 !n3 n4", HET, "exit 2", "n3 does not see"),
+        ("n2 !n3 n4", HET, "queue", "n3 does not see"),
         ("n2 ?n3 n4", HET, "queue", "n3 cannot write to its /dev/shm or /tmp, or has GPUs with errors"),
         ("n2 ?n3 n4", ONE, "go 2 2 attempt-002", "excluded from the next start"),
         ("n2 n4", ONE, "go 2 2 attempt-002", ""),
@@ -184,9 +184,15 @@ def test_which_nodes_will_do(
     assert _place(run, answers, **options) == answer
     assert why in capsys.readouterr().err
     hosts = f"{options['hosts']} {options.get('others', '')}".split()
-    missing = [host for host in hosts if host not in answers.split()] if "!" not in answers else []
-    kind = "unhealthy" if "?" in answers else "unreachable"
+    missing = [host for host in hosts if host not in answers.split()]
+    kind = "unhealthy" if {*"?!"} & {*answers} else "unreachable"
     assert [event["nodes"] for event in read_events(run) if event["event"] == kind] == missing
+
+
+def test_before_the_first_start_a_node_that_does_not_see_the_run_ends_the_job(run: RunDir) -> None:
+    (run.path / "slurm/start").unlink()
+    assert _place(run, "n2 !n3 n4", **HET) == "exit 2"
+    assert "n3 does not see" in read_events(run)[-1]["sentence"]
 
 
 def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:

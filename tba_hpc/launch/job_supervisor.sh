@@ -124,6 +124,11 @@ await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step,
     return $code
 }
 
+await_folder() {     # this node may have lost RUN for a while: what comes next is in it, and Slurm cannot start a job without
+    local end=$((SECONDS + ANSWER_SECONDS))
+    until [ -r "$RUN/config.yaml" ] || [ $SECONDS -ge $end ]; do sleep $ANSWER_PAUSE; done
+}
+
 WATCH_SECONDS=60     # pause between two looks at a step and its nodes
 
 draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
@@ -351,6 +356,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         watch_step "$STEP" &
         await_step "$STEP" $!
         code=$?
+        await_folder
         ask ended "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)"
         [ "$NEXT" = again ] || break
         FAILURES=${WITH[0]}
@@ -400,6 +406,7 @@ search_for_a_while() {    # in a job of one node: elastic searchers, until the r
             watch_step "$STEP" &
             await_step "$STEP" $!
             code=$?
+            await_folder
             ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=$([ $code = 0 ] || ! ending || echo 1)"
             [ "$NEXT" = again ] || break
             FAILURES=${WITH[0]}

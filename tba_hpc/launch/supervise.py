@@ -162,8 +162,9 @@ def start(turn: Turn) -> str:
 
     ``go`` comes with the number of nodes, that of searchers, and the attempt.
     """
-    if blind := next((answer[1:] for answer in turn.answers if answer[0] == "!"), None):
-        sentence = f"{blind} does not see {turn.run}: put run.root on a file system that all nodes share"
+    blind = [answer[1:] for answer in turn.answers if answer[0] == "!"]
+    if blind and not turn.mark("start").exists():  # else it is the node's fault
+        sentence = f"{blind[0]} does not see {turn.run}: put run.root on a file system that all nodes share"
         return turn.refuse(sentence)
     hosts = [*turn.hosts, *turn.others]
     missing = [host for host in hosts if host not in turn.answers]
@@ -171,9 +172,10 @@ def start(turn: Turn) -> str:
         say(f"no answer yet from {' '.join(missing)}: asking once more")
         return "look"
     for host in missing:
-        sick = f"?{host}" in turn.answers
+        sick = f"?{host}" in turn.answers or host in blind
         turn.log("unhealthy" if sick else "unreachable", nodes=host)
         why = "cannot write to its /dev/shm or /tmp, or has GPUs with errors (nvidia-smi)"
+        why = f"does not see {turn.run} any more" if host in blind else why
         say(f"{host} {f'{why}: it is excluded from the next start' if sick else 'does not answer'}")
     try:
         return _het(turn, missing) if turn.het else _homogeneous(turn, missing)

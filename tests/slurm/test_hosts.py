@@ -1,4 +1,4 @@
-"""A run on hosts that share a network and a folder alone: one link is slow, then another is cut.
+"""A run on hosts that share a network and a folder alone: one loses the folder, another its link.
 
 ``make storm`` has all faults of hosts, and real engines.
 """
@@ -21,9 +21,9 @@ pytestmark = [
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_an_ordinary_users_run_on_hosts_survives_a_slow_link_and_one_that_is_cut() -> None:
+def test_an_ordinary_users_run_on_hosts_survives_a_lost_folder_and_a_link_that_is_cut() -> None:
     """Two trainer ranks and two searchers, each on its own host; nothing acknowledged is lost."""
-    faults = ["--faults", "2", "--kinds", "link cut", "link slow"]
+    faults = ["--faults", "2", "--kinds", "link cut", "leader's folder cut off"]
     nodes = ["--hosts", "--nodes", "4", "--trainer-nodes", "2"]
     command = [sys.executable, "tools/chaos.py", *faults, *nodes, "--tabular", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=550)
