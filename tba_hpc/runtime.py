@@ -51,7 +51,7 @@ from tba_hpc.exchange.hdf5_shards import (
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange
 from tba_hpc.launch.placement import Placement
-from tba_hpc.launch.rank import end_imports, led, placed, printed
+from tba_hpc.launch.rank import end_imports, explained, led, placed
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops.elastic import (
     Attendance,
@@ -319,7 +319,7 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
     if run.finished:
         log.info("%s is finished: there is nothing to search for", run.path)
         return
-    with leaving_at_once(), leased_slot(run, config) as slot, printed():
+    with leaving_at_once(), leased_slot(run, config) as slot, explained():
         log.info("holding slot %d of %s", slot.searcher, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()
         seed = _seed(config, slot.searcher, slot.lease)  # there may have been no attempt yet

@@ -154,18 +154,14 @@ def alive(pids: list[int]) -> list[int]:
     return [process.pid for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
-def test_mpiexec_command_is_this() -> None:
-    command = local.mpiexec_command(
-        Path("/runs/a b"),
-        trainers=2,
-        searchers=3,
-        mpiexec=Path("/bin/mpiexec"),
-        program=["py", "-m", "tba_hpc"],
-    )
+def test_mpiexec_command_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_mpiexec", lambda: Path("/bin/mpiexec"))
+    run = RunDir.create(config_of(tmp_path, "mpi", trainers=2, searchers=3))
+    (command,) = local.commands(run, run.config(), program=["py", "-m", "tba_hpc"]).values()
     assert command == [
         *("/bin/mpiexec", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"),
-        *("-n", "2", "py", "-m", "tba_hpc", "train", "/runs/a b", ":"),
-        *("-n", "3", "py", "-m", "tba_hpc", "search", "/runs/a b"),
+        *("-n", "2", "py", "-m", "tba_hpc", "train", str(run.path), ":"),
+        *("-n", "3", "py", "-m", "tba_hpc", "search", str(run.path)),
     ]
 
 

@@ -86,17 +86,6 @@ FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was in
 """How Open MPI's mpiexec names the first rank that failed."""
 
 
-def mpiexec_command(
-    run_dir: Path, *, trainers: int, searchers: int, mpiexec: Path, program: Sequence[str]
-) -> list[str]:
-    """One world: ranks 0 … trainers - 1 run ``program train RUN``, the others ``program search RUN``."""
-    # Without a network card UCX has no one-sided windows, and says so on every rank.
-    placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
-    train = ["-n", str(trainers), *program, "train", str(run_dir)]
-    search = [":", "-n", str(searchers), *program, "search", str(run_dir)] if searchers else []
-    return [str(mpiexec), *placement, *train, *search]
-
-
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
     """The mpiexec beside this interpreter, else the first on ``path`` (default: PATH). Raises LaunchError.
 
@@ -267,7 +256,7 @@ class Ranks:
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
     """The processes of a run by name, ready to start. ``program`` replaces ``python -m tba_hpc``.
 
-    Raises LaunchError if mpiexec is missing.
+    One MPI world is one process, mpiexec: its first ranks train. Raises LaunchError if that is missing.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
     python = [sys.executable, "-P"]  # modules of the working directory come last: runtime.py
@@ -276,11 +265,11 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
         if mpi_library.VARIABLE in os.environ:
             refuse_other_mpiexec(mpiexec)
         program = program or [*python, "-m", "mpi4py", "-m", "tba_hpc"]
-        return {
-            MPIEXEC: mpiexec_command(
-                run.path, trainers=trainers, searchers=searchers, mpiexec=mpiexec, program=program
-            )
-        }
+        # Without a network card UCX has no one-sided windows, and says so on every rank.
+        placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
+        train = ["-n", str(trainers), *program, "train", str(run.path)]
+        search = [":", "-n", str(searchers), *program, "search", str(run.path)] if searchers else []
+        return {MPIEXEC: [str(mpiexec), *placement, *train, *search]}
     program = program or [*python, "-m", "tba_hpc"]
     ranks = [("trainer", "train", index) for index in range(trainers)]
     ranks += [("searcher", "search", index) for index in range(searchers)]

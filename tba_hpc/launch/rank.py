@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import EngineError, ExchangeError
@@ -40,11 +41,11 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
     """
     config = run.config()
     refuse_index(config, role, index)
-    with noted(run, role, index or 0) if ATTEMPT in os.environ else nullcontext():
+    with explained(partial(write_note, run, role, index or 0)) if ATTEMPT in os.environ else nullcontext():
         placement = Placement.join(config, role, index)
     with owned(run, rank_name(role, placement.index)):
         redirect_output(run, role, placement.index)
-        with noted(run, role, placement.index):
+        with explained(partial(write_note, run, role, placement.index)):
             placement.choose_gpus()
             yield config, placement
 
@@ -71,31 +72,20 @@ def end_imports() -> None:
 
 
 @contextmanager
-def told(tell: Callable[[str, Kind], None], *, tracebacks: bool) -> Iterator[None]:
-    """End an error in ``tell`` of its sentence and kind, and the exit status that belongs to it.
+def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]:
+    """End an error in a sentence, and the exit status that belongs to it.
 
-    tracebacks: log them for errors that only the user can fix, too. ``job_supervisor.sh`` decides by the kind
-    whether to start the ranks again.
+    note: leaves it to the launcher, which decides by its kind whether to start the ranks again; None: it is
+    printed, for a note would be one of the run's own ranks.
     """
     try:
         yield
     except (*REFUSALS, *FAILURES) as error:
         refused = isinstance(error, REFUSALS)
-        if tracebacks or not refused:
+        if note or not refused:
             log.exception("this rank ends")
-        tell(str(error), "refused" if refused else "failed")
+        if note:
+            note(str(error), "refused" if refused else "failed")
+        else:
+            print(f"tba: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(Exit.REFUSED if refused else Exit.FAILED) from None
-
-
-@contextmanager
-def noted(run: RunDir, role: Role, index: int) -> Iterator[None]:
-    """Leave an error to the launcher as a note."""
-    with told(lambda sentence, kind: write_note(run, role, index, sentence, kind), tracebacks=True):
-        yield
-
-
-@contextmanager
-def printed() -> Iterator[None]:
-    """Print an error; no note is left, which would be one of the run's own ranks."""
-    with told(lambda sentence, _: print(f"tba: {printable(sentence)}", file=sys.stderr), tracebacks=False):
-        yield

@@ -138,12 +138,12 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
     return text
 
 
-def _common(job: Job, site: Site) -> str:
+def _common(job: Job, site: Site, log: str = "job-%j.log") -> str:
     return _directives(
         [
             f"--job-name={job.name}",
             f"--comment={job.run}",
-            f"--output={job.run}/slurm/job-%j.log",
+            f"--output={job.run}/slurm/{log}",
             "--open-mode=append",
             f"--time={site.time}",
             "--requeue" if site.requeue else "--no-requeue",
@@ -299,20 +299,10 @@ def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str
     """
     nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
     plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
-    header = [
-        f"--job-name={job.name}",
-        f"--comment={job.run}",
-        f"--output={job.run}/slurm/searchers-%A_%a.log",
-        "--open-mode=append",
-        f"--array=0-{nodes - 1}",
-        f"--time={site.time}",
-        "--requeue" if site.requeue else "--no-requeue",
-        _signal(site),
-        *_options(searcher, site, site.searcher),
-    ]
     parts = [
         "#!/bin/bash\n# Elastic searchers of a run, which requeue themselves until it is finished.\n",
-        _directives(header),
+        _common(job, site, "searchers-%A_%a.log")
+        + _directives([f"--array=0-{nodes - 1}", *_options(searcher, site, site.searcher)]),
         *_setup(site),
         _settings(job, plan, site),
         _surroundings(job, plan, site),

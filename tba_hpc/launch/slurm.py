@@ -6,13 +6,11 @@ the accounting for states, so the script's text is ours (``sbatch.py``), and sta
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from submitit import SlurmExecutor
@@ -139,19 +137,22 @@ def would_take(script: str) -> str:
 
 
 def submit(run: RunDir, script: str) -> str:
-    """Submit a run's batch script; the job's id. Raises SubmitError, also if the run has a job already."""
-    folder = _folder(run)
-    with _alone(folder):
-        refuse_active(run)
-        job = _Executor(folder, script).submit_script()
-        (folder / "chain").unlink(missing_ok=True)
-        write_atomic(folder / "job", f"{job}\n")
+    """Submit a run's batch script; the job's id. Raises SubmitError, also if the run has a job already.
+
+    Of two submissions at the same moment the second job ends when it starts (``job_supervisor.sh``).
+    """
+    refuse_active(run)
+    job = send(run, script)
+    (run.path / "slurm/chain").unlink(missing_ok=True)
+    write_atomic(run.path / "slurm/job", f"{job}\n")
     return job
 
 
 def send(run: RunDir, script: str) -> str:
-    """Submit another job than the run's own, such as elastic searchers; its id. Raises SubmitError."""
-    return _Executor(_folder(run), script).submit_script()
+    """Submit a batch script of a run, such as elastic searchers; the job's id. Raises SubmitError."""
+    folder = run.path / "slurm"
+    folder.mkdir(exist_ok=True)
+    return _Executor(folder, script).submit_script()
 
 
 def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> None:
@@ -162,13 +163,7 @@ def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -
     jobs = [job]
     while len(jobs) < length:
         jobs.append(send(run, script(jobs[-1])))
-        write_atomic(_folder(run) / "chain", "".join(f"{each}\n" for each in jobs))
-
-
-def _folder(run: RunDir) -> Path:
-    folder = run.path / "slurm"
-    folder.mkdir(exist_ok=True)
-    return folder
+        write_atomic(run.path / "slurm/chain", "".join(f"{each}\n" for each in jobs))
 
 
 def refuse_active(run: RunDir) -> None:
@@ -178,16 +173,3 @@ def refuse_active(run: RunDir) -> None:
             f"job {job.number} of this run is {job.state.lower()} already: let it finish "
             f"('squeue --job {job.number}'), or cancel it first: scancel {job.number}"
         )
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock on submissions of a run. Raises SubmitError if another submission holds it."""
-    with (folder / "submit.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SubmitError("this run is being submitted by another process: wait for it") from None
-        except OSError:
-            pass  # a file system without locks, as ``tba doctor`` says
-        yield

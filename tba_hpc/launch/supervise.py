@@ -177,26 +177,24 @@ def start(turn: Turn) -> str:
         why = "cannot write to its /dev/shm or /tmp, or has GPUs with errors (nvidia-smi)"
         why = f"does not see {turn.run} any more" if host in blind else why
         say(f"{host} {f'{why}: it is excluded from the next start' if sick else 'does not answer'}")
-    try:
-        return _het(turn, missing) if turn.het else _homogeneous(turn, missing)
-    except _UnfitError as unfit:
-        say(f"these nodes will not do: {unfit}")
-        return "queue"
+    return _het(turn, missing) if turn.het else _homogeneous(turn, missing)
 
 
-class _UnfitError(Exception):
+def _unfit(why: str) -> str:
     """These nodes will not do."""
+    say(f"these nodes will not do: {why}")
+    return "queue"
 
 
 def _het(turn: Turn, missing: Sequence[str]) -> str:
     """Every node is needed, since Slurm requeues the whole job if one is lost."""
     hosts = [*turn.hosts, *turn.others]
     if not (turn.hosts and turn.others):
-        raise _UnfitError("Slurm names no nodes of one component")
+        return _unfit("Slurm names no nodes of one component")
     if missing:
-        raise _UnfitError(f"{' '.join(missing)} cannot be used")
+        return _unfit(f"{' '.join(missing)} cannot be used")
     if len({*hosts}) < len(hosts):  # a component 0 that was restarted alone; srun starts no step on that
-        raise _UnfitError("its components share a node")
+        return _unfit("its components share a node")
     if hosts == turn.ascending:
         return _go(turn, len(hosts), turn.searchers)
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05
@@ -212,7 +210,7 @@ def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
     there = [host for host in turn.hosts if host not in missing]
     if turn.searchers_per_node == 0:
         if missing:
-            raise _UnfitError(f"{' '.join(missing)} cannot be used")
+            return _unfit(f"{' '.join(missing)} cannot be used")
         train, search, searchers = there, [], 0
     elif turn.nodes == 1:
         train, search, searchers = there, there, turn.searchers
@@ -220,7 +218,7 @@ def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
         train, search = there[: turn.trainer_nodes], there[turn.trainer_nodes :]
         searchers = len(search) * turn.searchers_per_node
     if turn.searchers_per_node and not search:
-        raise _UnfitError("no node is left to search")
+        return _unfit("no node is left to search")
     ranks = [*spread(turn.trainers, train), *spread(searchers, search)]
     turn.mark("hosts").write_text("".join(f"{host}\n" for host in ranks))
     return _go(turn, len(there), searchers)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -202,24 +201,6 @@ def test_a_run_has_one_job_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
     assert int(slurm.submit(run, script)) > int(job)
-
-
-def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(10_000))
-    outcomes: list[str] = []
-
-    def attempt() -> None:
-        try:
-            outcomes.append(slurm.submit(run, script))
-        except slurm.SubmitError:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=attempt) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes)[1:] == ["refused"] * 3
 
 
 @pytest.mark.parametrize(
