@@ -295,7 +295,7 @@ def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path,
 
 
 WATCHED = """
-say() { :; }; SLURM_JOB_ID=1 TRAINERS=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
+say() { :; }; SLURM_JOB_ID=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
 sleep() { now=$((now + $1)); command sleep 0.02; rank; [ $now -lt 600 ]; }  # time passes in the fakes alone
 squeue() { echo 1.batch; step; true; }
 command sleep 60 & srun=$!
@@ -500,6 +500,7 @@ ranks() { return 9; }
         ("run_to_the_end", "crash", "begin", "1"),
         ("search_for_a_while", "go x, queue", "join searched", "0 requeued 7"),
         ("search_for_a_while", "go x, exit 3", "join searched", "3"),
+        ("search_for_a_while", "go x, crash", "join searched", "0 requeued 7"),
         ("search_for_a_while", "go x, again 1, again 2, exit 9", "join searched searched searched", "9"),
         ("sleep() { STOP=1; }; search_for_a_while", "go x, again 1", "join searched", "0 requeued 7"),
         ("STOP=1; search_for_a_while", "queue", "join", "0 requeued 7"),

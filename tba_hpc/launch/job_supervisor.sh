@@ -138,20 +138,24 @@ draining() {         # the first node of this job that is being drained, if the 
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
 
-watch_step() {       # watch_step SRUN: leave nodes that are being drained, and end an srun that outlives its step
+watch_nodes() {      # watch_nodes SRUN: stop in time for a node that is being drained
+    local node
+    while sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
+        node=$(draining)
+        [ -n "$node" ] || continue
+        say "$node is being drained: leaving it"
+        [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
+        kill -USR1 $$
+        return
+    done
+}
+
+watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
     # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
     # touch their files in RUN/owners; only if no trainer does Slurm is asked. Searchers of other jobs live on.
-    local mark=$RUN/slurm/heard missed=0 steps node
+    local mark=$RUN/slurm/heard missed=0 steps
     while touch "$mark" && sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
-        node=$(draining)
-        if [ -n "$node" ] && [ "$STOP" = 0 ]; then
-            say "$node is being drained: leaving it"
-            [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
-            STOP=1
-            kill -USR1 $$
-        fi
-        [ "${TRAINERS:-0}" != 0 ] || continue
         if [ -n "$(find "$RUN/owners" -name 'trainer*' -newer "$mark" -print -quit 2>/dev/null)" ]; then
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
@@ -337,7 +341,7 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
 }
 
 run_to_the_end() {   # start the ranks, again and again, until the run is finished
-    local code
+    local code watcher
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
@@ -354,7 +358,9 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         ranks &
         STEP=$!
         watch_step "$STEP" &
-        await_step "$STEP" $!
+        watcher=$!
+        watch_nodes "$STEP" &
+        await_step "$STEP" "$watcher" $!
         code=$?
         await_folder
         ask ended "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)"
@@ -403,7 +409,7 @@ search_for_a_while() {    # in a job of one node: elastic searchers, until the r
             began=$SECONDS
             ranks &
             STEP=$!
-            watch_step "$STEP" &
+            watch_nodes "$STEP" &
             await_step "$STEP" $!
             code=$?
             await_folder
