@@ -214,6 +214,10 @@ def submit(
         {"--partition": partition, "--min": least is not None},
         "is for elastic searchers, --elastic RUN: of a run's own job the site file says it",
     )
+    if print_only:
+        _refuse_idle(
+            {"--chain": chain > 1, "--wait": wait}, "needs a job, and --print submits none: leave it out"
+        )
     orders = ordered.spread(job, configs, seeds)
     if dry_run or print_only:
         typer.echo("\n".join(ordered.script(one, make=print_only) for one in orders), nl=False)

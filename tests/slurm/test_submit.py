@@ -24,6 +24,8 @@ from tba_hpc.launch import slurm, slurm_queue
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
 from tba_hpc.launch.sides import choose_sides
+from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.run_state import run_state
 from tba_hpc.run.directory import FORMAT, RunDir
 from tba_hpc.run.events import read_events
 
@@ -431,13 +433,18 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
     hidden = Path(f"/dev/shm/hidden-from-nodes-{os.getpid()}")  # nodes have a /dev/shm of their own
     run, script = _run(hidden, _site(), 2)
     try:
+        job = slurm.submit(run, script)
+        assert cluster.wait(int(job)) == "FAILED"
+        monitor = RunMonitor(run, run.config(), slurm_queue.job_states)
+        monitor.update()
+        assert run_state(monitor).words == f"job {job} failed without a word: do its nodes see {run.path}?"
         public = cluster.root / "batch.log"
         lines = [line for line in script.splitlines() if "--output" not in line]
         # The first node must see it to write anything there: this test gives it that.
         prelude = f"mkdir -p {run.path} && touch {run.config_file} && echo {FORMAT} > {run.format_file}"
         text = "\n".join(lines).replace("set -u", f"set -u\n{prelude}")
-        job = cluster.submit(text, f"--output={public}")
-        assert cluster.wait(job) == "FAILED"
+        visible = cluster.submit(text, f"--output={public}")
+        assert cluster.wait(visible) == "FAILED"
         assert f"node2 does not see {hidden}" in public.read_text()
     finally:
         shutil.rmtree(hidden)
