@@ -185,6 +185,11 @@ def test_results_are_cut_and_calls_are_executed_in_order() -> None:
         ('So: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [Call("f", {"a": 1})]),
         ('<tool_call>{"name": "f"}</tool_call> <tool_call>{"name": "g"}', [Call("f", {}), Call("g", {})]),
         ('{"name": "f", "parameters": {"a": [1]}}', [Call("f", {"a": [1]})]),
+        (
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n"
+            "</function>\n</tool_call>",
+            [Call("f", {"a": "1", "b": "x\ny"})],
+        ),
         ('{"answer": 5}', []),
         ("{no JSON", []),
         ('<think><tool_call>{"name": "f"}</tool_call></think>5', []),

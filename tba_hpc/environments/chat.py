@@ -21,6 +21,8 @@ MOST_CALLS = 8
 """Tool calls of a turn that are executed."""
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>]*)>")
+PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 QUESTION: Message = {"role": "user", "content": "A question."}
 ANSWERS = ("The first answer.", "The second answer.")
@@ -38,8 +40,9 @@ class Call(NamedTuple):
 def parse_calls(text: str) -> list[Call | str]:
     """The tool calls of a turn, an error in place of a malformed one; none in what the model only thinks.
 
-    Either ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as often as wanted (Hermes, Qwen), or
-    nothing but ``{"name": …, "parameters": {…}}`` (Llama).
+    Either ``<tool_call>…</tool_call>``, as often as wanted, around ``{"name": …, "arguments": {…}}`` (Hermes,
+    Qwen) or ``<function=…><parameter=…>…</parameter></function>`` (Qwen 3.5, Nemotron 3), or nothing but
+    ``{"name": …, "parameters": {…}}`` (Llama).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):
@@ -49,6 +52,8 @@ def parse_calls(text: str) -> list[Call | str]:
 
 
 def _call(body: str) -> Call | str:
+    if function := FUNCTION.search(body):
+        return Call(function[1], dict(PARAMETER.findall(body)))
     try:
         found = json.loads(body)
     except json.JSONDecodeError as error:

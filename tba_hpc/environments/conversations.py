@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Session
 from tba_hpc.environments.workers import Job, Workers
 
+if TYPE_CHECKING:  # it imports this module
+    from tba_hpc.environments.task import Environment
+
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.005
@@ -32,21 +35,6 @@ PAUSE_SECONDS = 0.005
 
 TOLD_EVERY = 100
 """Of faults of one kind one in so many is logged."""
-
-
-class Scenes(Protocol):
-    """What a task tells of its environment. max_turns: of the model, in an episode."""
-
-    max_turns: int
-
-    def session(self, request: Request) -> Session:
-        """A new environment for an episode."""
-
-    def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """The prompt with what ``reset`` has said, also as messages.
-
-        Raises ValueError where it said something else before, or too much.
-        """
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +67,6 @@ class Episode:
     tokens: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     turns: int = 0
-    finish: FinishReason = "stop"
 
     @property
     def length(self) -> int:
@@ -99,10 +86,10 @@ class Conversations:
     """
 
     def __init__(
-        self, generator: Generator, scenes: Scenes, chat: Chat, *, at_once: int, seconds: float
+        self, generator: Generator, task: Environment, chat: Chat, *, at_once: int, seconds: float
     ) -> None:
         self._generator = generator
-        self._scenes = scenes
+        self._task = task
         self._chat = chat
         self._workers = Workers(at_once, seconds)
         self._turns: dict[int, Episode] = {}  # that the engine samples, by request of it
@@ -149,7 +136,7 @@ class Conversations:
         whole = Conversation(request)
         self._open += request.n
         for place in range(request.n):
-            episode = Episode(whole, place, self._scenes.session(request), request.prompt)
+            episode = Episode(whole, place, self._task.session(request), request.prompt)
             self._work(episode, episode.session.open, self._opened)
 
     def step(self) -> list[Group]:
@@ -182,7 +169,7 @@ class Conversations:
         self._workers.add(Job(call, take, partial(self._fail, episode)))
 
     def _opened(self, episode: Episode, text: str | None) -> None:
-        episode.prompt, episode.messages = self._scenes.opening(episode.prompt, text, self._chat)
+        episode.prompt, episode.messages = self._task.opening(episode.prompt, text, self._chat)
         episode.whole.request = replace(episode.whole.request, prompt=episode.prompt)
         self._ask(episode)
 
@@ -218,7 +205,7 @@ class Conversations:
         messages, done = reaction
         if done:
             self._end(episode, "stop")
-        elif episode.turns == self._scenes.max_turns:
+        elif episode.turns == self._task.max_turns:
             self._end(episode, "turns")
         else:
             bridge = self._chat.bridge(episode.tokens[-1], messages)
@@ -230,14 +217,13 @@ class Conversations:
             self._ask(episode)
 
     def _end(self, episode: Episode, finish: FinishReason) -> None:
-        episode.finish = finish
-        self._work(episode, episode.session.reward, self._close)
+        self._work(episode, episode.session.reward, partial(self._close, finish=finish))
 
-    def _close(self, episode: Episode, reward: float | None) -> None:
+    def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
         """Complete the episode, and maybe its group."""
         whole = episode.whole
         tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
-        whole.completions[episode.place] = Completion(tokens, logprobs, episode.finish, reward)
+        whole.completions[episode.place] = Completion(tokens, logprobs, finish, reward)
         self._open -= 1
         if len(whole.completions) == whole.request.n:
             self._finished.append(whole.group)
