@@ -181,6 +181,29 @@ def test_a_run_without_trajectories_says_how_to_keep_them(tmp_path: Path) -> Non
     assert "--set exchange.keep_shards=1" in shown(new_run(tmp_path), Query())
 
 
+def test_a_conversation_shows_who_gave_what(tmp_path: Path) -> None:
+    """Terminal: the environment's part has an indent of its own; page: a class of its own, and no ratio."""
+    run = new_run(tmp_path)
+    tokens = np.frombuffer(b"2+2=?4!", np.uint8).astype(np.int32)
+    logprobs = np.full(7, -0.5, np.float32)
+    logprobs[4:6] = np.nan
+    request = Request(Prompt(0, BYTES.encode("ask"), ""), 0, 1, Sampling(1.0, 1.0, 50))
+    writer = ShardWriter(run, 0)
+    group = Group(request, (Completion(tokens, logprobs, "turns"),), np.zeros((1, 2), np.int32))
+    writer.append(group, [1.0], [np.where(np.isnan(logprobs), 99, -1).astype(np.float32)])
+    writer.seal()
+    (sample,) = select(run, Query(), BYTES.decode).samples
+    assert sample.segments == (("policy", "2+2="), ("environment", "?4"), ("policy", "!"))
+    assert sample.log_ratio == 0.5
+    with redirect_stdout(out := StringIO()):
+        print_samples(select(run, Query(), BYTES.decode))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[lines.index("  ask") + 1 :][:4] == ["  2+2=", "      ?4", "  !", "  […cut off]"]
+    write_page(tmp_path / "page.html", run, select(run, Query(), BYTES.decode), BYTES.decode)
+    shades = [shade for _, shade, _ in Page((tmp_path / "page.html").read_text()).tokens]
+    assert shades == [*["up2"] * 4, *["environment"] * 2, "up2"]
+
+
 class Page(HTMLParser):
     """Titles and classes of tokens by their text, and whatever a page would fetch or run."""
 

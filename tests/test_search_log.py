@@ -50,7 +50,7 @@ def test_only_sampled_tokens_count_for_nats() -> None:
     group = group_of([-1.0, gap, -0.5], [-2.0, gap, gap])
     rows = reference([-1.5, -9.0, -1.0], [-2.5, -9.0, -9.0])
     figures = Sums.of(group, [1.0, 0.0], rows).figures()
-    assert figures["search/length"] == 3 and figures["search/turns"] == 1.5
+    assert figures["search/length"] == 1.5 and figures["search/turns"] == 1.5
     assert figures["search/environment_share"] == 0.5
     assert figures["search/kl"] == pytest.approx(1.5 / 2)
     assert figures["search/entropy"] == pytest.approx(3.5 / 3)

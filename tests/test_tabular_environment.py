@@ -170,14 +170,16 @@ def test_oapl_reaches_the_posterior_from_exact_values() -> None:
     assert total_variation(world.conversations(learner.policy_logits), world.posterior_PC).max() <= 1e-3
 
 
-def go_on_sampling(world: World, objective: str, *, alike: bool) -> np.ndarray:
-    """Conversations [P, C] of the policy at the end of a run on data 5 to 9 steps old."""
+def go_on_sampling(
+    world: World, objective: object, *, alike: bool = False, sampler_PSV: np.ndarray | None = None
+) -> np.ndarray:
+    """Conversations [P, C] of the policy at the end of a run on data 5 to 9 steps old, or of one sampler."""
     learner = TabularLearner(world.table, TrainSection(objective=objective, ratio_bound="none"))
     rng, steps, logits = np.random.default_rng(0), 400, [world.table.ref_logits_PSV] * 2
     for step in range(steps):
         if step % 5 == 0:
             logits = [logits[1], learner.policy_logits]
-        batch = world.draw(rng, logits[0], 128, alike=alike)
+        batch = world.draw(rng, logits[0] if sampler_PSV is None else sampler_PSV, 128, alike=alike)
         learner.step(batch, learning_rate=0.1 * (1 - step / steps), beta=BETA)
     return world.conversations(learner.policy_logits)
 
@@ -193,6 +195,16 @@ def test_a_run_in_a_random_environment_comes_to_rest_at_its_optimum(objective: s
     assert total_variation(found_PC, world.posterior_PC).max() > 0.3
 
 
+def test_data_of_another_policy_lead_elsewhere_in_a_random_environment() -> None:
+    """No policy makes all residuals 0, so it matters which conversations count most."""
+    equation_7 = {"name": "trajectory_balance", "log_z": "policy"}
+    worlds = [World(Table(prompts=1, seed=25), certain=certain) for certain in (True, False)]
+    found = [go_on_sampling(world, equation_7, sampler_PSV=np.zeros(world.table.shape)) for world in worlds]
+    pairs = zip(found, worlds, strict=True)
+    certain, random = (total_variation(found_PC, world.optimum_PC).max() for found_PC, world in pairs)
+    assert certain < 1e-3 and random > 0.08
+
+
 def test_dr_grpo_finds_the_most_reward_in_a_random_environment() -> None:
     """It has no KL term: the best last letter, and the first one with the best expectation of it."""
     world = World(Table(prompts=1, seed=25))
@@ -206,6 +218,6 @@ def test_dr_grpo_finds_the_most_reward_in_a_random_environment() -> None:
     best = (answers_VV * best_VV).sum(1).max()
     (start_C,), (found_C,) = (
         world.conversations(world.table.ref_logits_PSV),
-        go_on_sampling(world, "dr_grpo", alike=False),
+        go_on_sampling(world, "dr_grpo"),
     )
     assert start_C @ reward_C < best - 0.1 < best - 0.01 < found_C @ reward_C < best

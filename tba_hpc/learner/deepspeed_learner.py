@@ -293,7 +293,7 @@ class DeepSpeedLearner:
             **found,
             "learning_rate": learning_rate,
             "grad_norm": float(self._engine.get_global_grad_norm()),
-            "tokens": float(batch.completion_length_N.sum()),
+            "tokens": batch_tokens * len(batch),
             "skipped_steps": float(self._skipped.total),
         }
 

@@ -106,7 +106,7 @@ class Sums:
             "search/kl": _mean(self.kl, self.compared),
             "search/entropy": _mean(-self.logprob, self.own),
             "search/flat_groups": _mean(self.flat, self.groups),
-            "search/length": _mean(self.tokens, self.completions),
+            "search/length": _mean(self.tokens - self.environment, self.completions),
             "search/environment_share": _mean(self.environment, self.tokens),
             "search/turns": _mean(self.turns, self.completions),
             "search/engine_gap": _mean(self.gap, self.checked),

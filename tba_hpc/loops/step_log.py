@@ -58,7 +58,7 @@ class StepLog:
                 **{f"train/{name}": value for name, value in learned.items() if math.isfinite(value)},
                 "train/reward": float(batch.reward_N.mean()),
                 "train/flat_groups": float((reward_BK == reward_BK[:, :1]).all(1).mean()),
-                "train/length": float(batch.completion_length_N.mean()),
+                "train/length": float(batch.action_length_N.mean()),
                 "train/environment_share": float(1 - batch.action_T.mean()),
                 "train/replay_ratio": self.buffer.replay_ratio,
                 "train/beta": schedules.beta(self.train, step),

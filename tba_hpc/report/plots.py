@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,13 +74,17 @@ Axis = Callable[[Axes], object]
 
 
 class Lines(NamedTuple):
-    """A figure of metrics over the steps. compared: whether ``tba compare`` shows the first of them, too."""
+    """A figure of metrics over the steps.
+
+    compared: whether ``tba compare`` shows the first of them, too. above: drawn only if a value is.
+    """
 
     title: str
     note: str
     lines: Sequence[Line]
     axis: Axis = id
     compared: bool = False
+    above: float = -math.inf
 
 
 def plots(data: RunData, train: TrainSection) -> list[Plot]:
@@ -222,7 +227,7 @@ def _lines(ax: Axes, data: RunData, figure: Lines) -> bool:
         _trend(ax, *_columns(data.trends.curves[name]), color, label)
     _steps_axis(ax, data)
     figure.axis(ax)
-    return bool(known)
+    return max(_values(ax), default=-math.inf) > figure.above
 
 
 def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
@@ -382,7 +387,9 @@ FIGURES = (
     Lines("Groups without variance", "with one reward for all", _both("flat_groups"), _shares),
     Lines("Loss", "of the objective", _one("train/loss"), compared=True),
     Lines("Gradient norm", "before clipping", _one("train/grad_norm", ROSE), compared=True),
-    Lines("Length", "tokens per completion", _both("length"), compared=True),
+    Lines("Length", "sampled tokens per completion", _both("length"), compared=True),
+    Lines("Turns", "per fresh completion", _one("search/turns", ORANGE), above=1),
+    Lines("Environment", "its share of the tokens", _both("environment_share"), _shares, above=0),
     Lines("Truncated", "cut off by the token limit", _one("search/truncated_share", ORANGE), _small_share),
     Lines("Replay ratio", "steps that learned from a trajectory", _one("train/replay_ratio"), compared=True),
     Lines("Staleness", "optimizer steps, of a batch", STALENESS, _from_zero, True),

@@ -48,8 +48,8 @@ STEP = {
         "share", "of the batch's tokens (or completions) that the objective's clip, cap or mask acts on"
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
-    "train/length": _curve("tokens", "mean length of the batch's completions"),
-    "train/environment_share": Metric("share", "of these tokens, an environment's and not the policy's"),
+    "train/length": _curve("tokens", "mean of sampled tokens over the batch's completions"),
+    "train/environment_share": _curve("share", "of the completions' tokens, those that an environment gave"),
     "train/replay_ratio": _curve(
         "steps", "steps that have learned from a trajectory, this one included; mean over those of the batch"
     ),
@@ -67,7 +67,7 @@ STEP = {
     "train/learning_rate": _curve("", "learning rate of the step"),
     "train/beta": _curve("", "KL coefficient of the step, β·T"),
     "train/reference_power": Metric("", "p = 1/(γ·T), power of the reference in the step's target policy"),
-    "train/tokens": Metric("count", "completion tokens in the batch"),
+    "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
     "time/step_seconds": Metric("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "of it, inside ``learner.step``"),
@@ -102,8 +102,8 @@ SEARCH = {
     ),
     "search/entropy": _curve("nats per token", "mean of −log π_behaviour over the tokens of the same"),
     "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
-    "search/length": _curve("tokens", "mean length of fresh completions"),
-    "search/environment_share": _curve("share", "of these tokens, an environment's and not the policy's"),
+    "search/length": _curve("tokens", "mean of sampled tokens over fresh completions"),
+    "search/environment_share": _curve("share", "of their tokens, those that an environment gave"),
     "search/turns": _curve("turns", "of the policy per fresh completion, mean: 1 without an environment"),
     "search/engine_gap": _curve(
         "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"

@@ -87,7 +87,7 @@ class TabularLearner:
             "loss": float(output.loss.detach()),
             "grad_norm": float(norm),
             "learning_rate": learning_rate,
-            "tokens": float(batch.completion_length_N.sum()),
+            "tokens": float(batch.action_T.sum()),
             "skipped_steps": float(self._skipped.total),
         }
 

@@ -88,9 +88,10 @@ class Query:
 class Sample:
     """A trajectory, what is known of it, and its arrays.
 
-    searcher, shard, row: where it lies. log_ratio: mean over its tokens of log π_behaviour − log π_ref, nats,
-    None if the sampling weights are the reference, or the trainer scores it. merged_step: optimizer steps
-    done when it was merged. uses: steps that had learned from it by the newest checkpoint, None if unknown.
+    searcher, shard, row: where it lies. log_ratio: mean over its sampled tokens of log π_behaviour − log
+    π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. merged_step:
+    optimizer steps done when it was merged. uses: steps that had learned from it by the newest checkpoint, None
+    if unknown. segments: the completion as who gave it, "policy" or "environment", and the text.
     """
 
     uid: int
@@ -110,6 +111,7 @@ class Sample:
     uses: int | None
     prompt: str
     completion: str
+    segments: tuple[tuple[str, str], ...]
     tokens: np.ndarray = field(repr=False)
     logprobs: np.ndarray = field(repr=False)
     ref_logprobs: np.ndarray = field(repr=False)
@@ -200,10 +202,11 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Mean over the tokens of each completion; None if the reference is what sampled, or unknown yet."""
+    """Mean over sampled tokens of each completion; None if the reference is what sampled, or unknown yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
-    offsets, own_N = trajectories.completions.offsets, trajectories.record["reference"] == BEHAVIOUR
-    means = [row_T.mean() if len(row_T) else 0.0 for row_T in np.split(difference_T, offsets[1:-1])]
+    offsets, own_N = trajectories.actions.offsets, trajectories.record["reference"] == BEHAVIOUR
+    rows = np.split(difference_T[trajectories.action_T], offsets[1:-1])
+    means = [row_T.mean() if len(row_T) else 0.0 for row_T in rows]
     return [None if own or np.isnan(mean) else float(mean) for mean, own in zip(means, own_N, strict=False)]
 
 
@@ -246,7 +249,14 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
         uses=lives.uses.get(uid),
         prompt=_question(trajectories, row, decode),
         completion=decode(tokens),
+        segments=_segments(tokens, trajectories.action_T[span], decode),
         tokens=tokens.copy(),
         logprobs=trajectories.logprobs[span].copy(),
         ref_logprobs=trajectories.ref_logprobs[span].copy(),
     )
+
+
+def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple[tuple[str, str], ...]:
+    """See ``Sample``; the first is the policy's."""
+    parts = np.split(tokens, np.flatnonzero(action_T[1:] != action_T[:-1]) + 1)
+    return tuple((("policy", "environment")[place % 2], decode(part)) for place, part in enumerate(parts))

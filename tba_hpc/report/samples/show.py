@@ -7,6 +7,7 @@ token by log π_behaviour/π_ref.
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -53,8 +54,10 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
         for sample in selection.samples:
             console.print(Text(facts(sample), style="bold"))
             console.print(Padding(Text(sample.prompt.strip("\n"), style="dim"), (0, 0, 0, 2)))
-            cut_off = " […cut off]" if sample.truncated else ""
-            console.print(Padding(Text(sample.completion + cut_off), (0, 0, 1, 2)))
+            for who, text in sample.segments:
+                indent, style = (2, "") if who == "policy" else (6, "italic dim")
+                console.print(Padding(Text(text.strip("\n"), style), (0, 0, 0, indent)))
+            console.print("  […cut off]\n" if sample.truncated else "", markup=False)
         console.print(Text(summary(selection), style="dim"))
 
 
@@ -96,7 +99,10 @@ def summary(selection: Selection) -> str:
 
 
 class Token(NamedTuple):
-    """A token as it is shown. shade: up1 … up4, down1 … down4, or none; note: its log-probabilities."""
+    """A token as it is shown.
+
+    shade: up1 … up4, down1 … down4, environment, or none. note: its log-probabilities.
+    """
 
     text: str
     shade: str
@@ -136,6 +142,9 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
     has_reference = sample.log_ratio is not None
     columns = (pieces(decode, sample.tokens), sample.logprobs.tolist(), sample.ref_logprobs.tolist())
     for text, logprob, ref_logprob in zip(*columns, strict=True):
+        if math.isnan(logprob):
+            yield Token(text or END, "environment", "given by the environment")
+            continue
         note = f"log π {logprob:.2f}"
         if has_reference:
             note += f", reference {ref_logprob:.2f}: {logprob - ref_logprob:+.2f}"
