@@ -138,6 +138,16 @@ def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     assert known <= defined and {"ink", "muted", "grid", "blue", "orange"} <= known
 
 
+@pytest.mark.parametrize("turns, share, titles", [(1.0, 0.0, set()), (1.5, 0.2, {"Turns", "Environment"})])
+def test_turns_are_drawn_where_there_is_an_environment(
+    run: RunDir, turns: float, share: float, titles: set[str]
+) -> None:
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    write(run.metrics_file("searcher", 0), [search(4.0, 100, 50.0, turns=turns, environment_share=share)])
+    drawn = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
+    assert drawn & {"Turns", "Environment"} == titles and "Loss" in drawn
+
+
 def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])

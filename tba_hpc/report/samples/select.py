@@ -90,8 +90,8 @@ class Sample:
 
     searcher, shard, row: where it lies. log_ratio: mean over its sampled tokens of log π_behaviour − log
     π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. merged_step:
-    optimizer steps done when it was merged. uses: steps that had learned from it by the newest checkpoint, None
-    if unknown. segments: the completion as who gave it, "policy" or "environment", and the text.
+    optimizer steps done when it was merged. uses: steps that had learned from it by the newest checkpoint,
+    None if unknown. segments: the completion as who gave it, "policy" or "environment", and the text.
     """
 
     uid: int
