@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tba_hpc.cli import app
 from tba_hpc.report.audit import Audit, audit
-from tba_hpc.report.data import Counts, searcher_files
+from tba_hpc.report.data import searcher_files
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.status import figures
 from tba_hpc.report.summary import summarise
@@ -52,21 +52,20 @@ def drop_digests(run: RunDir) -> None:
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[list[dict[str, int]]]]:
-    """A run of seven starts, five of them killed, and what the three counted after each."""
+    """A run of five starts, three of them killed, and what the three counted after each."""
     run = RunDir.create(make_config(tmp_path_factory.mktemp("runs")))
     told = []
-    for searchers, sent, nth in (
-        *(
-            (2, SIGKILL, 3),
-            (2, SIGKILL, EVERY + 4),
-            (3, SIGKILL, 2),
-            (1, SIGTERM, 3),
-            (2, SIGKILL, EVERY + 1),
-        ),
-        *((2, SIGKILL, EVERY + 5), (2, None, 0)),
-    ):
+    starts = (
+        (2, SIGKILL, 3),
+        (3, SIGKILL, EVERY + 4),
+        (1, SIGTERM, 3),
+        (2, SIGKILL, EVERY + 1),
+        (2, None, 0),
+    )
+    for searchers, sent, nth in starts:
         process = start(run, searchers=searchers, sent=sent, nth=nth)
-        process.join(120)
+        process.join(300)
+        assert process.exitcode is not None
         counts = [of_audit(audit(run)), of_summary(run), of_status(run)]
         told.append(counts)
     return run, told
@@ -78,7 +77,7 @@ def test_all_three_agree_after_every_kill(
     run, told = killed_run
     for counts in told:
         assert counts[0] == counts[1] == counts[2]
-    assert [counts[0]["attempts"] for counts in told] == [1, 2, 3, 4, 5, 6, 7]
+    assert [counts[0]["attempts"] for counts in told] == [1, 2, 3, 4, 5]
     acknowledged = [counts[0]["trajectories"] for counts in told]
     assert acknowledged == sorted(acknowledged) and acknowledged[0] > 0  # no kill takes one back
     last = told[-1][0]
@@ -122,4 +121,3 @@ def test_a_stale_summary_and_a_missing_report_are_made_again(
 def test_nothing_is_counted_of_a_run_without_a_word(tmp_path: Path) -> None:
     run = RunDir.create(make_config(tmp_path))
     assert of_summary(run) == of_status(run) == of_audit(audit(run)) == dict.fromkeys(NAMES, 0)
-    assert set(asdict(Counts(*(0,) * len(NAMES)))) == set(NAMES)

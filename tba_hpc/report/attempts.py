@@ -61,20 +61,19 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     found: list[Attempt] = []
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
-        if kind == "allocated" or (kind == "start" and not _is_placing(last, event)):
-            found[-1:] = [*_killed(last), _begun(event)]
-        elif kind == "start":
-            found[-1] = replace(_begun(event), start=found[-1].start)
+        same = last is not None and last.restarts == event.get("restarts")
+        if last and kind == "start" and same and not last.name and not last.end:  # the ranks of an allocation
+            found[-1] = replace(_begun(event), start=last.start)
+        elif kind in ("allocated", "start"):
+            if last and not last.end:  # what has no end by now will never have one
+                found[-1] = replace(last, outcome=KILLED)
+            found.append(_begun(event))
         elif last and kind in ENDS:
-            found[-1] = _ended(last, event)
-        elif last and kind == "requeue" and last.restarts == event.get("restarts"):
+            note = event.get("sentence") or (f"exit status {event['code']}" if "code" in event else "")
+            found[-1] = replace(last, end=event["time"], outcome=event["event"], note=note)
+        elif last and kind == "requeue" and same:
             found[-1] = replace(last, requeued=True, end=last.end or event["time"])
     return found
-
-
-def _is_placing(last: Attempt | None, event: Event) -> bool:
-    """Whether ``last`` is the start of the job that the ranks belong to, which had none before."""
-    return last is not None and not last.name and not last.end and last.restarts == event.get("restarts")
 
 
 def _begun(event: Event) -> Attempt:
@@ -86,18 +85,6 @@ def _begun(event: Event) -> Attempt:
         searchers=event.get("searchers", 0),
         start=event["time"],
     )
-
-
-def _ended(attempt: Attempt, event: Event) -> Attempt:
-    note = event.get("sentence") or (f"exit status {event['code']}" if "code" in event else "")
-    return replace(attempt, end=event["time"], outcome=event["event"], note=note)
-
-
-def _killed(attempt: Attempt | None) -> list[Attempt]:
-    """The attempt before a new one: what has no end by now will never have one."""
-    if attempt is None:
-        return []
-    return [attempt if attempt.end else replace(attempt, outcome=KILLED)]
 
 
 def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:

@@ -142,7 +142,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
         _score_tile(data, summary),
         Tile("Training time", duration(summary.train_seconds), steps + attempts + ettr),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
-        Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
+        Tile("Tokens generated", f"{summary.generated_tokens / 1e6:,.1f} M", ", ".join(rates)),
         Tile("Staleness", staleness, "mean, in steps"),
     ]
 
@@ -172,13 +172,6 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
     both = [prompt for prompt in by_prompt[0] if prompt in by_prompt[-1]]
     rows = [tuple(answers[prompt] for answers in by_prompt) for prompt in both]
     return Answers(tuple(evaluation.step for evaluation in ends), rows)
-
-
-def _compact(value: int) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (limit if unit != 'k' else 1e3):.3g} {unit}"
-    return f"{value:,}"
 
 
 # --- Tables ---

@@ -98,7 +98,9 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     step = number(trainer.checkpoint, "step", 0)
     aside = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
     found = {
-        "attempt": _attempt(attempt) if attempt and attempt.name else "",
+        "attempt": f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
+        if attempt and attempt.name
+        else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
@@ -125,10 +127,6 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
 def _postponed(record: Record) -> str:
     """The checkpoint that there was no room for, if none came after it."""
     return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record.get('fault')}" if record else ""
-
-
-def _attempt(attempt: Attempt) -> str:
-    return f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
 
 
 def _job(job: str, attempt: Attempt | None) -> str:

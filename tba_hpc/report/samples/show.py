@@ -109,16 +109,6 @@ class Token(NamedTuple):
     note: str
 
 
-class Card(NamedTuple):
-    """A trajectory as it is shown."""
-
-    reward: str
-    facts: str
-    prompt: str
-    tokens: list[Token]
-    cut_off: bool
-
-
 def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) -> None:
     """Write the page. Raises ConfigError if nothing can be written there."""
     from tba_hpc.report.page import footer, template, write_html  # matplotlib takes a second
@@ -127,15 +117,18 @@ def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) ->
         title=f"What {run.path.name} says",
         subtitle=summary(selection),
         legend=list(_legend()) if any(s.log_ratio is not None for s in selection.samples) else [],
-        cards=[_card(sample, decode) for sample in selection.samples],
+        cards=[
+            {
+                "facts": facts(sample),
+                "prompt": sample.prompt.strip("\n"),
+                "tokens": list(_tokens(sample, decode)),
+                "cut_off": sample.truncated,
+            }
+            for sample in selection.samples
+        ],
         footer=footer(),
     )
     write_html(path, text)
-
-
-def _card(sample: Sample, decode: Decode) -> Card:
-    reward, _, others = facts(sample).partition(" · ")
-    return Card(reward, others, sample.prompt.strip("\n"), list(_tokens(sample, decode)), sample.truncated)
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
