@@ -3,6 +3,7 @@
 # Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter; WORKERS=1 for
 # one test after the other (of six at a time four may compute, which fills two cores; the others wait for Slurm).
 
+SHELL  := /bin/bash -o pipefail
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED   ?= 0
 WORKERS ?= 6
@@ -77,7 +78,7 @@ $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
 	$(LOCKED) | grep '^torch==' | $(PIP) --quiet $(PINS) \
 	  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(PIP) $(CPU_INDEX) $(PINS); }
-	$(LOCKED) | $(PIP) $(PINS) | grep -v '^Requirement already'
+	$(LOCKED) | $(PIP) $(PINS) | { grep -v '^Requirement already' || true; }
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*; touch $@
 

@@ -1,16 +1,19 @@
 """The doctor's rules against recorded texts, and on this machine; no Slurm."""
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tba_hpc.checks import cluster, machine, slurm_checks
+from tba_hpc.checks import cluster, machine, slurm_checks, trial
 from tba_hpc.checks.cluster import SlurmFacts
 from tba_hpc.checks.config_checks import check_resources
 from tba_hpc.checks.facts import Check, Facts, Finding, judge
@@ -20,6 +23,8 @@ from tba_hpc.config import parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.launch.slurm_queue import mebibytes
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.notes import write_note
 
 TBA = str(Path(sys.executable).parent / "tba")
 
@@ -387,6 +392,106 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     assert set(findings) == {"run root", "file system", "disk space"}
     assert findings["run root"].level == "ok" and list(tmp_path.iterdir()) == [], "it leaves nothing"
     _says(machine.check_folder(Facts(root=Path("/proc/runs"))), "problem", "cannot write to /proc/runs")
+
+
+# --- File systems, clocks and nodes that would hurt a run: planted ---
+
+
+def _of_folder(folder: Path, name: str) -> list[Finding]:
+    return [finding for finding in machine.check_folder(Facts(root=folder)) if finding.name == name]
+
+
+def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    assert _of_folder(tmp_path, "hard links") == []
+    for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
+        monkeypatch.setattr(machine.os, "link", link)
+        _says(_of_folder(tmp_path, "hard links"), "warning", "two starts of one run", "--run-root")
+
+
+def test_a_folder_that_does_not_replace_files_at_once_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(fresh: Path, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        time.sleep(0.01)
+        fresh.rename(path)
+
+    assert _of_folder(tmp_path, "renames") == []
+    monkeypatch.setattr(Path, "replace", slow)
+    _says(_of_folder(tmp_path, "renames"), "problem", "does not replace files at once", "--run-root")
+
+
+def test_a_clock_that_is_far_from_the_file_servers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _of_folder(tmp_path, "clocks") == []
+    now = time.time() - 100
+    monkeypatch.setattr(machine.time, "time", lambda: now)
+    _says(_of_folder(tmp_path, "clocks"), "warning", "stamped +100 s from the clock", "leases")
+
+
+@pytest.mark.parametrize(
+    ("own", "stamp", "level", "words"),
+    [
+        (49, 0, "ok", ("2 nodes agree",)),
+        (51, 0, "warning", ("n2 is 51 s ahead of n1", "leases go by the stamps", "NTP")),
+        (-51, -51, "problem", ("n1 is 51 s ahead of n2", "taken for dead")),
+    ],
+)
+def test_nodes_whose_clocks_differ_by_more_than_a_lease_are_named(
+    own: float, stamp: float, level: str, words: tuple[str, ...]
+) -> None:
+    _says(machine.judge_clocks({"n1": (1e9, 1e9), "n2": (1e9 + own, 1e9 + stamp)}), level, *words)
+    assert list(machine.judge_clocks({"n1": (1e9, 1e9)})) == []
+
+
+def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> None:
+    def check(folder: Path) -> Iterable[Finding]:
+        return machine.check_scratch(Facts(environment={"TMPDIR": str(folder)}))
+
+    _says(check(Path("/proc")), "problem", "cannot write to /proc (TMPDIR)", "environment")
+    _says(check(tmp_path / "missing"), "problem", "No such file", "environment")
+    if os.geteuid():
+        pytest.skip("not root: no small file system can be mounted")
+    for options, level, words in (
+        ("size=64k", "problem", "No space left on device"),
+        ("size=8m", "warning", "0.0 GB free"),
+        ("ro", "problem", "Read-only file system"),
+    ):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)], check=True)
+        try:
+            _says(check(tmp_path), level, words, "TMPDIR")
+        finally:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "note", "name", "words"),
+    [
+        ("node2 does not see /runs/x: put it on a file system …", "", "one MPI world", "node2 does not see"),
+        (
+            "these nodes will not do: its nodes are not in Slurm's own order, component 0 first: n2 n1",
+            "",
+            "one MPI world",
+            "not in Slurm's own order",
+        ),
+        ("", "rank 1 did not join the world within 20 s", "MPI between nodes", "network_interface"),
+    ],
+)
+def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str, tmp_path: Path) -> None:
+    """From what its job has left: a folder that a node does not see, an order of names, a firewall."""
+    config, split, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
+    run = RunDir.create(config)
+    for folder in (run.path / "slurm", run.attempt):
+        folder.mkdir(parents=True, exist_ok=True)
+    (run.path / "slurm/job-1.log").write_text(f"[2026-11-24 job 1 restart 0] {line}\n")
+    if note:
+        write_note(run, "trainer", 0, note, "refused")
+    (finding,) = trial.verdict(run, Site(), split, [], joined=False)
+    assert (finding.name, finding.level) == (name, "problem") and words in finding.sentence
 
 
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:

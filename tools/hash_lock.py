@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOCK = Path(__file__).parent / "requirements-cpu.lock"
 PYTHONS = ("3.11.9", "3.12.9", "3.13.9")
-COMPILE = "uv pip compile --quiet --no-deps --format pylock.toml --python-platform x86_64-manylinux_2_28"
+COMPILE = "uv pip compile --quiet --no-deps --format pylock.toml --python-platform x86_64-manylinux_2_40"
 
 
 def digests(pins: str) -> dict[str, set[str]]:

@@ -45,6 +45,7 @@ LAPTOP = (
     machine.check_capacity,
     machine.check_gpus,
     machine.check_folder,
+    machine.check_scratch,
     machine.check_shared_memory,
     machine.check_model,
 )
@@ -61,6 +62,7 @@ LOGIN_NODE = (
 NODE = (
     machine.check_gpus,
     machine.check_folder,
+    machine.check_scratch,
     machine.check_shared_memory,
     machine.check_model,
     machine.check_network,

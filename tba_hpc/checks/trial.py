@@ -57,12 +57,21 @@ ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
 """The sentence of a rank that was started without the others, and the plugin it asks for."""
 
 TROUBLE = re.compile(
-    r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|PMIX ERROR.*|An error .*MPI_Init.*"
+    r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes will not do: .*"
+    r"|PMIX ERROR.*|An error .*MPI_Init.*"
 )
 """What in the log of a job says what went wrong."""
 
+UNREACHED = re.compile(r"did not (?:join the world|welcome all ranks)")
+"""Of ranks that started, and cannot exchange messages."""
+
 PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
 """Errors of ranks that PMIx could not start or connect."""
+
+NO_NETWORK = (
+    "set network_interface in the site file to the network that all nodes share; if it is set, a firewall is "
+    "between them: ask for the nodes' ports to each other to be open, or try other nodes"
+)
 
 _FINDINGS = TypeAdapter(list[Finding])
 
@@ -70,6 +79,19 @@ _FINDINGS = TypeAdapter(list[Finding])
 def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
     """Leave what a node, or the leader, has found."""
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
+
+
+def write_clock(run: RunDir, host: str) -> None:
+    """Leave the time of a node that has just met the others; the stamp of the file is the file system's."""
+    (run.attempt / f"clock-{host}").write_text(str(time.time()))
+
+
+def _clocks(run: RunDir) -> dict[str, tuple[float, float]]:
+    """Of each node: its own time, and the stamp of its file."""
+    files = run.attempt.glob("clock-*")
+    return {
+        file.name.removeprefix("clock-"): (float(file.read_text()), file.stat().st_mtime) for file in files
+    }
 
 
 def read_site(run: RunDir) -> Site:
@@ -130,10 +152,11 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         for file in sorted(run.attempt.glob("findings-*.json"))
     }
     world = left.pop(WORLD, None)
-    findings = late or _verdict(run, site, split, sorted(left), joined=world is not None)
+    clocks = list(machine.judge_clocks(_clocks(run)))
+    findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
     if findings[0].level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
-    return [*findings, *_of_nodes(left), *check_job_requeue(facts), *(world or [])]
+    return [*findings, *_of_nodes(left), *clocks, *check_job_requeue(facts), *(world or [])]
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
@@ -170,7 +193,7 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
     return problem(TITLE, found, "a node or the network may hang: try other nodes")
 
 
-def _verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
+def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
     """Whether the ranks of an ended trial made one world; joined: and exchanged messages."""
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
     trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
@@ -179,14 +202,15 @@ def _verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, join
     if len(hosts) == NODES:
         one = ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
         found = f"the ranks joined, but their messages did not arrive: {trouble}; see {run.path}"
-        remedy = "set network_interface to the network that all nodes share, or try other nodes"
-        return [one] if joined else [one, problem(BROADCAST, found, remedy)]
+        return [one] if joined else [one, problem(BROADCAST, found, NO_NETWORK)]
     if alone := ALONE.search(trouble):
         found = f"{how} started {ranks} ranks, each in a world of its own"
         return [problem(TITLE, found, f"set mpi: {alone[1]} in the site file")]
     if not log:
         found = f"the first node wrote no log: it does not see {run.path}, or could not start the job"
         return [problem(TITLE, found, "put runs on a file system that all nodes share: --run-root")]
+    if UNREACHED.search(trouble):
+        return [problem(BROADCAST, f"{how} started the ranks, but {trouble}", NO_NETWORK)]
     remedy = f"see {run.path}"
     if PMIX_TROUBLE.search(log):
         remedy += "; PMIX_MCA_gds: hash under environment in the site file may help"
