@@ -19,7 +19,7 @@ COMPILE = "uv pip compile --quiet --no-deps --format pylock.toml --python-platfo
 
 def digests(pins: str) -> dict[str, set[str]]:
     """Of the files that PyPI has for each pin: wheels, or the source where there are none."""
-    found = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
     with tempfile.TemporaryDirectory() as folder:
         wanted, lock = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"
         wanted.write_text(pins)

@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import is_own
 from tba_hpc.core.ports import Message
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -83,7 +84,7 @@ def _place(model: str, name: str) -> str | None:
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None
-    if model.count("/") > 1 or model[0] in "./~":
+    if model.count("/") > 1 or model[0] in "./~" or is_own(model):
         return None
     from huggingface_hub import try_to_load_from_cache  # slow to import, and folders need none of it
 
