@@ -57,6 +57,7 @@ from tba_hpc.run.files import (
     listing,
     passes,
     publish,
+    read_regular,
     unless_away,
 )
 from tba_hpc.run.owners import end_if_superseded
@@ -124,7 +125,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """The manifest of a run, None before its first trainer has started."""
         try:
-            return msgspec.json.decode((folder / "latest.json").read_bytes(), type=cls)
+            return msgspec.json.decode(read_regular(folder / "latest.json"), type=cls)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:

@@ -15,6 +15,7 @@ import hashlib
 import io
 import logging
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,13 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """What write_arrays wrote. Raises ShardError."""
-    return _decode(path, "arrays", path.read_bytes())[1]
+    return _decode(path, "arrays", _bytes(path))[1]
+
+
+def _bytes(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+        raise ShardError(f"{path} is no regular file: whoever made it, remove it")
+    return path.read_bytes()
 
 
 def write_shard(path: Path, shard: Shard) -> None:
@@ -98,7 +105,7 @@ def with_image(shard: Shard) -> Shard:
 
 def read_shard(path: Path) -> Shard:
     """Read a shard. Raises ShardError if it is truncated, corrupt, foreign, too new, inconsistent."""
-    return parse_shard(path, path.read_bytes())
+    return parse_shard(path, _bytes(path))
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:

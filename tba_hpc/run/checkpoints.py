@@ -22,7 +22,15 @@ import numpy as np
 from tba_hpc.core.ports import Learner
 from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
+from tba_hpc.run.files import (
+    DiskFullError,
+    fsync,
+    is_for_room,
+    make_durable,
+    read_regular,
+    remove,
+    write_atomic,
+)
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
 from tba_hpc.run.owners import end_if_superseded
 from tba_hpc.run.pruning import ShardPruner
@@ -291,7 +299,7 @@ def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
 def _named_newest(run: RunDir) -> Path | None:
     """The checkpoint that was completed last, if it is known."""
     try:
-        folder = run.checkpoints / run.newest_checkpoint.read_bytes().decode(errors="replace")
+        folder = run.checkpoints / read_regular(run.newest_checkpoint).decode(errors="replace")
     except FileNotFoundError:
         return None
     return folder if _order(folder) else None

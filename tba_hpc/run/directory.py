@@ -23,7 +23,7 @@ from tba_hpc.config import (
     value_text,
 )
 from tba_hpc.core.types import Role
-from tba_hpc.run.files import DiskFullError, listing, make_folder, write_atomic
+from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
 
 FORMAT = 4
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
@@ -191,7 +191,11 @@ class RunDir:
             )
 
     def _refuse_another_format(self) -> None:
-        found = self.format_file.read_text().strip() if self.format_file.exists() else "1"
+        found = (
+            read_regular(self.format_file).decode(errors="replace").strip()
+            if self.format_file.exists()
+            else "1"
+        )
         if found != str(FORMAT):
             raise ConfigError(
                 f"{self.path} holds a run of format {found}, and this version of tba-hpc reads format "
@@ -244,7 +248,7 @@ class RunDir:
     def config(self) -> Config:
         """The frozen config. Raises ConfigError, also if it was edited or damaged."""
         try:
-            text = self.config_file.read_bytes().decode()
+            text = read_regular(self.config_file).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.config_file} is damaged ({error}): put a copy of it back") from None
         if text.startswith(SEAL):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_hpc.run.files import parse_json_lines
+from tba_hpc.run.files import parse_json_lines, read_regular
 
 if TYPE_CHECKING:  # it imports the config, which batch scripts do without
     from tba_hpc.run.directory import RunDir
@@ -58,4 +58,4 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
     """All events in order; a line torn by a crash is left out, no file is no event."""
     if not run.events_file.exists():
         return []
-    return parse_json_lines(run.events_file.read_bytes())
+    return parse_json_lines(read_regular(run.events_file))

@@ -178,6 +178,12 @@ def open_regular(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def read_regular(path: Path) -> bytes:
+    """The bytes of a file. Raises ConfigError for a folder, a pipe or a device."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def parse_json_lines(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects of a file with one a line, in order; a line torn by a crash is left out."""
     found = []

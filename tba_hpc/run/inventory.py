@@ -94,6 +94,8 @@ def damage(folder: Path, *only: str) -> str:
     Files that COMPLETE does not name are left alone. Raises OSError if the file system does not answer.
     """
     try:
+        if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
+            return f"{COMPLETE} is no file"
         text = (folder / COMPLETE).read_bytes().decode(errors="replace")
         lines = text.partition("\n")[2]
         found = [match.groups() for line in lines.splitlines() if (match := _LINE.fullmatch(line))]

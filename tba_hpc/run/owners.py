@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba_hpc.run.directory import ATTEMPT, RunDir
-from tba_hpc.run.files import publish, write_atomic
+from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
 
 LAUNCH = "launch"
@@ -288,7 +288,7 @@ def _newest(run: RunDir, name: str) -> Claim:
 def _read(file: Path) -> Owner:
     """Who made a claim. Raises OSError."""
     try:
-        return Owner(**json.loads(file.read_bytes()))
+        return Owner(**json.loads(read_regular(file)))
     except (ValueError, TypeError):  # half of it, or other bits: left by a crash or a disk
         return UNKNOWN
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import is_own
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.directory import RunDir
@@ -30,6 +31,8 @@ def run_tokenizer(run: RunDir) -> Tokenizer:
     for model in (str(run.export), path):
         if Path(model).is_dir() and (found := FileTokenizer.find(model)):
             return found
+    if is_own(path):
+        raise ConfigError(f"{run.path} cannot be put into words: model.path={path} brings no tokenizer")
     if found := FileTokenizer.find(path):
         return found
     from tba_hpc.learner.hf_model import load_tokenizer
