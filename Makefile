@@ -43,11 +43,13 @@ test: $(STAMP)
 check: $(STAMP) lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
 
-# A hundred faults over a run of real engines, and nodes that come and go, on a Slurm cluster on this machine; as root.
+# A hundred faults over a run of real engines, more on hosts that share a network and a folder alone, and nodes that
+# come and go, on a Slurm cluster on this machine; as root.
 storm: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
 	$(BIN)/python tools/chaos.py --faults 100 --seed $(SEED)
-	$(BIN)/python tools/churn.py --minutes 10 --seed $(SEED)
+	$(BIN)/python tools/chaos.py --hosts --nodes 4 --trainer-nodes 2 --faults 30 --seed $(SEED)
+	$(BIN)/python tools/churn.py --hosts --minutes 10 --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -130,7 +130,12 @@ class Hosts(Cluster):
                 os.kill(pid, signal.SIGSTOP)
 
     def mend(self, node: str) -> None:
-        """End what ails a host, and wait until Slurm would place a job on it if Slurm had lost it."""
+        """End what ails a host, and wait until Slurm would place a job on it if Slurm had lost it.
+
+        And until what was left there of a job is gone: on a node that still ends the last step of a job,
+        Slurm does not start the same job again ("Duplicate jobid"); it drains the node and holds the job.
+        """
+        left = {pid for pid in self.pids(node) if _is_step(pid)} if node in self._away else set()
         if self._away.get(node) == "frozen":
             for pid in self.pids(node):
                 with suppress(ProcessLookupError):
@@ -141,8 +146,9 @@ class Hosts(Cluster):
         self._inside(node, "ip", "route", "del", self.address(FILE_SERVER), check=False)
         if self._away.pop(node, None):
             self.until(
-                lambda: self._registered(node),
-                f"{node} to come back",
+                lambda: self._registered(node) and not left & {*self.pids(node)},
+                f"{node} to come back without {left}",
+                120,
                 seen=lambda: self.run("sinfo", "-N", "-l"),
             )
 
@@ -262,6 +268,13 @@ class Hosts(Cluster):
     def environment(self) -> dict[str, str]:
         """As that of a cluster; of a user with a home of their own, in the folder."""
         return {**super().environment, "HOME": str(self.share)}
+
+
+def _is_step(pid: int) -> bool:
+    """Whether a process is Slurm's keeper of a step or of a batch script."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "slurmstepd"
+    return False
 
 
 def _ip(*words: str) -> None:

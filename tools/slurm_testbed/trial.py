@@ -195,6 +195,7 @@ def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partit
 def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dict[str, Any]:
     site = root / f"{partition}.yaml"
     site.write_text(yaml.safe_dump({**SITE, "partition": partition}))
+    site.chmod(0o644)  # by its umask a run is its owner's business
     program = (sys.executable, str(HOME / "tools/submit.py"))
     return json.loads(cluster.run(*program, *words, "--site", str(site), "--json", user=True))
 
