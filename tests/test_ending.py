@@ -68,9 +68,9 @@ def end(
 
 
 def events(run: RunDir) -> list[object]:
-    """The trainer's, in order, merges left out."""
+    """The trainer's, in order, merges and snapshots left out."""
     found = [record["event"] for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
-    return [event for event in found if event != "merged"]
+    return [event for event in found if event not in ("merged", "snapshot")]
 
 
 def test_a_finished_run_leaves_a_model_a_summary_and_a_report(
