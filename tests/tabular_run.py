@@ -80,8 +80,7 @@ class MarkedLearner(TabularLearner):
         return super().step(batch, learning_rate=learning_rate, beta=beta)
 
     def _refuse_stale(self, batch: TrajectoryBatch) -> None:
-        config, state = self._run.config(), self._optimizer.state[self._logits]
-        step = int(state["step"]) if state else 0
+        config, step = self._run.config(), self._optimizer.steps
         bound = config.exchange.max_staleness
         assert bound is None or (abs(step - batch.version_N) <= bound).all(), (step, batch.version_N)
         reference = schedules.reference(config.train, step)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.launch import placement
 from tba_hpc.launch.placement import Placement
 
 
@@ -75,6 +76,7 @@ def test_a_rank_that_cannot_have_its_gpu_alone_any_more_says_so(
     monkeypatch: pytest.MonkeyPatch, opened: int
 ) -> None:
     """Of four, the second; where MPI has started CUDA before, all four stay."""
+    monkeypatch.setattr(placement, "_has_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: opened, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

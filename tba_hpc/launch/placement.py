@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba_hpc.config import Config, ConfigError
@@ -96,6 +97,8 @@ class Placement:
 
         Raises ConfigError if it comes too late for that.
         """
+        if not _has_gpus():
+            return
         import torch
 
         if (count := torch.cuda.device_count()) > self.gpus:
@@ -109,3 +112,8 @@ class Placement:
                     "before (by an MPI library that knows GPUs, or for want of NVML): have the launcher give "
                     f"each rank its own, with --gpus-per-task={self.gpus} in the site key srun_arguments"
                 )
+
+
+def _has_gpus() -> bool:
+    """Whether the kernel shows an NVIDIA GPU: where it shows none, nobody need wait a second for torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -1,4 +1,4 @@
-"""The learner of the enumerable world: a table of logits, and AdamW."""
+"""The learner of the enumerable world: a table of logits, and Adam."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -22,18 +23,45 @@ from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
-"""What is saved into a checkpoint: logits, AdamW's state, number of skipped steps, average."""
+"""What is saved into a checkpoint: logits, Adam's state, number of skipped steps, average."""
 
 DEFAULTS = TrainSection()
-
-"""Commands to the ranks that follow."""
-
 DEADLINE = 60.0
 """Longest wait for another rank, s."""
 
 
+class Adam:
+    """Adam (Kingma & Ba, 2015, algorithm 1) on one tensor.
+
+    By hand, for torch.optim imports torch._dynamo: longer than all else that a rank of this world does.
+    """
+
+    def __init__(self, parameter: Tensor, betas: tuple[float, float]) -> None:
+        self._parameter, self._betas = parameter, betas
+        self.steps = 0
+        self._mean, self._square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, learning_rate: float) -> None:
+        """One step."""
+        first, second = self._betas
+        self.steps += 1
+        self._mean.lerp_(gradient, 1 - first)
+        self._square.lerp_(gradient.square(), 1 - second)
+        mean, square = self._mean / (1 - first**self.steps), self._square / (1 - second**self.steps)
+        self._parameter -= learning_rate * mean / (square.sqrt() + 1e-8)
+
+    def state(self) -> dict[str, int | Tensor]:
+        """What ``load`` takes."""
+        return {"steps": self.steps, "mean": self._mean, "square": self._square}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.steps, self._mean, self._square = state["steps"], state["mean"], state["square"]
+
+
 class TabularLearner:
-    """A table of logits, the reference's at first, trained by AdamW on one rank.
+    """A table of logits, the reference's at first, trained by Adam on one rank.
 
     train: the objective and the optimizer's settings. folder_of: where the policy of a step is exported,
     for a trainer that computes a reference that is reset.
@@ -49,7 +77,7 @@ class TabularLearner:
         self._table = table
         self._objective = make_objective(train, max_tokens=table.length)
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
-        self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
+        self._optimizer = Adam(self._logits, train.adam_betas)
         self._skipped = SkippedSteps()
         self._reference = TabularReference(table, folder_of)
         self._decay = train.reference.decay if isinstance(train.reference, EmaReference) else None
@@ -70,14 +98,13 @@ class TabularLearner:
         If loss or norm is not finite, nothing changes. Raises ConfigError if that goes on.
         """
         output = self._objective(Groups.of(self._logprobs(batch), batch), beta)
-        self._optimizer.zero_grad()
+        self._logits.grad = None
         output.loss.backward()
         assert self._logits.grad is not None
         norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
         found = figures({name: float(value) for name, value in output.metrics.items()})
         if output.loss.isfinite() and norm.isfinite():
-            self._optimizer.param_groups[0]["lr"] = learning_rate
-            self._optimizer.step()
+            self._optimizer.step(self._logits.grad, learning_rate)
             self._skipped.taken()
             self._move_average()
         else:
@@ -115,7 +142,7 @@ class TabularLearner:
     def save(self, folder: Path) -> Callable[[], str]:
         """Copy logits and optimizer; returns what writes them into an existing folder."""
         file = io.BytesIO()
-        optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
+        optimizer, skipped = self._optimizer.state(), self._skipped.total
         average = torch.from_numpy(self._reference.logits_PSV) if self._decay is not None else None
         state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
         torch.save({**state, "average": average}, file)
@@ -131,7 +158,7 @@ class TabularLearner:
         saved = torch.load(folder / STATE_FILE, weights_only=True)
         with torch.no_grad():
             self._logits.copy_(saved["logits"])
-        self._optimizer.load_state_dict(saved["optimizer"])
+        self._optimizer.load(saved["optimizer"])
         self._skipped.total = saved["skipped"]
         if self._decay is not None:
             self._reference.logits_PSV = saved["average"].numpy()
