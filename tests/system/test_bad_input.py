@@ -81,26 +81,6 @@ def test_a_read_only_place(model: Path) -> None:
         )
 
 
-@pytest.mark.system
-def test_what_only_a_rank_can_see(tmp_path: Path, model: Path) -> None:
-    """The launcher shows the sentence of the rank that met it."""
-    (model / "model.safetensors").unlink()
-    common = settings(run__root=tmp_path / "runs", launch__timeout_seconds=100, launch__searchers=1)
-    done = tba("run", CONFIG, *common, *settings(model__path=model))
-    refused(done, f"no model can be loaded from model.path={model}: give a folder")
-
-
-@pytest.mark.engine
-def test_prompts_that_leave_no_room(tmp_path: Path, model: Path) -> None:
-    """A searcher by itself, as the launchers start it."""
-    long = settings(run__root=tmp_path, generator__max_tokens=100, exchange__transport="files")
-    run = Path(tba("create", CONFIG, *settings(model__path=model), *long).stdout.strip())
-    assert tba("prepare", str(run)).returncode == 0
-    assert tba("search", str(run), "--index", "0").returncode == 2
-    sentence = (run / "logs" / "latest" / "refused-searcher-0000.txt").read_text()
-    assert "generator.max_tokens leaves 28: raise the first, lower the second" in sentence
-
-
 @pytest.mark.mpi
 def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
     """A launcher that starts every rank alone must not run N singletons.
