@@ -33,8 +33,8 @@ SETTINGS = [
     "buffer.initial_completions=64",
     f"generator.completions_per_prompt={SAMPLES}",
     "evaluate.every=5",
-    "evaluate.validation_prompts=16",
-    "evaluate.test_prompts=64",
+    "evaluate.validation_prompts=8",
+    "evaluate.test_prompts=16",
     "launch.timeout_seconds=60",
     "launch.searchers=1",  # two processes that each start takes less
 ]
