@@ -157,7 +157,7 @@ class Searcher:
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or judged for the evaluation that asked for it."""
-        self._tally.tokens += sum(len(completion.tokens) for completion in group.completions)
+        self._tally.tokens += sum(int(completion.action_T.sum()) for completion in group.completions)
         if group.request.split == "train":
             self.scorer.submit(group)
         else:
