@@ -477,3 +477,30 @@ def test_a_rank_that_the_run_does_not_have_is_refused(run: RunDir) -> None:
             refuse_index(config, "searcher", index)
     with pytest.raises(ConfigError, match="--index 1 is no trainer"):
         refuse_index(config, "trainer", 1)
+
+
+FROZEN = """
+import sys
+from pathlib import Path
+from tba_hpc.run import metrics
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.owners import owned
+run = RunDir(Path(sys.argv[1]))
+metrics.BEAT_SECONDS = 0
+with owned(run, "trainer-0000"):
+    writer = metrics.MetricsWriter(run.path / "records.jsonl")
+    writer.log({"step": 1})
+    print("ready", flush=True)
+    sys.stdin.readline()
+    writer.log({"step": 2})
+"""
+
+
+def test_a_rank_that_was_frozen_writes_no_record_beside_its_successor(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FROZEN, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    (tmp_path / "owners/trainer-0000.000002").write_text("{}")
+    _, said = process.communicate("\n", timeout=60)
+    assert process.returncode == 1 and "has another owner" in said
+    assert (tmp_path / "records.jsonl").read_text().count("step") == 1

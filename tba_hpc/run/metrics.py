@@ -12,13 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 import numpy as np
 
 from tba_hpc.run.files import FULL_DISK, DiskFullError, open_regular, parse_json_lines
+from tba_hpc.run.owners import BEAT_SECONDS, end_if_superseded
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +75,14 @@ class MetricsWriter:
         self._full = False
         self._lock = threading.Lock()
         self._digest = digest
+        self._last = time.monotonic()
 
     def log(self, *records: Mapping[str, Value]) -> None:
         """Write records with ``time`` added; values of None are left out, numpy values made plain.
 
         Raises DiskFullError if more than MOST_UNWRITTEN bytes wait for space.
         """
+        self._end_if_superseded()
         now = time.time()
         known = [_plain({"time": now, **record}) for record in records]
         with self._lock:
@@ -90,6 +93,13 @@ class MetricsWriter:
                     self._digest.take(record)
                 if not self._unwritten:
                     self._digest.keep_if_due(self._file.tell())
+
+    def _end_if_superseded(self) -> None:
+        """A process that was frozen until another took its place would write among the other's records."""
+        if time.monotonic() - self._last > BEAT_SECONDS:
+            with suppress(OSError):
+                end_if_superseded()
+        self._last = time.monotonic()
 
     def _write(self) -> None:
         """Write what there is space for; a disk that fills up may take a part of a line."""
