@@ -245,7 +245,8 @@ def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
     monitor.update()
     assert monitor.data.searchers[1].last["time"] == 99.0
     counts = {"rebuilds": 4, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
-    assert monitor.data.faults == {**counts, "damaged": 1, "requeue": 1}
+    met = {kind: times for kind, times in monitor.data.faults.items() if times}
+    assert met == {**counts, "damaged": 1, "requeue": 1}
     assert facts(monitor, run_state(monitor))["damaged"] == "step-000004: …"
     assert facts(monitor, run_state(monitor))["faults"].startswith(
         "4 × engine rebuilt · 1 × damaged checkpoint set aside · 2 × ranks failed"
