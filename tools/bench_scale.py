@@ -12,15 +12,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 import typer
 
 from tba_hpc.report.tables import Cell, print_rows
 
-Bench = Literal["end", "buffer", "checkpoint"]
 MEASURE = "import json; from scale.{} import measure; print(json.dumps(measure()))"
+
+
+class Bench(StrEnum):
+    """Modules of ``tools/scale``."""
+
+    END = "end"
+    BUFFER = "buffer"
+    CHECKPOINT = "checkpoint"
 
 
 def measured(bench: str) -> list[dict[str, Cell]]:
@@ -29,7 +37,7 @@ def measured(bench: str) -> list[dict[str, Cell]]:
     done = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"the bench {bench} failed with exit status {done.returncode}, as said above")
-    return [{"bench": bench, **row} for row in json.loads(done.stdout.splitlines()[-1])]
+    return [{"bench": str(bench), **row} for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main(
@@ -37,7 +45,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure, and print the table."""
-    rows = [row for bench in benches or get_args(Bench) for row in measured(bench)]
+    rows = [row for bench in benches or list(Bench) for row in measured(bench)]
     print_rows(rows, as_json=as_json)
 
 
