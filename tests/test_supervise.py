@@ -210,9 +210,11 @@ def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
     assert supervise.spread(2, ["a", "b", "c"]) == [*"ab"]
 
 
-def test_nodes_in_another_order_than_slurms_end_the_job(run: RunDir) -> None:
-    assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "exit 2"
-    assert "its nodes are not in Slurm's own order" in read_events(run)[-1]["sentence"]
+def test_nodes_in_another_order_than_slurms_send_the_job_back(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "queue"
+    assert "they are not in Slurm's own order, component 0 first: n2 n3 n4" in capsys.readouterr().err
 
 
 # --- ended ---

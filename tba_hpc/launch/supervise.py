@@ -199,9 +199,9 @@ def _het(turn: Turn, missing: Sequence[str]) -> str:
         return _go(turn, len(hosts), turn.searchers)
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05
     # at least): if they differ, the first collective hangs.
-    return turn.refuse(
-        f"its nodes are not in Slurm's own order, component 0 first: {' '.join(hosts)}; submit by "
-        "'tba submit', or take the script of 'tba submit --print': they give each component its nodes"
+    return _unfit(
+        f"they are not in Slurm's own order, component 0 first: {' '.join(hosts)}; 'tba submit' and the "
+        "script of 'tba submit --print' give each component its side of the nodes"
     )
 
 
