@@ -26,18 +26,18 @@ unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters that
 needs() {            # needs KEY NAME…: refuse what a site key fills in if it is not set
     local key=$1 name
     for name in "${@:2}"; do
-        [ -n "${!name+set}" ] || refuse "$name is not set on $(here), but the site key $key holds it: set it under setup \
+        [ -n "${!name+set}" ] || refuse "$name is not set on $HERE, but the site key $key holds it: set it under setup \
 in the site file, or write out what it stands for"
     done
 }
 
 enter_venv() {       # enter_venv FOLDER: activate a virtual environment
-    [ -r "$1/bin/activate" ] || refuse "the site key venv leads to $1, which is no virtual environment on $(here): \
+    [ -r "$1/bin/activate" ] || refuse "the site key venv leads to $1, which is no virtual environment on $HERE: \
 put it on a file system that the nodes see"
     source "$1/bin/activate"
 }
 
-here() { echo "${SLURMD_NODENAME:-$(hostname)}"; }
+HERE=${SLURMD_NODENAME:-$HOSTNAME}
 
 place_caches() {     # place_caches NAME: on the node itself; a home may be read-only there, and files go stale on NFS
     local place=${CACHES_IN:-${TMPDIR:-/tmp}} keeper    # HF_HOME is left alone: it has the models
@@ -52,15 +52,22 @@ place_caches() {     # place_caches NAME: on the node itself; a home may be read
 
 # --- What is said, and what is asked ---
 
-say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0}] $*"; }
+# Outside of subshells a command's output is taken by backticks: bash 5.2 loses a signal that arrives while it parses
+# a $(…), and so the stop that Slurm asks for.
+
+say() { printf '[%(%F %T)T job %s restart %s] %s\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*"; }
 
 event() {            # event NAME ['"KEY": VALUE']: a line of the run's history; log_event in tba_hpc/run/events.py has them all
-    [ ! -d "${RUN:-}" ] || printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "$(date +%s.%N)" "$1" \
+    [ ! -d "${RUN:-}" ] || printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "`date +%s.%N`" "$1" \
         "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
 }
 
+in_json() { tr '\000-\037' ' ' | sed 's/[\\"]/\\&/g; s/ *$//'; }
+
 refuse() {           # refuse SENTENCE: end the job for good with what only the user can fix
-    event refused "\"sentence\": \"$(tr '\000-\037' ' ' <<< "$1" | sed 's/[\\"]/\\&/g; s/ *$//')\""
+    local sentence
+    sentence=`in_json <<< "$1"`
+    event refused "\"sentence\": \"$sentence\""
     say "$1"
     exit 2
 }
@@ -70,8 +77,8 @@ NEXT='' WITH=() FAILURES=0
 ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the words WITH it; ends the job if that is the answer
     local answer
     NEXT='' WITH=()
-    answer=$("${TBA[@]}" supervise "$1" "$RUN" "stop=$STOP" "failures=$FAILURES" "relaunches=${RELAUNCHES:-3}" \
-        "requeue=${REQUEUE:-yes}" "save_seconds=$SAVE_SECONDS" "${@:2}") || return
+    answer=`"${TBA[@]}" supervise "$1" "$RUN" "stop=$STOP" "failures=$FAILURES" "relaunches=${RELAUNCHES:-3}" \
+        "requeue=${REQUEUE:-yes}" "save_seconds=$SAVE_SECONDS" "${@:2}"` || return
     read -r NEXT WITH <<< "${answer##*$'\n'}"
     read -ra WITH <<< "$WITH"
     [ "$NEXT" = exit ] || return 0
@@ -176,7 +183,7 @@ watch_leader() {     # in one allocation: keep a watchdog on the second node, wh
     # With --no-kill Slurm takes a lost node out of the allocation, and leaves a job without its script on the others.
     local hosts again="scontrol requeue"
     [ "${REQUEUE:-yes}" = yes ] || again=scancel
-    mapfile -t hosts < <(allocated)
+    hosts=(`allocated`)
     [ "${SLURM_HET_SIZE:-1}" = 1 ] && [ ${#hosts[@]} -gt 1 ] || return 0
     if kill -0 "${WATCHDOG:-none}" 2>/dev/null; then
         [ "$WATCHDOG_HOST" != "${hosts[1]}" ] || return 0
@@ -195,7 +202,7 @@ drop_orphans() {     # when the first node of a het job is lost, Slurm starts co
     local group other steps seen end=$((SECONDS + 60))
     for ((group = 1; group < ${SLURM_HET_SIZE:-1}; group++)); do
         other=SLURM_JOB_ID_HET_GROUP_$group seen=''
-        while steps=$(squeue --noheader --steps --jobs="${!other}" --format=%i | grep -E '\.[0-9]+$') && [ $SECONDS -lt $end ]; do
+        while steps=`squeue --noheader --steps --jobs="${!other}" --format=%i | grep -E '[.][0-9]+$'` && [ $SECONDS -lt $end ]; do
             [ "$steps" = "$seen" ] || { event orphan; say "cancelling steps left from before the requeue:" $steps; }
             seen=$steps
             scancel $steps
@@ -216,20 +223,20 @@ state() { squeue --noheader --jobs="$ME" --format=%T 2>/dev/null | head -n 1; }
 
 ending() {           # whether Slurm is ending this job: what fails then is no fault of ranks or nodes
     local state
-    state=$(state)
+    state=`state`
     [ "${state:-RUNNING}" != RUNNING ]       # no answer is no end
 }
 
 job_end() {          # export when the time of this allocation is over, in unix seconds, unless it has no limit
     local end
     unset TBA_JOB_END
-    end=$(TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1)
-    [ -z "$end" ] || ! end=$(TZ=UTC date +%s -d "$end" 2>/dev/null) || export TBA_JOB_END=$end
+    end=`TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1`
+    [ -z "$end" ] || ! end=`TZ=UTC date +%s -d "$end" 2>/dev/null` || export TBA_JOB_END=$end
 }
 
 refuse_end() {       # leave if Slurm ends this job already: one that was cancelled would run again if it queued itself
     local end=$((SECONDS + ANSWER_SECONDS)) state
-    until state=$(state); [ -n "$state" ]; do
+    until state=`state`; [ -n "$state" ]; do
         [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to go on"; exit 1; }
         sleep $ANSWER_PAUSE
     done
@@ -242,7 +249,7 @@ queue_again() {      # put this job back into the queue
     local end=$((SECONDS + ANSWER_SECONDS)) said
     say "back to the queue"
     trap '' TERM     # Slurm ends this shell now; only then can the job start again
-    until said=$(scontrol requeue "$ME" 2>&1); do
+    until said=`scontrol requeue "$ME" 2>&1`; do
         if [ $SECONDS -ge $end ] || [[ ! ${said,,} =~ contact|timed\ out|connect|communicat ]]; then
             say "Slurm refused to requeue: submit the same run again to go on ($said)"
             exit 1
@@ -296,17 +303,18 @@ joined() { (IFS=,; echo "$*"); }
 SICK=()              # nodes that have failed their check twice
 
 place() {            # whether the ranks may start on the nodes that the job has
-    local look het=0 hosts others='' answers ascending='' answer
+    local look het=0 hosts others='' wanted answers found ascending='' answer
     for look in 0 1; do                      # another place in the queue would cost more than a second look
         if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
-            het=1 hosts=$(allocated 0) others=$(allocated 1)
-            answers=$(probe 0 $hosts & probe 1 $others; wait)
-            ascending=$(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined $hosts $others)")")
+            het=1 hosts=`allocated 0` others=`allocated 1`
+            answers=`probe 0 $hosts & probe 1 $others; wait`
+            ascending=`scontrol show hostnames "$(scontrol show hostlistsorted "$(joined $hosts $others)")"`
         else
-            hosts=$(allocated)
-            answers=$(probe '' $hosts)
+            hosts=`allocated`
+            answers=`probe '' $hosts`
         fi
-        [ "$(wc -w <<< "$answers")" -ge "$(wc -w <<< "$hosts $others")" ] || ! ending || return
+        wanted=($hosts $others) found=($answers)
+        [ ${#found[@]} -ge ${#wanted[@]} ] || ! ending || return
         ask start "het=$het" "nodes=${NODES:-0}" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
             "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
             "trainer_nodes=${TRAINER_NODES:-0}" "searchers_per_node=${SEARCHERS_PER_NODE:-0}" || exit
@@ -317,12 +325,13 @@ place() {            # whether the ranks may start on the nodes that the job has
 }
 
 exclude_sick() {     # keep this job away from them, now that it is pending again, for Slurm changes no other
-    local job=$ME group excluded
+    local job=$ME group excluded sick
     [ ${#SICK[@]} -gt 0 ] || return 0
+    sick=`joined "${SICK[@]}"`
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
-        excluded=$(scontrol --oneliner show job "$job" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
-        scontrol update "JobId=$job" "ExcNodeList=${excluded:+$excluded,}$(joined "${SICK[@]}")" \
+        excluded=`scontrol --oneliner show job "$job" | sed -nE 's/.* ExcNodeList=([^ (]*).*/\1/p'`
+        scontrol update "JobId=$job" "ExcNodeList=${excluded:+$excluded,}$sick" \
             || say "${SICK[*]} could not be excluded from job $job"
     done
 }
@@ -333,7 +342,7 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
     local owner=''
     [ ! -r "$RUN/slurm/job" ] || read -r owner < "$RUN/slurm/job"
     [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] || return 0
-    case $(squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1) in
+    case `squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1` in
         "RUNNING $RUN" | "SUSPENDED $RUN" | "STOPPED $RUN")
             say "$RUN is at work already: Slurm job $owner; let it finish, or end it first: scancel $owner"
             exit 2 ;;
@@ -346,7 +355,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
     job_end
-    ask begin "hosts=$(allocated)" "chained=${CHAINED:-0}" || exit
+    ask begin "hosts=`allocated`" "chained=${CHAINED:-0}" || exit
     place_caches "${WITH[0]}"
     drop_orphans
     while [ "$STOP" = 0 ]; do
@@ -363,7 +372,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         await_step "$STEP" "$watcher" $!
         code=$?
         await_folder
-        ask ended "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)"
+        ask ended "code=$code" "ending=`[ $code = 0 ] || ! ending || echo 1`"
         [ "$NEXT" = again ] || break
         FAILURES=${WITH[0]}
         sleep 2
@@ -393,19 +402,19 @@ KEEP='
         [ -z "$asked" ] || exit 0
     done'
 
-healthy() { [[ $(bash -c "$CHECK" "$RUN" 2>/dev/null) != \?* ]] || { say "$(here) fails its check"; false; }; }
+healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails its check"; false; }; }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
     local code began
     unset TBA_ATTEMPT     # its ranks are others
-    [ -r "$RUN/config.yaml" ] || { say "$(here) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
+    [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     ask join || exit
-    healthy || { sleep 5; healthy; } || SICK=("$(here)")
+    healthy || { sleep 5; healthy; } || SICK=("$HERE")
     if [ "$NEXT" = go ] && [ ${#SICK[@]} = 0 ]; then
         place_caches "${WITH[0]}"
         while [ "$STOP" = 0 ]; do
-            say "searching for $RUN on $(here); searchers: $SEARCHERS"
+            say "searching for $RUN on $HERE; searchers: $SEARCHERS"
             began=$SECONDS
             ranks &
             STEP=$!
@@ -413,7 +422,7 @@ search_for_a_while() {    # in a job of one node: elastic searchers, until the r
             await_step "$STEP" $!
             code=$?
             await_folder
-            ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=$([ $code = 0 ] || ! ending || echo 1)"
+            ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"
             [ "$NEXT" = again ] || break
             FAILURES=${WITH[0]}
             sleep 2
