@@ -92,6 +92,10 @@ class Bad(Till):
         if self.bad == "reward": raise RuntimeError("cannot end")
         return float("inf") if self.bad == "inf" else 1.0
 
+class NoReward(Bad):
+    get_reward = None
+    def tool(self): ...
+
 class Idle:
     def reset(self): ...
 
@@ -421,6 +425,21 @@ def test_an_episode_whose_environment_fails_is_set_aside(
     assert made.task.correct([group.request.prompt], group.completions[1:2]) == [False] or bad == "inf"
     assert ("failed in turn" in caplog.text) == (bad != "inf")
     assert made.play(prompt=1).completions[0].reward == 1.0
+
+
+@pytest.mark.parametrize("bad", ["reset", "hang"])
+def test_an_episode_that_failed_is_set_aside_also_where_only_named_rewards_judge(
+    stage: Callable[..., Stage], bad: str
+) -> None:
+    seconds = 0.2 if bad == "hang" else 20
+    made = stage(
+        "NoReward", ["four"], {"bad": bad}, {"bad": ""}, reward="own_worlds:size", step_seconds=seconds
+    )
+    failed, good = made.play().completions[0], made.play(prompt=1).completions[0]
+    prompts = made.task.prompts("train")
+    assert np.isnan(made.task.rewards(prompts[0], [failed])[0])
+    assert made.task.rewards(prompts[1], [good, failed])[0] == 4.0
+    assert made.task.correct(prompts, [failed, good]) == [False, True]
 
 
 def test_calls_that_hang_for_ever_end_the_run(

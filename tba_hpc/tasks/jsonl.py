@@ -27,7 +27,8 @@ from tba_hpc.tasks.rows import Rows
 class Jsonl(Rows[Fields]):
     """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off.
 
-    own_reward: completions bring a reward of their own, which is added, cut off or not.
+    own_reward: completions bring a reward of their own, which is added, cut off or not. NaN is the reward of a
+    completion whose own is NaN, in any case, and the named rewards do not see it.
     """
 
     own_reward = False
@@ -118,7 +119,13 @@ class Jsonl(Rows[Fields]):
         return self._grades
 
     def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        whole = [self._judge_truncated or completion.finish_reason == "stop" for completion in completions]
+        failed = [
+            completion.reward is not None and math.isnan(completion.reward) for completion in completions
+        ]
+        whole = [
+            not fault and (self._judge_truncated or completion.finish_reason == "stop")
+            for completion, fault in zip(completions, failed, strict=True)
+        ]
         answers = [
             (self.row(prompt), self.text(completion))
             for prompt, completion, judged in zip(prompts, completions, whole, strict=True)
@@ -133,6 +140,8 @@ class Jsonl(Rows[Fields]):
             self._parts["environment"] = [completion.reward or 0.0 for completion in completions]
             weights = {**weights, "environment": 1.0}
         return [
-            math.fsum(weight * self._parts[name][i] for name, weight in weights.items())
-            for i in range(len(completions))
+            math.nan
+            if fault
+            else math.fsum(weight * self._parts[name][i] for name, weight in weights.items())
+            for i, fault in enumerate(failed)
         ]
