@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from transformers.utils import get_json_schema
 
 from tba_hpc.config import ConfigError, TaskSection, parse_config
 from tba_hpc.core.ports import Generator
-from tba_hpc.core.types import Completion, Group, Request, Sampling
+from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
 from tba_hpc.environments import workers
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
@@ -395,6 +396,13 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
     assert made.play().versions.tolist() == [[4, 5]]
 
 
+def test_an_episode_without_turns_has_the_version_loaded_last(stage: Callable[..., Stage]) -> None:
+    made = stage("Bad", ["So."], {"bad": "reset"})
+    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=SimpleNamespace(version=7))))
+    made.script.version = 6  # an engine that has not begun with them
+    assert made.play().versions.tolist() == [[7, 7]]
+
+
 @pytest.mark.parametrize(
     ("limits", "finish", "turns", "reward"),
     [
@@ -503,6 +511,19 @@ def test_a_prompt_may_be_messages_and_every_prompt_has_a_seed(own: Path) -> None
     sampling = Sampling(1.0, 1.0, 100)
     seeds = [task.session(Request(prompt, 0, 1, sampling, split)).seed for prompt, split in asked]
     assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [("{question} Go.", "1+1? Go."), ("{prompt}", "1+1?"), ("{question} {unit}", "1+1?"), ("Go.", "Go.")],
+)
+def test_a_question_is_put_in_the_template_if_that_has_room_for_one_text(
+    own: Path, template: str, shown: str
+) -> None:
+    tokenizer, row = make_tokenizer("hermes"), {"bad": "", "question": "?", "unit": "cm"}
+    task = make_task(own, tokenizer, "Bad", row, template=template)
+    text = tokenizer._tokenizer.decode(task.question("1+1?").tokens.tolist())
+    assert f"<|im_start|>user\n{shown}<|im_end|>" in text
 
 
 def test_the_class_is_kept_with_the_run(own: Path, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class Conversations:
         self._turns: dict[int, Episode] = {}  # that the engine samples, by request of it
         self._asked = 0
         self._open = 0
+        self._loaded = generator.version
         self._finished: list[Group] = []
         self._faults: Counter[str] = Counter()
 
@@ -150,6 +151,7 @@ class Conversations:
     def load(self, update: WeightUpdate) -> None:
         """Episodes go on under the new weights."""
         self._generator.load(update)
+        self._loaded = update.publication.version
 
     def close(self) -> None:
         """Open episodes are lost."""
@@ -245,4 +247,5 @@ class Conversations:
         if not episode.tokens:  # an answer has at least one
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
+            episode.whole.versions[episode.place] = self._loaded  # an evaluation is found by it
         self._close(episode, math.nan)

@@ -86,8 +86,11 @@ class Environment(Jsonl):
         return self.question(text).tokens
 
     def question(self, text: str) -> Prompt:
-        """The start of a conversation, of a row with nothing but a prompt. Raises ConfigError."""
-        row = {"prompt": text}
+        """The start of a conversation, of a row with nothing but the question. Raises ConfigError.
+
+        In the template, where that has room for one text alone.
+        """
+        row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         self._contract.require(row, "a question")
         prompt = Prompt(0, self._encode(self._chat.render(self._messages(row))), "")
         self._rows[prompt] = row
@@ -137,10 +140,11 @@ class Environment(Jsonl):
 
     def _messages(self, row: Fields) -> list[Message]:
         """How a conversation begins."""
-        given: Any = row.get("prompt") if self._template == "{prompt}" else None
+        asked = not self._needed <= row.keys()  # a question of somebody else's
+        given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
         if isinstance(given, list):
             return list(given)
-        return [{"role": "user", "content": filled_in(self._template, row)}]
+        return [{"role": "user", "content": given if asked else filled_in(self._template, row)}]
 
     def _chat_of(self, tokenizer: Tokenizer) -> Chat:
         if not isinstance(tokenizer, ChatTokenizer):

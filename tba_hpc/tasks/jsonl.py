@@ -27,8 +27,8 @@ from tba_hpc.tasks.rows import Rows
 class Jsonl(Rows[Fields]):
     """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off.
 
-    own_reward: completions bring a reward of their own, which is added, cut off or not. NaN is the reward of a
-    completion whose own is NaN, in any case, and the named rewards do not see it.
+    own_reward: completions bring a reward of their own, which is added, cut off or not. Where that is NaN,
+    in any case, so is the sum, and no named reward sees the completion.
     """
 
     own_reward = False
@@ -64,7 +64,7 @@ class Jsonl(Rows[Fields]):
             )
         if train_file is None:
             raise ConfigError(f"the task {name} has no prompts: set task.train_file to a JSONL file")
-        needed = set(re.findall(r"\{(\w+)\}", template))
+        self._needed = needed = set(re.findall(r"\{(\w+)\}", template))
         self._table = Table(
             sources=sources_of(train_file, test_file, {}),
             parse=lambda row: row if all(row.get(name) not in (None, "") for name in needed) else None,
@@ -91,8 +91,8 @@ class Jsonl(Rows[Fields]):
 
     def encode_question(self, text: str) -> np.ndarray:
         """In the template, where that has room for one text alone."""
-        fields = set(re.findall(r"\{(\w+)\}", self._template))
-        whole = filled_in(self._template, dict.fromkeys(fields, text)) if len(fields) == 1 else text
+        one = len(self._needed) == 1
+        whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
     def require_judges(self) -> None:
