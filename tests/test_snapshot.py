@@ -51,7 +51,8 @@ def test_a_copy_is_whole_and_an_edit_makes_another(package: Path, tmp_path: Path
     assert sorted(path.name for path in (run / "code").iterdir()) == sorted([first.name, second.name])
     (package / "launch/x.py").write_text("three")
     third = snapshot.take(run)
-    assert sorted(path.name for path in (run / "code").iterdir()) == sorted([second.name, third.name])
+    kept = [first.name, second.name, third.name]  # jobs in the queue may start with any of them
+    assert sorted(path.name for path in (run / "code").iterdir()) == sorted(kept)
 
 
 def test_a_job_has_the_same_copy_at_each_of_its_starts(package: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A copy of this package beside a run, for its job: what is edited later changes no running job."""
+"""A copy of this package beside a run, for its job: what is edited later changes no running job.
+
+Copies are never deleted: jobs in the queue, and scripts that somebody keeps, start with theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ import shutil
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-
-KEPT = 2
-"""Copies that stay: a job may be in the queue, or at work, with the one before the last."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
@@ -31,22 +31,9 @@ def take(run: Path, job: str = "") -> Path:
     folder = place(run)
     if not folder.is_dir() or _digest(folder / PACKAGE.name) != folder.name:
         _copy(folder)
-    os.utime(folder)
     if job:
         note.write_text(folder.name)
-    _prune(run / "code")
     return folder
-
-
-def _prune(code: Path) -> None:
-    """Delete all copies but the last KEPT taken, and those that a job's note names."""
-    noted = {note.read_text() for note in code.glob("job-*")}
-    copies = sorted(
-        (path for path in code.glob("[!.]*") if path.is_dir()), key=lambda path: path.stat().st_mtime
-    )
-    for old in copies[:-KEPT]:
-        if old.name not in noted:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _copy(folder: Path) -> None:
