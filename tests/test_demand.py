@@ -8,6 +8,7 @@ import pytest
 from recorded import happen, new_run, step, write
 
 from tba_hpc.commands import demand
+from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 
 
@@ -27,8 +28,9 @@ def test_number_of_jobs_follows_waiting_and_age(share: float, age: float, jobs: 
 
 def test_figures_are_of_the_steps_since_the_last_look() -> None:
     records = [step(n, 0.0, seconds=2.0) | {"time/learn_seconds": 1.5} for n in (1, 2)]
-    assert demand.figures([{"event": "merged"}, *records]) == (0.25, 2.0)  # type: ignore[list-item]
-    assert demand.figures([]) == (1.0, 0.0), "no step at all is nothing but waiting"
+    assert demand.figures([{"event": "merged"}, *records], waits=True) == (0.25, 2.0)  # type: ignore[list-item]
+    assert demand.figures([], waits=True) == (1.0, 0.0)
+    assert demand.wanted(3, *demand.figures([], waits=False), sync_every=1) == 3, "it is in a long step"
 
 
 def test_demand_is_met_job_by_job_within_its_bounds(
@@ -72,3 +74,69 @@ def test_demand_is_met_job_by_job_within_its_bounds(
         *("job 12 leaves, of 3", "job 11 leaves, of 2", "jobs: 1"),
         *("jobs: 1", f"the run is finished: {run.summary}"),
     ]
+
+
+class Cluster:
+    """A run that is filling its buffer, and a queue. stay: whether jobs do; comment: of theirs."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.sent, self.queue = new_run(folder), 0, dict[str, str]()
+        self.stay, self.comment, self.looks = True, str(self.run.path), 0
+        happen(self.run, 1.0, "start", attempt="attempt-001", trainers=1, searchers=2)
+        monkeypatch.setattr(demand.time, "sleep", self.look)
+        monkeypatch.setattr(demand, "ask", self.ask)
+        monkeypatch.setattr(demand.slurm, "send", self.send)
+        monkeypatch.setattr(demand, "job_states", lambda _: [])
+
+    def look(self, _: float) -> None:
+        self.looks += 1
+        assert self.looks < 20, "it never ends"
+        if not self.stay:
+            self.queue.clear()
+
+    def send(self, *_: object) -> str:
+        self.sent += 1
+        self.queue[f"{self.sent}_0"] = "RUNNING"
+        return str(self.sent)
+
+    def ask(self, *command: str) -> str:
+        if command[0] == "scancel":
+            for job in command[1:]:
+                del self.queue[job]
+        return "".join(f"{job}|{state}|{self.comment}\n" for job, state in self.queue.items())
+
+    def follow(self) -> None:
+        demand.follow_demand(self.run, self.run.config(), "script", "x", least=1, most=2)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
+
+
+def test_jobs_that_leave_at_once_are_not_replaced_for_ever(cluster: Cluster) -> None:
+    cluster.stay = False
+    with pytest.raises(LaunchError, match=r"^3 jobs of searchers in a row left .*slurm/searchers-3_0\.log$"):
+        cluster.follow()
+    assert cluster.sent == 3
+
+
+def test_jobs_that_cannot_be_found_again_are_not_sent_again(cluster: Cluster) -> None:
+    cluster.comment = "a project's own"
+    with pytest.raises(LaunchError, match=r"^job 1 is not found among the searchers of .*sbatch_options"):
+        cluster.follow()
+    assert cluster.sent == 1
+
+
+def test_the_run_may_be_named_by_another_path(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(cluster.run.path)
+    cluster.comment, cluster.queue = str(tmp_path / "link"), {"7_0": "RUNNING"}
+    assert demand.searcher_jobs(cluster.run, "x") == [("7_0", "RUNNING")]
+
+
+@pytest.mark.parametrize("event", ["stopped", "refused"])
+def test_nothing_is_added_to_a_run_that_was_ended(cluster: Cluster, event: str) -> None:
+    cluster.queue = {"7_0": "RUNNING"}
+    happen(cluster.run, 2.0, event)
+    cluster.follow()
+    assert (cluster.looks, cluster.sent, cluster.queue) == (1, 0, {})

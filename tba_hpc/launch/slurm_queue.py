@@ -154,11 +154,11 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     rows = [{"job": row["id"].partition("+")[0], **row} for row in seen_rows]
     by_job = [[row for row in rows if row["job"] == job] for job in jobs]
     own = next(filter(active, by_job), by_job[0])
-    if any(_is(run, row["comment"]) for row in own):  # ids come back after years
+    if any(names(row["comment"], run) for row in own):  # ids come back after years
         return own
     return [{**nothing, "state": FORGOTTEN}]
 
 
-def _is(run: RunDir, comment: str) -> bool:
+def names(comment: str, run: RunDir) -> bool:
     """Whether a job's comment names the run, by whatever path."""
     return Path(comment).exists() and run.path.samefile(comment)
