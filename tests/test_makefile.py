@@ -108,6 +108,8 @@ def test_digests_are_compared_unless_the_wheels_are_a_sites_own(venv: Path) -> N
     for words in (["HASHES="], ["WHEELHOUSE=/site/wheels"]):
         text = make(venv, "install", "TARGET=cpu", *words)
         assert "--require-hashes" not in text and "sed 's/ --hash=.*//'" in text
+    filled = make(venv, "wheelhouse", "TARGET=cpu", "WHEELHOUSE=/site/wheels")
+    assert filled.count("--no-deps --require-hashes") == 3
 
 
 def test_every_pin_has_digests() -> None:
