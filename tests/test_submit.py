@@ -7,6 +7,7 @@ import pytest
 
 from tba_hpc.commands.order import Order
 from tba_hpc.commands.submit import _again, _left_out, _short_time
+from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
@@ -28,6 +29,20 @@ def test_what_submits_a_run_again_is_what_was_typed(
     order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
     options = f"--config '{tmp_path}/a run' --site {GENERIC} --nodes 3 --trainer-nodes 1 --time 10"
     assert _again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
+
+
+def test_a_chain_that_slurm_cuts_short_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slurm").mkdir()
+
+    def send(_: RunDir, script: str) -> str:
+        if script == "after 8":
+            raise slurm.SubmitError("Slurm refused the job: too many")
+        return "8"
+
+    monkeypatch.setattr(slurm, "send", send)
+    warning = slurm.chain(RunDir(tmp_path), "7", "after {}".format, length=4)
+    assert warning == "the chain has 2 of 4 jobs: Slurm refused the job: too many"
+    assert (tmp_path / "slurm/chain").read_text() == "7\n8\n"
 
 
 def test_what_a_shell_says_of_jobs_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

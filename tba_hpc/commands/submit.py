@@ -146,7 +146,8 @@ def _submit(ready: Ready) -> str:
     modules.keep(create_run(ready.config), ready.config, ready.order.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
-    slurm.chain(ready.run, job, ready.script, length=ready.order.chain)
+    if shorter := slurm.chain(ready.run, job, ready.script, length=ready.order.chain):
+        print(f"warning: {shorter}", file=sys.stderr)
     log_event(ready.run, "submitted", job=job, restarts=0, command=_again(ready.order, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job

@@ -155,15 +155,19 @@ def send(run: RunDir, script: str) -> str:
     return _Executor(folder, script).submit_script()
 
 
-def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> None:
-    """Submit the jobs that go on after the run's job, each after the other. Raises SubmitError.
+def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> str:
+    """Submit the jobs that go on after the run's job, each after the other; a warning if Slurm refuses one.
 
     script: of the job that follows another.
     """
     jobs = [job]
     while len(jobs) < length:
-        jobs.append(send(run, script(jobs[-1])))
+        try:
+            jobs.append(send(run, script(jobs[-1])))
+        except SubmitError as error:  # those before are in the queue
+            return f"the chain has {len(jobs)} of {length} jobs: {error}"
         write_atomic(run.path / "slurm/chain", "".join(f"{each}\n" for each in jobs))
+    return ""
 
 
 def refuse_active(run: RunDir) -> None:
