@@ -245,6 +245,23 @@ def test_preemption_of_a_job_of_ones_own_has_its_exit_status(
     assert launched.end()[0] == code
 
 
+@pytest.mark.parametrize(
+    ("code", "status"), [(1, Exit.UNFINISHED), (137, Exit.UNFINISHED), (2, Exit.REFUSED)]
+)
+def test_a_rank_lost_on_the_way_out_is_no_reason_against_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: int
+) -> None:
+    run = RunDir.create(config_of(tmp_path, "files"))
+
+    def attempt(*words: object) -> int:
+        (asked,) = (word for word in words if isinstance(word, local.Signals))
+        asked.stop = asked.preempted = True
+        return code
+
+    monkeypatch.setattr(local, "_attempt", attempt)
+    assert local.launch(run, run.config()) == status
+
+
 @pytest.mark.parametrize("transport", [MPI, "files"])
 def test_who_missed_the_request_to_stop_is_asked_again(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "deaf", transport)

@@ -348,7 +348,7 @@ def launch(
             code = _attempt(run, config, processes, asked, console)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
-            if code == Exit.DONE and asked.preempted and not run.finished:
+            if code != Exit.REFUSED and asked.preempted and not run.finished:
                 return Exit.UNFINISHED
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
                 return code
