@@ -219,6 +219,8 @@ def submit(
             {"--chain": chain > 1, "--wait": wait}, "needs a job, and --print submits none: leave it out"
         )
     orders = ordered.spread(job, configs, seeds)
+    if print_only and len(orders) > 1:
+        raise ConfigError(f"--print writes one script, and these are {len(orders)} runs: print one at a time")
     if dry_run or print_only:
         typer.echo("\n".join(ordered.script(one, make=print_only) for one in orders), nl=False)
         return
