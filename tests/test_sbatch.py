@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.commands.elastic import submit_elastic
-from tba_hpc.commands.order import Order
+from tba_hpc.commands.order import HEADER_SIGNAL, Order
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
@@ -264,6 +264,8 @@ IN_SUBSHELLS = ("draining", "watch_nodes", "watch_step", "allocated", "probe")
 def test_the_shell_that_listens_parses_no_substitution() -> None:
     """bash 5.2 loses a signal that comes while it parses ``$(…)``: one of 4,874, sent to a loop of them."""
     code = SUPERVISOR.read_text()
+    for script in SHIPPED:
+        assert "$(" not in script.read_text()
     for name in IN_SUBSHELLS:
         code, removed = re.subn(rf"^{name}\(\) {{.*?^}}$", "", code, flags=re.MULTILINE | re.DOTALL)
         assert removed == 1
@@ -362,6 +364,38 @@ def test_nodes_that_are_being_drained_are_found_in_one_call(
     assert said.split() == [*found.split(), *(["n1,n[2-3]"] if requeue == "yes" else [])]
 
 
+@pytest.mark.parametrize(("job", "found"), [("7", "n1"), ("8", ""), ("9", "")])
+def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
+    tmp_path: Path, job: str, found: str
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/chain").write_text("7\n8\n")
+    program = f"source {SUPERVISOR}; timeout() {{ echo 'NodeName=n1 x State=MIXED+DRAIN'; }}; draining"
+    facts = {"RUN": str(tmp_path), "REQUEUE": "no", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n1"}
+    assert _bash(program, **facts).strip() == found
+
+
+@pytest.mark.parametrize(
+    ("facts", "seconds"),
+    [(":", 300), ("TBA_JOB_END=$((`date +%s` + 160))", 100), ("TBA_JOB_END=1", 0), ("STOP=1", 10)],
+)
+def test_a_run_directory_is_awaited_as_long_as_the_job_can_be_queued_again(
+    tmp_path: Path, facts: str, seconds: int
+) -> None:
+    program = f"source {SUPERVISOR}; SECONDS=0; sleep() {{ SECONDS=$((SECONDS + $1)); }}; {facts}"
+    waited = int(_bash(f"{program}; await_folder; echo $SECONDS", RUN=str(tmp_path)))
+    assert seconds <= waited <= seconds + 7
+
+
+def test_a_stop_that_came_while_the_script_was_made_is_heard() -> None:
+    assert _bash(f"source {SUPERVISOR}; echo $STOP") == "0\n"
+    for path in SHIPPED:
+        assert f"#SBATCH --signal=B:USR1@{HEADER_SIGNAL}\n" in path.read_text()
+    for script in ("math", "search"):
+        (trap,) = re.findall(r"^trap \S+ USR1", (REPOSITORY / f"slurm/tba_{script}.sbatch").read_text(), re.M)
+        assert _bash(f"{trap}; kill -USR1 $$; source {SUPERVISOR}; echo $STOP") == "1\n"
+
+
 FAKES = """
 say() { :; }; ending() { false; }; TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60 RELAUNCHES=2
 allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
@@ -402,6 +436,12 @@ def test_one_step_of_a_component_tells_which_nodes_answer(
     told = dict(word.partition("=")[::2] for word in asked.split("|"))
     assert (told["hosts"], told["others"]) == (first, second)
     assert sorted(told["answers"].split()) == sorted(["node2", "node4"] * int(het))
+
+
+def test_nodes_that_fail_their_check_or_lost_the_run_are_left(tmp_path: Path) -> None:
+    program = f"source {SUPERVISOR}; {FAKES} probe() {{ echo node2 '?node3' '!node4'; }}"
+    facts = {"RUN": str(tmp_path), "SLURM_JOB_ID": "1", "ANSWER": "go 1 1 a"}
+    assert _bash(f'{program}; place; echo "${{SICK[@]}}"', **facts) == "node3 node4\n"
 
 
 WATCHDOG = """
@@ -532,6 +572,18 @@ def test_a_job_does_what_it_is_told_at_every_turn(
     code = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7").strip()
     assert (tmp_path / "turns").read_text().split() == turns.split()
     assert f"{code} {(tmp_path / 'said').read_text()}".strip() == ends
+
+
+def test_elastic_searchers_give_up_when_node_after_node_fails_its_check(tmp_path: Path) -> None:
+    """Two may, by RELAUNCHES; a job that has searched begins again."""
+    for name in ("turns", "said", "config.yaml"):
+        (tmp_path / name).touch()
+    life = f"source {SUPERVISOR}; {LIFE}\nhealthy() {{ $HEALTHY; }}; (search_for_a_while); echo $?"
+    codes = []
+    for healthy in ("false", "false", "true", "false", "false", "false"):
+        (tmp_path / "answers").write_text("go x\nqueue\n")
+        codes += _bash(life, RUN=str(tmp_path), SLURM_JOB_ID="7", HEALTHY=healthy).split()
+    assert codes == ["0", "0", "0", "0", "0", "4"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ from tba_hpc.run.owners import refuse_owned
 MOST_SEEDS = 500
 """Longest list of seeds, each of which is looked at before the first is submitted."""
 
+HEADER_SIGNAL = 300
+"""``--signal`` of a script to edit by hand, slurm/tba_*.sbatch, whatever the site file says."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -58,7 +61,9 @@ class Order:
         site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
         again = site.requeue and self.chain == 1
         options = (*site.sbatch_options, *self.options)
-        site = site.model_copy(update={"sbatch_options": options, "requeue": again})
+        signal = min(site.signal_seconds, HEADER_SIGNAL) if self.here else site.signal_seconds
+        changes = {"sbatch_options": options, "requeue": again, "signal_seconds": signal}
+        site = site.model_copy(update=changes)
         if not (self.here and site.gpus_per_node):
             return site
         # A step of a job with whole nodes (--exclusive) gets no GPU that it does not ask for.

@@ -94,6 +94,7 @@ ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the w
 
 STOP=0 STEP='' GUARD=''
 trap 'asked_to_stop' USR1
+[ "${ASKED_EARLY:-0}" = 0 ] || STOP=1    # while slurm/tba_*.sbatch made this script
 trap ':' TERM        # Slurm is ending the job; stay to see the step off
 
 asked_to_stop() {
@@ -132,15 +133,23 @@ await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step,
 }
 
 await_folder() {     # this node may have lost RUN for a while: what comes next is in it, and Slurm cannot start a job without
-    local end=$((SECONDS + ANSWER_SECONDS))
-    until [ -r "$RUN/config.yaml" ] || [ $SECONDS -ge $end ]; do sleep $ANSWER_PAUSE; done
+    local began=$SECONDS most=$ANSWER_SECONDS left
+    if [ -n "${TBA_JOB_END:-}" ]; then       # what follows must fit in the job, too
+        left=`date +%s`
+        left=$((TBA_JOB_END - left - LEAVE_SECONDS))
+        [ $most -le $left ] || most=$left
+    fi
+    until [ -r "$RUN/config.yaml" ] || [ $((SECONDS - began)) -ge $most ]; do
+        [ "$STOP" = 0 ] || most=$((2 * ANSWER_PAUSE))
+        sleep $ANSWER_PAUSE
+    done
 }
 
 WATCH_SECONDS=60     # pause between two looks at a step and its nodes
 
 draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
     local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
-    [ "${REQUEUE:-yes}" = yes ] || [ -s "$RUN/slurm/chain" ] || return 0
+    [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$SLURM_JOB_ID" "$RUN/slurm/chain" | grep -qvxF "$SLURM_JOB_ID" || return 0
     timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
@@ -218,6 +227,7 @@ ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 ME=${ME:-$SLURM_JOB_ID}
 ANSWER_SECONDS=300   # longest wait for Slurm's controller, which may be on its way to another machine
 ANSWER_PAUSE=5
+LEAVE_SECONDS=60     # what it takes to go back to the queue
 
 state() { squeue --noheader --jobs="$ME" --format=%T 2>/dev/null | head -n 1; }
 
@@ -320,7 +330,7 @@ place() {            # whether the ranks may start on the nodes that the job has
             "trainer_nodes=${TRAINER_NODES:-0}" "searchers_per_node=${SEARCHERS_PER_NODE:-0}" || exit
         [ "$NEXT" = look ] || break
     done
-    for answer in $answers; do [[ $answer != \?* ]] || SICK+=("${answer#?}"); done
+    for answer in $answers; do [[ $answer != [\?\!]* ]] || SICK+=("${answer#?}"); done
     [ "$NEXT" = go ]
 }
 
@@ -405,13 +415,14 @@ KEEP='
 healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails its check"; false; }; }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
-    local code began
+    local code began unfit=$RUN/slurm/unfit-$ME
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     ask join || exit
     healthy || { sleep 5; healthy; } || SICK=("$HERE")
     if [ "$NEXT" = go ] && [ ${#SICK[@]} = 0 ]; then
+        rm -f "$unfit"
         place_caches "${WITH[0]}"
         while [ "$STOP" = 0 ]; do
             say "searching for $RUN on $HERE; searchers: $SEARCHERS"
@@ -427,6 +438,13 @@ search_for_a_while() {    # in a job of one node: elastic searchers, until the r
             FAILURES=${WITH[0]}
             sleep 2
         done
+    elif [ ${#SICK[@]} -gt 0 ]; then
+        echo "$HERE" >> "$unfit"
+        if [ "`wc -l < "$unfit"`" -gt "$RELAUNCHES" ]; then
+            say "giving up: these nodes have failed their check, one after the other:" `cat "$unfit"`
+            rm "$unfit"
+            exit 4
+        fi
     fi
     refuse_end
     [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 75; }
