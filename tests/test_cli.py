@@ -131,11 +131,12 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
     ("options", "said"),
     [
         (("--partition", "h100", "--dry-run"), "--partition is for elastic searchers"),
+        (("--seeds", "0-1", "--print"), "--print writes one script, and these are 2 runs"),
         (("--elastic", "RUN", "--wait"), "--wait changes nothing of elastic searchers"),
         (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of elastic searchers"),
     ],
 )
-def test_options_that_would_change_nothing_are_refused(options: tuple[str, ...], said: str) -> None:
+def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...], said: str) -> None:
     done = tba("submit", "--nodes", 8, *options)
     assert done.returncode == 2 and said in done.stderr
 
