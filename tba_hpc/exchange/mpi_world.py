@@ -33,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_words
@@ -73,6 +73,10 @@ which."""
 
 RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""
+
+READ_DEADLINES = IDLE_DEADLINES - 2
+"""Deadlines that readers, of which some evaluate, have if there is no memory for the spare: the leader hears
+of it, and names who is missing, before the ranks that wait for its next round give up."""
 
 
 class Tag(IntEnum):
@@ -321,7 +325,10 @@ class NodeMemory:
         return self._files[self._order[write % 2]].reader()
 
     def has_room(self, write: int) -> bool:
-        """Whether weights of that number may be written; the node leader must ask until they may."""
+        """Whether weights of that number may be written; the node leader must ask until they may.
+
+        Raises ExchangeError if those that would be overwritten are read for READ_DEADLINES.
+        """
         if self._node.rank != 0:
             return True
         place, spare = self._order[write % 2], sum(range(FILES)) - self._order.sum()
@@ -333,6 +340,7 @@ class NodeMemory:
             return True
         now = time.monotonic()
         self._crowded = self._crowded or now
+        self._refuse_readers(now - self._crowded)
         if spare_is_read or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
         self._maps[spare][::PAGE].max(initial=0)
@@ -353,6 +361,16 @@ class NodeMemory:
                 *(SHARED_MEMORY, socket.gethostname()),
             )
         return False
+
+    def _refuse_readers(self, seconds: float) -> None:
+        """Raise ExchangeError if they have delayed the next write for too long."""
+        longest = READ_DEADLINES * self._world.deadline
+        if seconds > longest:
+            raise ExchangeError(
+                f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and there is no "
+                "memory for newer ones beside them: it hangs, or evaluates for longer; see the logs of the "
+                f"ranks there, and free some of {SHARED_MEMORY} or raise launch.timeout_seconds"
+            )
 
     def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""

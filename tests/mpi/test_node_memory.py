@@ -60,12 +60,13 @@ print("held")
 NO_MEMORY = """
 import shutil, time
 from mpi4py import MPI
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import WeightLayout
 from tba_hpc.exchange import mpi_world
 
 mpi_world.RELEASE_SECONDS = 0.0
 layout = WeightLayout.of([("weight", (1 << 20,))], "F32")
-alone = {"trainers": 1, "searchers": 0, "deadline": 60.0, "node_split": lambda comm: comm}
+alone = {"trainers": 1, "searchers": 0, "deadline": 0.5, "node_split": lambda comm: comm}
 memory = mpi_world.NodeMemory(mpi_world.MpiWorld(MPI.COMM_SELF, 0, **alone), layout, 1 << 20)
 usage = shutil.disk_usage
 mpi_world.shutil.disk_usage = lambda path: usage(path)._replace(free=layout.nbytes - 1)
@@ -73,16 +74,23 @@ reader = memory.reader(0)
 assert not any([memory.has_room(2) or time.sleep(0.01) for _ in range(20)])
 del reader
 assert memory.has_room(2)
-print("held")
+reader, began = memory.reader(1), time.monotonic()
+try:
+    while not memory.has_room(3):
+        time.sleep(0.01)
+except ExchangeError as error:
+    print(error)
+assert 0.5 * mpi_world.READ_DEADLINES <= time.monotonic() - began < 10
 """
 
 
 @pytest.mark.mpi
-def test_new_weights_wait_for_readers_if_there_is_no_memory_beside_them() -> None:
+def test_readers_are_waited_for_with_an_end_if_there_is_no_memory_beside_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
     )
-    assert done.returncode == 0 and "held" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "has read old weights for 2 s, and there is no memory for newer ones" in done.stdout
     assert done.stderr.count("has no room for a third copy") == 1
 
 
