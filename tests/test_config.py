@@ -24,6 +24,7 @@ from tba_hpc.config import (
     parse_config,
     value_text,
 )
+from tba_hpc.config.loading import GONE
 from tba_hpc.config.variants import (
     DrGrpo,
     EditDuplicates,
@@ -259,6 +260,15 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str) -> None:
         parse_config({"model": {"path": "a"}}, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_of_earlier_versions_says_what_to_do_instead(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config key '{key}' is gone: ") as error:
+        parse_config({"model": {"path": "a"}, "train": {"beta": {0: 1.0}}}, [f"{key}=1"])
+    named = re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", str(error.value))
+    for other in {*named} - {key}:  # it exists
+        reduce(getattr, other.split("."), parse_config({"model": {"path": "a"}}))
 
 
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")

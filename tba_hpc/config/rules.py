@@ -275,7 +275,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values of nested dicts by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
