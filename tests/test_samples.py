@@ -25,6 +25,7 @@ from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sa
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
 from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, write_page
+from tba_hpc.report.samples.select import sealed_shards
 from tba_hpc.report.samples.show import shade
 from tba_hpc.report.samples.texts import pieces
 from tba_hpc.run.checkpoints import latest_checkpoint
@@ -124,6 +125,14 @@ def test_damaged_shards_are_left_out_and_kept_ones_are_found(run: RunDir) -> Non
     prune(run, 1.0, {0: 1})
     assert not run.shard_file(0, 0).exists()
     assert texts(run, Query(order="oldest")) == ["four", "Five", "six"]
+
+
+def test_shards_that_move_while_they_are_read_are_followed(run: RunDir) -> None:
+    shards = sealed_shards(run)
+    found = [next(shards).searcher]
+    prune(run, 1.0, {1: 1})
+    assert not run.shard_file(1, 0).exists()
+    assert [*found, *(shard.searcher for shard in shards)] == [0, 1]
 
 
 # --- What became of it ---
