@@ -16,10 +16,12 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tba_hpc.config import Config, load_config
 from tba_hpc.report.track.beside import tracked
-from tba_hpc.report.track.follow import follow
+from tba_hpc.report.track.follow import OWNER, follow
 from tba_hpc.report.track.news import News, Point
+from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
+from tba_hpc.run.owners import OwnedError, owned
 
 BLOCK = 32768
 
@@ -173,6 +175,14 @@ def test_wandb_gets_figures_and_answers_once_over_two_starts_and_nothing_of_the_
 
 
 # --- Beside a run ---
+
+
+def test_one_process_at_a_time_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.2)
+    run = new_run(tmp_path)
+    with owned(run, OWNER), pytest.raises(OwnedError):
+        follow(run, config_of(run, "track.tensorboard=true"))
+    assert not [*run.track.glob("tensorboard*")]
 
 
 def test_beside_a_trainer_all_is_told_by_its_end(tmp_path: Path) -> None:
