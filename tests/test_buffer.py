@@ -616,8 +616,8 @@ def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
 
 def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
     """Prompts 0, 1, 2 … come two at a revision and leave one a step, in the order in which they came."""
-    config = BufferSection(capacity_per_prompt=4, oldest_first=True, replay_limit=1, most_on_policy=1)
-    real, served = ReplayBuffer(config, 0), []
+    config = BufferSection(capacity_per_prompt=4, replay_limit=1, most_on_policy=1)
+    real, served = ReplayBuffer(config, 0, queue=True), []
     for revision in range(6):
         items = [
             Item(4 * p + c, p, (c,), request=p) for p in (2 * revision, 2 * revision + 1) for c in range(2)

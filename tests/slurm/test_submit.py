@@ -512,7 +512,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
     assert done.returncode == 0, done.stderr
     assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
-    for command in ("tba logs ", "squeue --job ", "tba stop ", "scancel ", "tools/submit.py"):
+    for command in ("tba logs ", "squeue --jobs ", "tba stop ", "scancel ", "tools/submit.py"):
         assert command in done.stdout
     (submitted,) = read_events(RunDir.open(tmp_path / "runs/small-seed0"))
     assert submitted["event"] == "submitted" and submitted["job"] in done.stdout

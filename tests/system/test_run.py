@@ -308,7 +308,7 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     wait_for(lambda: said(5000, "sealed") and said(5001, "sealed"), process)
     first.send_signal(signal.SIGUSR1)
     code, out, err = finish(first)
-    assert code == 0 and "leaving: told" in out + err and said(5000, "left"), out + err
+    assert code == 0 and "leaving: stopped" in out + err and said(5000, "left"), out + err
     second.kill()
     second.communicate()
     last = join()

@@ -302,6 +302,7 @@ class Cluster:
     # --- Files ---
 
     def _write_files(self) -> None:
+        os.umask(0o022)  # jobs of an ordinary user read what is here
         self.root.chmod(0o755)
         (self.root / "state").mkdir()
         (self.root / "dev").mkdir()
