@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,11 +165,41 @@ def seal_a_shard_again(run: RunDir) -> Damage:
 
 
 def delete_a_merge(run: RunDir) -> Damage:
-    """A merged shard of which nothing tells but the seal."""
+    """One of several in its revision: the searcher has sealed it, and the checkpoint counts it."""
+    merge = one_of_several(trainer(run))
+    write(run.metrics_file("trainer"), [record for record in trainer(run) if record != merge])
+    shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
+    return Damage(f"trainer.jsonl is damaged (a checkpoint counts {shard}, of which they have no merge): ")
+
+
+def change_the_index_of_a_merge(run: RunDir) -> Damage:
+    """As a flipped bit would: another shard seems to be merged twice, and this one lost."""
+    merge = one_of_several(trainer(run))
+    changed = {**merge, "shard": int(str(merge["shard"])) ^ 1}
+    records = [changed if record == merge else record for record in trainer(run)]
+    write(run.metrics_file("trainer"), records)
+    shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
+    return Damage(f"trainer.jsonl is damaged (a checkpoint counts {shard}, of which they have no merge): ")
+
+
+def delete_a_revision(run: RunDir) -> Damage:
+    """What was merged at once."""
     records = trainer(run)
-    merge = next(record for record in records if record.get("event") == "merged")
-    write(run.metrics_file("trainer"), [record for record in records if record != merge])
-    return Damage("the newest checkpoint is past it, but no merge of it is on record", lost=count(merge))
+    write(run.metrics_file("trainer"), [record for record in records if record.get("revision") != 2])
+    return Damage("trainer.jsonl is damaged (revision 3 follows revision 1): it cannot be proven any more")
+
+
+def empty_the_trainers_records(run: RunDir) -> Damage:
+    """All that the trainer said."""
+    run.metrics_file("trainer").write_text("")
+    return Damage("trainer.jsonl is damaged (a checkpoint is of step")
+
+
+def cut_the_trainers_records(run: RunDir) -> Damage:
+    """The second half of what the trainer said."""
+    path = run.metrics_file("trainer")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return Damage("trainer.jsonl is damaged (a checkpoint is of step")
 
 
 def repeat_a_merge(run: RunDir) -> Damage:
@@ -232,7 +263,7 @@ def drop_steps(run: RunDir) -> Damage:
     """Records of two optimizer steps."""
     records = [record for record in trainer(run) if "event" in record or record["step"] not in (3, 4)]
     write(run.metrics_file("trainer"), records)
-    return Damage("step 5 follows step 2 in trainer.jsonl")
+    return Damage("trainer.jsonl is damaged (step 5 follows step 2)")
 
 
 def evaluate_a_step_to_come(run: RunDir) -> Damage:
@@ -258,6 +289,13 @@ def newest(run: RunDir) -> Path:
     return folder
 
 
+def one_of_several(records: list[Record]) -> Record:
+    """A merge in a revision with others."""
+    merges = [record for record in records if record.get("event") == "merged"]
+    often = Counter(record["revision"] for record in merges)
+    return next(record for record in merges if often[record["revision"]] > 1)
+
+
 def count(merge: Record) -> int:
     """Trajectories of a merge."""
     return int(str(merge["trajectories"]))
@@ -271,6 +309,10 @@ def count(merge: Record) -> int:
         copy_a_shard_under_the_next_index,
         seal_a_shard_again,
         delete_a_merge,
+        delete_a_revision,
+        change_the_index_of_a_merge,
+        empty_the_trainers_records,
+        cut_the_trainers_records,
         repeat_a_merge,
         roll_a_cursor_back,
         mark_prompts_done,
@@ -308,3 +350,18 @@ def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], Ru
     aside, again = sorted(verdict.problems, key=lambda problem: "2 times" in problem)
     assert "is past it, but no merge of it is on record: its file is corrupt" in aside
     assert f"shard {int(gone.stem)} of searcher 1 was sealed 2 times" in again
+
+
+def test_a_resume_without_the_records_before_it_makes_no_loss_of_that(copy: Callable[[str], RunDir]) -> None:
+    """What the checkpoint does not count either is lost all the same."""
+    run = copy("stopped")
+    corrupt = corrupt_a_waiting_shard(run)
+    empty_the_trainers_records(run)
+    start(run, searchers=3).join(240)
+    verdict = audit(run)
+    assert verdict.finished and (verdict.lost, verdict.doubled) == (corrupt.lost, 0), verdict.problems
+    gap, lost = verdict.problems
+    assert "trainer.jsonl is damaged (a resume from step" in gap and "follows step 0, revision 0" in gap
+    assert lost.endswith("that the newest checkpoint is past are lost")
+    words = {check.name: check.proven for check in verdict.checks}
+    assert words["no seal is lost"] and not words["every step taken once"]

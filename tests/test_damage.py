@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import shutil
@@ -25,13 +26,13 @@ from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.rank import FAILURES, REFUSALS
 from tba_hpc.report import page
-from tba_hpc.report.audit import audit
+from tba_hpc.report.audit import Audit, audit
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.owners import OwnedError
 
-DAMAGES = int(os.environ.get("TBA_DAMAGES", "12"))
+DAMAGES = int(os.environ.get("TBA_DAMAGES", "25"))
 
 OWN_MODEL = "lab.tabular:Tabular"
 """Of which nothing is asked of the hub."""
@@ -123,7 +124,14 @@ def test_a_damaged_run_goes_on_or_says_why(
     if not said:
         verdict = audit(RunDir.open(path))
         assert verdict.finished, what
-        assert verdict.clean or file.is_relative_to(path / "shards"), f"{what}: {verdict.problems}"
+        assert verdict.clean or file.is_relative_to(path / "shards") or _proves_less(verdict, file), (
+            f"{what}: {verdict.problems}"
+        )
+
+
+def _proves_less(verdict: Audit, file: Path) -> bool:
+    """The records of what was done are damaged: no loss is made of that, nor is it passed over."""
+    return file.suffix == ".jsonl" and (verdict.lost, verdict.doubled) == (0, 0)
 
 
 def _refuse_belief(shard: Path, whole: Path) -> None:
@@ -157,6 +165,7 @@ def _live(path: Path, said: Path) -> None:
         said.write_text(str(error) if known else "".join(traceback.format_exception(error)))
         os._exit(2)
 
+    faulthandler.enable()
     threading.excepthook = lambda hook: end(hook.exc_value)
     try:
         run = RunDir.open(path)

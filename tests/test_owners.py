@@ -196,14 +196,14 @@ def test_a_stale_file_handle_is_opened_again(run: RunDir, monkeypatch: pytest.Mo
     """As NFS answers of a file that another host has replaced; if it stays so, its owner is unknown."""
     left = [3]
 
-    def read_bytes(path: Path) -> bytes:
+    def read(path: Path) -> bytes:
         left[0] -= 1
         if left[0] >= 0:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return path.open("rb").read()
+        return path.read_bytes()
 
     with owned(run):
-        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        monkeypatch.setattr(owners, "read_regular", read)
         owner = owners.owner_at_work(run)
         assert owner and owner.pid == os.getpid() and left == [-1]
         monkeypatch.setattr(owners, "SILENT_SECONDS", 0.1)

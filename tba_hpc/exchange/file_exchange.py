@@ -40,9 +40,9 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from tba_hpc.config import is_elastic
+from tba_hpc.config import ConfigError, is_elastic
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
@@ -58,6 +58,7 @@ from tba_hpc.run.files import (
     passes,
     publish,
     read_regular,
+    require_regular,
     unless_away,
 )
 from tba_hpc.run.owners import end_if_superseded
@@ -129,7 +130,7 @@ class Manifest:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            raise ValueError(f"{folder / 'latest.json'} is damaged: {error}") from None
+            raise DamagedError(f"{folder / 'latest.json'} is damaged: {error}") from None
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a run."""
@@ -362,7 +363,10 @@ class FileTrainerExchange:
 
         What they let searchers do, and their reference, may have been taken back since.
         """
-        before = self._insist(lambda: Manifest.read(self._folder))
+        try:
+            before = self._insist(lambda: Manifest.read(self._folder))
+        except DamagedError as error:
+            raise ConfigError(f"{error}: remove it, and start the same run again") from None
         kept = before.chain(before.entries[-1].sequence) if before and before.entries else ()
         entries = tuple(
             replace(entry, publication=_of_an_attempt_before(entry.publication)) for entry in kept
@@ -472,7 +476,7 @@ class FileSearcherExchange:
         while not self._ended:
             if self._has_started:
                 with suppress(FileNotFoundError):  # not visible yet
-                    read = (self._folder / PROGRESS).read_bytes
+                    read = partial(read_regular, self._folder / PROGRESS)
                     return Progress.from_bytes(insist(read, seconds=self._deadline))
             time.sleep(POLL_SECONDS)
             self._look()
@@ -521,7 +525,7 @@ class FileSearcherExchange:
 
     def _changes(self, link: Entry) -> np.ndarray:
         """What a file of changes holds. Raises DamagedError, OSError."""
-        changes = np.fromfile(self._folder / link.file, np.uint8)
+        changes = np.frombuffer(read_regular(self._folder / link.file), np.uint8)
         if crc32(changes.data) != link.checksum:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
@@ -532,6 +536,7 @@ class FileSearcherExchange:
         On NFS a mapped file that another host removes is lost: a name of our own keeps it.
         """
         path = self._folder / entry.file
+        require_regular(path)
         own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
         try:
             os.link(path, own)
@@ -707,12 +712,13 @@ class ElasticSearcherExchange(FileSearcherExchange):
 
 
 class DamagedError(ValueError):
-    """Changes of weights are not those that the list names."""
+    """The list of weights, or weights, or changes of them, are not as they were written."""
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
     """Raise an error that another look would meet again; half a file, or none, is one not visible yet."""
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not passes(error):
+    passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and passes(error))
+    if isinstance(error, OSError | ConfigError) and not passing:
         raise error
 
 
@@ -720,16 +726,22 @@ _WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 def read_weights(path: Path, own_name: Path | None = None) -> tuple[WeightLayout, WeightFile]:
-    """Layout and data of a safetensors file, verified by its library. own_name: goes with the data."""
-    with safe_open(path, framework="numpy") as opened:
-        lora = json.loads((opened.metadata() or {}).get("lora", "null"))
-        slots, start = [], 0
-        for name in opened.offset_keys():
-            tensor = opened.get_slice(name)
-            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
-            slots.append(WeightSlot(name, dtype, shape, start, end))
-            start = end
+    """Layout and data of a safetensors file, verified by its library. own_name: goes with the data.
+
+    Raises DamagedError, OSError.
+    """
+    slots, start = [], 0
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            lora = json.loads((opened.metadata() or {}).get("lora", "null"))
+            for name in opened.offset_keys():
+                tensor = opened.get_slice(name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
+                slots.append(WeightSlot(name, dtype, shape, start, end))
+                start = end
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
     layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
     file = WeightFile.open(path, layout.nbytes)
     if own_name:

@@ -167,14 +167,19 @@ def make_durable(folder: Path) -> None:
         fsync(path)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises ConfigError for a pipe or a device, which may never end."""
+def require_regular(path: Path) -> None:
+    """Raise ConfigError for a folder, a pipe or a device: to open it may fail, or never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         from tba_hpc.config import (
             ConfigError,  # batch scripts import this module often, and do without configs
         )
 
         raise ConfigError(f"{path} is no regular file: whoever made it, remove it")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises ConfigError for a folder, a pipe or a device."""
+    require_regular(path)
     return path.open("rb")
 
 

@@ -67,7 +67,7 @@ class History:
 
     merges, steps: in order. evictions: by revision, trajectories dropped between merges: stale, of an old
     reference, or used up. starts: how often a trainer began its loop. redone: per resume, the steps that it
-    took back.
+    took back. gaps: resumes from what is not on record, a phrase each.
     """
 
     merges: list[Merge] = field(default_factory=list)
@@ -75,6 +75,7 @@ class History:
     steps: list[Step] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, run: RunDir) -> History:
@@ -102,6 +103,11 @@ class History:
 
     def _go_back(self, step: int, revision: int) -> None:
         """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
+        if step > self.last_step or revision > self.last_revision:
+            self.gaps.append(
+                f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
+                f"revision {self.last_revision}"
+            )
         steps = [taken for taken in self.steps if taken.step <= step]
         if self.starts:
             self.redone.append(len(self.steps) - len(steps))
@@ -126,6 +132,11 @@ class History:
     def last_step(self) -> int:
         """Optimizer steps done."""
         return self.steps[-1].step if self.steps else 0
+
+    @property
+    def last_revision(self) -> int:
+        """Revisions of the buffer."""
+        return max(self.revisions(), default=0)
 
 
 def whole(record: Record, name: str) -> int:

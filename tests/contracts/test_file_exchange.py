@@ -1,6 +1,7 @@
 """What is particular to the exchange over files: the files themselves, attempts, a full disk."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Split, WeightLayout
@@ -166,6 +168,64 @@ def test_a_silent_trainer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ExchangeError, match=r"the trainer has not changed .*latest\.json for 0\.05 s"):
         while True:
             waiting.poll()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["step-000001.safetensors", "latest.json", "progress"])
+def test_what_lies_in_the_place_of_a_file_is_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    """A folder cannot be mapped, and a pipe would be waited for: a sentence, not the deadline's."""
+    exchange = trainer(tmp_path)
+    publish(exchange, 1)
+    rest(exchange)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+
+    def join() -> None:
+        reader = searcher(tmp_path)
+        reader.progress()
+        reader.poll()
+
+    with pytest.raises(ConfigError, match=f"{name} is no regular file: whoever made it, remove it"):
+        join()
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
+def test_damaged_weights_are_left_out_until_others_come(
+    tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange, reader = trainer(tmp_path), searcher(tmp_path)
+    publish(exchange, 1)
+    rest(exchange)
+    (tmp_path / "step-000001.safetensors").write_bytes(data)
+    assert reader.poll() is None and "is damaged" in caplog.text
+    publish(exchange, 2)
+    update = reader.poll()
+    assert update is not None and update.publication.version == 2
+    exchange.close()
+
+
+def test_a_resume_names_a_damaged_list_of_weights(tmp_path: Path) -> None:
+    """A searcher takes it for one that is not visible yet."""
+    trainer(tmp_path).close()
+    path = tmp_path / "latest.json"
+    path.write_bytes(path.read_bytes().replace(b"attempt", b"attemqt"))
+    with pytest.raises(ConfigError, match=r"latest.json is damaged: .* remove it, and start the same run"):
+        trainer(tmp_path)
+    assert searcher(tmp_path).poll() is None
+
+
+def test_changes_that_are_no_file_are_named(tmp_path: Path) -> None:
+    exchange = teller(tmp_path)
+    for version in (0, 1):
+        tell(exchange, Publication(version=version))
+    exchange.close()
+    (changes,) = tmp_path.glob("*.changes")
+    changes.unlink()
+    changes.mkdir()
+    with pytest.raises(ConfigError, match="changes is no regular file"):
+        searcher(tmp_path).poll()
 
 
 def test_a_stop_of_the_attempt_before_is_forgotten(tmp_path: Path) -> None:

@@ -116,6 +116,12 @@ def _notes(evidence: Evidence) -> list[str]:
     ]
 
 
+def _word(check: Check) -> str:
+    if check.violations:
+        return count(len(check.violations), "problem")
+    return "holds" if check.proven else "not proven"
+
+
 def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
     """A table of checks, then every problem in full; or JSON."""
     if as_json:
@@ -125,7 +131,7 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
         [
             {
                 "promise": check.name,
-                "": count(len(check.violations), "problem") if check.violations else "holds",
+                "": _word(check),
                 "looked at": check.evidence,
             }
             for check in verdict.checks

@@ -35,17 +35,19 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise, what was looked at, and what breaks it."""
+    """A promise, what was looked at, and what breaks it. proven: whether no violation is a proof."""
 
     name: str
     evidence: str
     violations: tuple[Violation, ...]
+    proven: bool = True
 
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
     """All checks, in the order of a trajectory's way."""
     return (
         check_files(evidence),
+        check_records(evidence),
         check_seals(evidence),
         check_merges(evidence),
         check_prompts(evidence),
@@ -53,6 +55,22 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
         check_checkpoints(evidence),
         check_steps(evidence),
     )
+
+
+def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
+    """A check that holds the trainer's records against the rest: open if some of them are missing."""
+    if evidence.gap:
+        return Check(name, looked_at, (), proven=False)
+    return Check(name, looked_at, tuple(violations))
+
+
+def check_records(evidence: Evidence) -> Check:
+    """The trainer's records have no gap; one takes away what the checks after it prove."""
+    history = evidence.history
+    gap = f"metrics/trainer.jsonl is damaged ({evidence.gap}): it cannot be proven any more that every "
+    gap += "shard was merged once, no prompt skipped or doubled, and every step taken once"
+    looked_at = f"{count(len(history.steps), 'step')}, {count(history.last_revision, 'revision')}"
+    return Check("trainer's records have no gap", looked_at, (Violation(gap),) if evidence.gap else ())
 
 
 # --- Shards ---
@@ -70,20 +88,24 @@ def check_seals(evidence: Evidence) -> Check:
     """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
     merged = {merge.key for merge in evidence.saved_merges}
     safe = merged | set(evidence.waiting)
-    lost = [
-        _lost(evidence, key, size.trajectories) for key, size in evidence.sizes.items() if key not in safe
-    ]
+    missing = {key: size.trajectories for key, size in evidence.sizes.items() if key not in safe}
+    violations = [*_sealed_again(evidence.seals)]
+    if evidence.gap:  # what the newest checkpoint is past, it alone tells of
+        missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
+        if lost := evidence.uncounted:
+            many = count(lost, "acknowledged trajectory")
+            violations.append(Violation(f"{many} that the newest checkpoint is past are lost", lost=lost))
+    violations += [_lost(evidence, key, number) for key, number in missing.items()]
     looked_at = (
         f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
         f"{len(evidence.waiting):,} on disk beyond it"
     )
-    return Check("no seal is lost", looked_at, (*_sealed_again(evidence.seals), *lost))
+    return Check("no seal is lost", looked_at, tuple(violations))
 
 
 def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
-    searcher, index = key
     file = evidence.files.get(key) or evidence.refused.get(key)
-    passed = index < evidence.newest.cursors.get(searcher, 0)
+    passed = evidence.passed(key)
     why = "the newest checkpoint is past it, but no merge of it is on record" if passed else ""
     why = why or "no checkpoint holds it"
     fault = file.fault if file else "is gone"
@@ -104,18 +126,15 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """Every shard is merged once in the surviving history, as it was sealed, in revisions without a gap."""
+    """Every shard is merged once in the surviving history, as it was sealed."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
-    revisions = [0, *evidence.history.revisions()]
-    gaps = [pair for pair in pairwise(revisions) if pair[1] - pair[0] not in (0, 1)]
     violations = (
         *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
-        *(Violation(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
         *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
     )
-    looked_at = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
-    return Check("every shard merged once", looked_at, violations)
+    looked_at = f"{count(len(merges), 'merge')} in {count(evidence.history.last_revision, 'revision')}"
+    return _by_records(evidence, "every shard merged once", looked_at, violations)
 
 
 def _merged_again(first: Merge, again: Merge) -> Violation:
@@ -158,7 +177,7 @@ def check_prompts(evidence: Evidence) -> Check:
     )
     end = max(times, default=-1) + 1
     looked_at = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
-    return Check("no prompt skipped or doubled", looked_at, violations)
+    return _by_records(evidence, "no prompt skipped or doubled", looked_at, violations)
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
@@ -227,7 +246,7 @@ def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[V
     record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
     left_out = sum(merge.again for merge in evidence.history.until(state.revision))
     expected = [state.trajectories - left_out, state.duplicates, state.evicted]
-    if counters != expected:
+    if counters != expected and not evidence.gap:
         yield Violation(f"{checkpoint.name}: the buffer counts {counters}, state.json {expected}")
     should = state.added - state.evicted
     if should != len(record):
@@ -249,11 +268,11 @@ def check_checkpoints(evidence: Evidence) -> Check:
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),
         *(Violation(f"{one.name} holds fewer revisions than the checkpoint before it") for one in back),
-        *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
+        *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable if not evidence.gap),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
     )
     looked_at = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
-    return Check("checkpoints agree with merges", looked_at, violations)
+    return Check("checkpoints agree with merges", looked_at, violations, proven=not evidence.gap)
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
@@ -282,21 +301,16 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
 
 
 def check_steps(evidence: Evidence) -> Check:
-    """Steps follow one another, and reach the newest checkpoint and evaluation."""
+    """Steps, which have no gap, reach the newest evaluation and the end of a finished run."""
     history = evidence.history
     redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
     looked_at = f"{count(len(history.steps), 'step')}, {redone}"
-    return Check("every step taken once", looked_at, tuple(_step_violations(evidence)))
+    return _by_records(evidence, "every step taken once", looked_at, [*_step_violations(evidence)])
 
 
 def _step_violations(evidence: Evidence) -> Iterator[Violation]:
     history, saved = evidence.history, evidence.newest.step
     ends = f"trainer.jsonl ends at step {history.last_step}"
-    for before, after in pairwise([0, *(taken.step for taken in history.steps)]):
-        if after != before + 1:
-            yield Violation(f"step {after} follows step {before} in trainer.jsonl")
-    if saved > history.last_step:
-        yield Violation(f"a checkpoint is of step {saved}, but {ends}")
     if late := [step for step in evidence.evaluations if step > history.last_step]:
         yield Violation(f"{_some('step', late)} evaluated, but {ends}")
     if evidence.finished and saved != (end := evidence.config.train.steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,44 @@ class Evidence:
     def newest(self) -> TrainerState:
         """State of the newest checkpoint that can be read; of a fresh run if there is none."""
         return self.usable[-1].state if self.usable else TrainerState()
+
+    @property
+    def gap(self) -> str:
+        """What is missing in the trainer's records, a phrase; else empty."""
+        history, saved = self.history, self.newest
+        steps = [0, *(taken.step for taken in history.steps)]
+        revisions = [0, *history.revisions()]
+        found = [
+            *history.gaps,
+            *(f"step {b} follows step {a}" for a, b in pairwise(steps) if b != a + 1),
+            *(f"revision {b} follows revision {a}" for a, b in pairwise(revisions) if b - a not in (0, 1)),
+        ]
+        if saved.step > history.last_step or saved.revision > history.last_revision:
+            found.append(
+                f"a checkpoint is of step {saved.step}, revision {saved.revision}, but they end at step "
+                f"{history.last_step}, revision {history.last_revision}"
+            )
+        if not self.uncounted:
+            merged = {merge.key for merge in self.saved_merges}
+            found += [
+                f"a checkpoint counts shard {index} of searcher {searcher}, of which they have no merge"
+                for (searcher, index), size in self.sizes.items()
+                if size.trajectories and self.passed((searcher, index)) and (searcher, index) not in merged
+            ]
+        return found[0] if found else ""
+
+    def passed(self, key: ShardKey) -> bool:
+        """Whether the newest checkpoint is past a shard."""
+        return key[1] < self.newest.cursors.get(key[0], 0)
+
+    @property
+    def uncounted(self) -> int:
+        """Trajectories of the shards that the newest checkpoint is past, less those that it counts as merged.
+
+        Its files have checksums, the records have none: it is believed first.
+        """
+        sealed = sum(size.trajectories for key, size in self.sizes.items() if self.passed(key))
+        return max(0, sealed - self.newest.trajectories)
 
     @property
     def saved_merges(self) -> list[Merge]:
