@@ -36,15 +36,19 @@ QUOTED = 200
 """Bytes of the end of its error output that an error quotes."""
 
 # In a process of its own: what runs between fork and exec in one of several threads may wait for ever.
+# The kernel kills it, as run.signals.die_with has it, with the thread that waits for it.
 LIMITER = """
-import os, resource, sys
-memory, seconds, size, files = map(int, sys.argv[1:5])
+import ctypes, os, resource, sys
+ctypes.CDLL(None).prctl(1, 9)
+parent, memory, seconds, size, files = map(int, sys.argv[1:6])
+if os.getppid() != parent:
+    sys.exit(1)
 for limit, value in (("AS", memory), ("CPU", seconds), ("FSIZE", size), ("NOFILE", files), ("CORE", 0)):
     resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
 try:
-    os.execvp(sys.argv[5], sys.argv[5:])
+    os.execvp(sys.argv[6], sys.argv[6:])
 except OSError as error:
-    sys.exit(f"cannot start {sys.argv[5]}: {error.strerror}")
+    sys.exit(f"cannot start {sys.argv[6]}: {error.strerror}")
 """
 
 
@@ -97,7 +101,7 @@ class Ended(NamedTuple):
 
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
     """Run a command with ``text`` on its input. For the limits see the module."""
-    limits = (memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
+    limits = (os.getpid(), memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
     limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
     with (
         tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True) as folder,
