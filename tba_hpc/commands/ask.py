@@ -6,6 +6,7 @@ It must not judge them, nor start an engine: for one question transformers is up
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,11 +34,12 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. truncated: whether a limit ended it. tokens: with its end."""
+    """An answer. truncated: whether a limit ended it. tokens: with its end. failed: its environment has."""
 
     text: str
     truncated: bool
     tokens: int
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,14 @@ def ask(
         prompt=decode(tokens),
         temperature=temperature,
         max_tokens=sampling.max_tokens,
-        replies=[Reply(decode(a.tokens), a.finish_reason != "stop", len(a.tokens)) for a in answers],
+        replies=[_reply(decode(answer.tokens), answer) for answer in answers],
         seconds=time.monotonic() - began,
     )
+
+
+def _reply(text: str, answer: Completion) -> Reply:
+    failed = answer.reward is not None and math.isnan(answer.reward)
+    return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed)
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
@@ -164,7 +171,8 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
     console = Terminal()
     console.print(Text(asked.prompt.strip("\n"), style="dim"))
     for reply in asked.replies:
-        text = f"{reply.text.strip()} […cut off]" if reply.truncated else reply.text.strip()
+        end = " […its environment failed]" if reply.failed else " […cut off]" if reply.truncated else ""
+        text = f"{reply.text.strip()}{end}".strip()
         console.print(Padding(Text(text), (0, 0, 0, 2)))
     console.print(Text(_how(asked), style="dim"))
 

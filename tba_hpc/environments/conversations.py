@@ -163,8 +163,8 @@ class Conversations:
         def take(result: Any) -> None:
             try:
                 then(episode, result)
-            except ConfigError:
-                raise
+            except ConfigError as error:  # the template refuses what this environment says
+                self._fail(episode, ValueError(str(error)))
             except Exception as error:  # templates raise anything, too
                 self._fail(episode, error)
 
@@ -184,10 +184,10 @@ class Conversations:
             "min_tokens": max(0, sampling.min_tokens - episode.length),
         }
         self._asked += 1
-        self._turns[self._asked] = episode
         tokens = np.concatenate([episode.prompt.tokens, *episode.tokens])
         prompt = Prompt(request.prompt.id, tokens, request.prompt.target)
         self._generator.submit(Request(prompt, self._asked, 1, replace(sampling, **limits), request.split))
+        self._turns[self._asked] = episode  # now that the engine has taken it
 
     def _said(self, episode: Episode, turn: Group) -> None:
         """Let the environment act on a turn that is whole."""

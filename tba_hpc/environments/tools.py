@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import operator
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_hpc.config import ConfigError
 from tba_hpc.tasks.gsm8k import final_number
 from tba_hpc.tasks.program import run_confined
 
@@ -59,13 +61,20 @@ def _value(node: ast.expr) -> int | float:
 
 
 class Python:
-    """Programs, each on its own, within the limits of tasks.program: time and memory, not the network."""
+    """Programs, each on its own, within the limits of tasks.program: time and memory, not network and files.
 
+    prefix: words before the command, such as those of bubblewrap, to confine it further. seconds: of a
+    program; at most half of task.options.step_seconds.
+    """
+
+    prefix: Sequence[str] = ()
     seconds = 10.0
     memory_mb = 1024
 
     def reset(self) -> None:
-        """There is nothing to keep."""
+        """There is nothing to keep. Raises ConfigError where there is no such prefix."""
+        if self.prefix and shutil.which(self.prefix[0]) is None:
+            raise ConfigError(f"{self.prefix[0]}, which is to confine programs, is not in PATH: install it")
 
     def python(self, code: str) -> str:
         """Run a Python program and read what it prints.
@@ -73,11 +82,14 @@ class Python:
         Args:
             code: The program. It remembers nothing of earlier ones.
         """
-        words = [sys.executable, "-I", "-"]
+        words = [*self.prefix, sys.executable, "-I", "-"]
         ended = run_confined(words, code.encode(), seconds=self.seconds, memory_mb=self.memory_mb)
         if ended.status < 0:
             return f"error: it was killed; a program has {self.seconds:g} s and {self.memory_mb} MiB"
-        return ended.said.strip() or ended.last_error or "(it printed nothing)"
+        said = ended.said.strip()
+        if ended.status:
+            return f"{said}\n{ended.last_error or f'error: status {ended.status}'}".strip()
+        return said or ended.last_error or "(it printed nothing)"
 
 
 def same_number(completion: str, answer: str) -> float:
