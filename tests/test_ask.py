@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tba_hpc import cli
-from tba_hpc.commands.ask import Asked, ask
+from tba_hpc.commands.ask import Asked, Reply, ask, print_answers
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import Completion, Sampling
 from tba_hpc.learner.hf_answers import HfAnswers
@@ -188,3 +188,8 @@ def test_a_task_with_an_environment_answers_in_turns(
     assert asked.prompt == "6*7?|" and prompts == ["6*7?|"] * 2 + [f"6*7?|{call}42|"] * 2
     assert [reply.text for reply in asked.replies] == [f"{call}42|It is 42."] * 2
     assert len(set(seeds)) == 4
+
+
+def test_an_answer_whose_environment_failed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply("", False, 1, failed=True)], 1.0))
+    assert "[…its environment failed]" in capsys.readouterr().out

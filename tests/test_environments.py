@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 from conversing import REWRITING, TEMPLATES, Script, make_tokenizer
 from transformers.utils import get_json_schema
@@ -97,8 +99,32 @@ class NoReward(Bad):
     get_reward = None
     def tool(self): ...
 
+class Many(Till):
+    async def reset(self): return " Hi."
+    def total(self, of: list[int], unit: str = "") -> str:
+        return f"{sum(of)}{unit}"
+    async def get_reward(self): return 0.5
+
+class Rest(Till):
+    def rest(self, *of: int): ...
+
+class Static(Till):
+    @staticmethod
+    def still(of: int): ...
+
+class Hook(Till):
+    def hook(self, call: threading.Thread): ...
+
+class Roles:
+    def reset(self): ...
+    def step(self, messages):
+        return [{"role": "stranger", "content": "?"}], False, 0
+
 class Idle:
     def reset(self): ...
+
+class Seeded(Till):
+    def reset(self, seed, bad): ...
 
 class Odd(Till):
     def ask(self, what: "Nothing"): ...
@@ -149,6 +175,8 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
     assert contract("Guess").fields({"secret": "a", "prompt": "?"}, 7) == {"secret": "a", "prompt": "?"}
     with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 lacks"):
         contract().require({"prompt": "?"}, "row 1")
+    with pytest.raises(ConfigError, match="takes 'bad'"):
+        contract("Seeded").require({"prompt": "?"}, "row 1")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +211,21 @@ def test_results_are_cut_and_calls_are_executed_in_order() -> None:
     assert [message["content"] for message in messages] == [f"{n}1 " for n in range(1, 9)]
 
 
+def test_asynchronous_methods_are_awaited_and_lists_in_parameters_are_read() -> None:
+    made = Session(contract("Many"), {}, 0)
+    assert made.open() == " Hi." and made.reward() == 0.5
+    parameters = "<parameter=of>\n[1, 2]\n</parameter><parameter=unit>\n7\n</parameter>"
+    messages, _ = made.act(f"<tool_call><function=total>{parameters}</function></tool_call>", [])
+    assert messages[0]["content"] == "37"
+
+
+def test_tools_are_called_in_the_first_half_of_a_turns_time() -> None:
+    made = Session(Contract(NAME, "own_worlds:Till", max_chars=99, seconds=0.0), {"coins": 1}, 0)
+    made.open()
+    messages, done = made.act(call("put", coins=1), [])
+    assert not done and messages[0]["content"] == "error: no time left in this turn"
+
+
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
@@ -199,6 +242,8 @@ def test_results_are_cut_and_calls_are_executed_in_order() -> None:
         ("{no JSON", []),
         ('<think><tool_call>{"name": "f"}</tool_call></think>5', []),
         ("<tool_call>f(1)</tool_call>", ["error: the call is no JSON"]),
+        (f"<tool_call>{'1' * 5000}</tool_call>", ["error: the call is no JSON"]),
+        (f"<tool_call>{'[' * 200_000}</tool_call>", ["error: the call is no JSON"]),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', ["error: write a call as"]),
         ("<tool_call>[]</tool_call>", ["error: write a call as"]),
     ],
@@ -217,6 +262,9 @@ def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
         ("size", "is no environment"),
         ("Idle", "offers the model nothing to do"),
         ("Odd", "the type hints of its tool ask cannot be understood"),
+        ("Hook", "the type hints of its tool hook cannot be understood"),
+        ("Rest", "its tool rest is no method that takes its arguments by their names"),
+        ("Static", "its tool still is no method that takes its arguments by their names"),
     ],
 )
 def test_what_is_no_environment_is_refused(name: str, sentence: str) -> None:
@@ -254,6 +302,16 @@ def test_an_end_of_another_kind_takes_the_place_of_the_templates() -> None:
     eot, eos = (tokenizer._tokenizer.convert_tokens_to_ids(word) for word in ("<|eot|>", "<eos>"))
     ends = [chat.bridge(np.array([end], np.int32), message).tolist() for end in (eot, eos)]
     assert ends[0] == ends[1] and eot not in ends[0][:1]
+
+
+def test_a_blank_that_decodes_to_nothing_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of a text SentencePiece drops one."""
+    tokenizer = make_tokenizer("hermes")
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda tokens: decode(tokens).removeprefix(" "))
+    chat, message = Chat(tokenizer, [], ["tool"]), [{"role": "tool", "content": "5"}]
+    blank = chat.bridge(tokenizer.encode("a "), message).tolist()
+    assert blank == chat.bridge(tokenizer.encode("a"), message).tolist()
 
 
 @pytest.mark.parametrize("kind", REWRITING)
@@ -450,6 +508,16 @@ def test_an_episode_that_failed_is_set_aside_also_where_only_named_rewards_judge
     assert made.task.correct(prompts, [failed, good]) == [False, True]
 
 
+def test_a_message_that_the_template_refuses_is_the_episodes_fault(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = "{% for m in messages %}{{ raise_exception('no') if m.role == 'stranger' }}{% endfor %}"
+    tokenizer = make_tokenizer("hermes", TEMPLATES["hermes"] + refusing)
+    made = Stage(make_task(own, tokenizer, "Roles", {}, {}), tokenizer, ["So."])
+    assert np.isnan(made.play().completions[0].reward)
+    assert "failed in turn 1" in caplog.text
+
+
 def test_calls_that_hang_for_ever_end_the_run(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,11 +634,32 @@ def test_python_runs_confined(own: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tool = Python()
     assert tool.python("for i in range(3):\n    print(i * i)") == "0\n1\n4"
     assert tool.python("1 / 0") == "ZeroDivisionError: division by zero"
+    assert tool.python("print(1)\n1 / 0") == "1\nZeroDivisionError: division by zero"
     assert tool.python("x = 1") == "(it printed nothing)"
     monkeypatch.setenv("SECRET", "1")
     assert tool.python("import os; print(os.environ.get('SECRET'), os.listdir())") == "None []"
-    tool.seconds = 0.3
+    tool.prefix = ("env", "BOX=1")
+    assert tool.python("import os; print(os.environ['BOX'])") == "1"
+    tool.prefix = ("no-such-box",)
+    with pytest.raises(ConfigError, match="no-such-box, which is to confine programs"):
+        tool.reset()
+    tool.prefix, tool.seconds = (), 0.3
     assert "was killed" in tool.python("while True: pass")
+
+
+def test_a_program_ends_with_the_process_that_waits_for_it(own: Path) -> None:
+    code = f"import os, time; open({str(own / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    lines = (
+        "import threading, time\nfrom pathlib import Path\nfrom tba_hpc.environments.tools import Python\n"
+        f"threading.Thread(target=Python().python, args=({code!r},), daemon=True).start()\n"
+        f"while not (Path({str(own / 'pid')!r}).exists() and Path({str(own / 'pid')!r}).read_text()):\n"
+        "    time.sleep(0.01)\n"
+    )
+    subprocess.run([sys.executable, "-c", lines], check=True, timeout=60)
+    pid, deadline = int((own / "pid").read_text()), time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_last_number_counts() -> None:

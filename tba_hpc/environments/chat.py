@@ -56,7 +56,7 @@ def _call(body: str) -> Call | str:
         return Call(function[1], dict(PARAMETER.findall(body)))
     try:
         found = json.loads(body)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # more digits, or deeper, than Python reads
         return f"error: the call is no JSON ({error})"
     name = found.get("name") if isinstance(found, dict) else None
     arguments = found.get("arguments", found.get("parameters", {})) if name else None
@@ -103,7 +103,8 @@ class Chat:
         return tokens[1:] if self._is_special(turn[-1:]) and self._is_special(tokens[:1]) else tokens
 
     def _is_special(self, token: np.ndarray) -> bool:
-        return len(token) > 0 and not self._tokenizer.decode(token)
+        # Twice: one blank of SentencePiece decodes to nothing, too, as the first of a text.
+        return len(token) > 0 and not self._tokenizer.decode(np.repeat(token, 2))
 
     def _require_that_it_appends(self, role: str) -> None:
         """Raise ConfigError where the template changes what it has written when messages follow.

@@ -24,7 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -51,19 +54,23 @@ ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 class Contract:
     """What an environment class offers. Raises ConfigError where it does not keep the contract.
 
-    name: ``module:Class``. max_chars: of a tool's result.
+    name: ``module:Class``. max_chars: of a tool's result. seconds: for what it does in a turn; tools are
+    called in the first half, so that one that takes half of it ends in time.
     """
 
-    def __init__(self, key: str, name: str, *, max_chars: int) -> None:
+    def __init__(self, key: str, name: str, *, max_chars: int, seconds: float = math.inf) -> None:
         self._key = f"{key}={name}"
         self.make: Callable[[], Any] = find_function(self._key, name)
-        self.max_chars = max_chars
+        self.max_chars, self.seconds = max_chars, seconds
         found = dict(inspect.getmembers(self.make, inspect.isfunction))
         if not inspect.isclass(self.make) or "reset" not in found:
             raise ConfigError(f"{self._key} is no environment: give a class with a method reset()")
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
-        self.tools = {name: self._tool(found[name]) for name in names}
-        self.schemas = [_schema(name, found[name], tool) for name, tool in self.tools.items()]
+        self.tools: dict[str, TypeAdapter[Any]] = {}
+        self.schemas: list[dict[str, Any]] = []
+        for name in names:
+            self._require_arguments_by_name(name)
+            self._add_tool(name, found[name])
         self.has_step, self.has_reward = "step" in found, "get_reward" in found
         if not self.tools and not self.has_step:
             raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
@@ -71,20 +78,32 @@ class Contract:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
 
-    def _tool(self, method: Callable[..., Any]) -> TypeAdapter[Any]:
-        """Checks arguments by the type hints of a method, converts them, and calls it."""
+    def _require_arguments_by_name(self, name: str) -> None:
+        method = inspect.getattr_static(self.make, name)
+        parameters = (
+            [] if isinstance(method, staticmethod) else [*inspect.signature(method).parameters.values()]
+        )
+        if not parameters or any(p.kind not in (*BY_NAME, p.VAR_KEYWORD) for p in parameters):
+            raise ConfigError(
+                f"{self._key}: its tool {name} is no method that takes its arguments by their names: give it "
+                "self, and neither *args nor /, or begin its name with _"
+            )
+
+    def _add_tool(self, name: str, method: Callable[..., Any]) -> None:
+        """A tool checks arguments by the type hints of a method, converts them, and calls it."""
         try:
-            return TypeAdapter(cast(Any, method))
+            self.tools[name] = TypeAdapter(cast(Any, method))
+            self.schemas.append(_schema(name, method, self.tools[name]))
         except (PydanticUserError, NameError, TypeError) as error:
             raise ConfigError(
-                f"{self._key}: the type hints of its tool {method.__name__} cannot be understood "
+                f"{self._key}: the type hints of its tool {name} cannot be understood "
                 f"({str(error).splitlines()[0]}): use types that JSON can hold"
             ) from None
 
     def require(self, row: Mapping[str, object], line: str) -> None:
         """Raise ConfigError where a row lacks what ``reset`` needs; line: which row it is."""
-        lacking = [name for name, needed in self._named.items() if needed and name not in row]
-        if lacking and lacking != ["seed"]:
+        lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
+        if lacking:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
@@ -106,6 +125,8 @@ def _schema(name: str, method: Callable[..., Any], tool: TypeAdapter[Any]) -> di
         properties[argument] = plain | note
     required = [p for p in tool.json_schema().get("required", []) if p != "self"]
     parameters = {"type": "object", "properties": properties, "required": required}
+    if definitions := tool.json_schema().get("$defs"):
+        parameters["$defs"] = definitions
     function = {"name": name, "description": text.strip(), "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -138,7 +159,7 @@ class Session:
     def open(self) -> str | None:
         """Make the environment and reset it; the text for the prompt, if there is one."""
         self._environment = self.contract.make()
-        text = self._environment.reset(**self.contract.fields(self.row, self.seed))
+        text = _result_of(self._environment.reset(**self.contract.fields(self.row, self.seed)))
         return None if text is None else str(text)
 
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
@@ -147,10 +168,11 @@ class Session:
         messages: all of the conversation, for ``step``.
         """
         if self.contract.tools and (calls := parse_calls(text)):
-            return [self._result(call) for call in calls], False
+            end = time.monotonic() + self.contract.seconds / 2
+            return [self._result(call, end) for call in calls], False
         if not self.contract.has_step:
             return [], True
-        answers, done, reward = self._environment.step(list(messages))
+        answers, done, reward = _result_of(self._environment.step(list(messages)))
         self._sum = (self._sum or 0.0) + float(reward or 0.0)
         if isinstance(answers, str):
             answers = [{"role": "user", "content": answers}]
@@ -158,21 +180,24 @@ class Session:
 
     def reward(self) -> float | None:
         """Of the whole episode; None if the environment has no reward."""
-        return float(self._environment.get_reward()) if self.contract.has_reward else self._sum
+        return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
-    def _result(self, call: Call | str) -> Message:
-        """A tool's result as a message; an error if it raises, or the call is wrong."""
+    def _result(self, call: Call | str, end: float) -> Message:
+        """A tool's result as a message; an error if it raises, the call is wrong, or it is after ``end``."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
+        if time.monotonic() > end:
+            return {"role": "tool", "name": call.name, "content": "error: no time left in this turn"}
         return {"role": "tool", "name": call.name, "content": self._call(call)[: self.contract.max_chars]}
 
     def _call(self, call: Call) -> str:
         tool = self.contract.tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
+        properties = tool.json_schema()["properties"]
+        arguments = {name: _parsed(value, properties.get(name, {})) for name, value in call.arguments.items()}
         try:
-            result = tool.validate_python({**call.arguments, "self": self._environment})
-            return str(asyncio.run(result) if inspect.iscoroutine(result) else result)
+            return str(_result_of(tool.validate_python({**arguments, "self": self._environment})))
         except ConfigError:
             raise
         except ValidationError as error:
@@ -180,6 +205,22 @@ class Session:
             return _error(": ".join([*map(str, first["loc"]), first["msg"]]))
         except Exception as error:  # a user's code may raise anything
             return _error(f"{type(error).__name__}: {error}")
+
+
+def _result_of(result: Any) -> Any:
+    """What a method of the user's has returned, also an asynchronous one."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _parsed(value: object, schema: Mapping[str, Any]) -> object:
+    """An argument; of text for what is no text, the JSON that it is, if it is any."""
+    kinds = [one.get("type") for one in schema.get("anyOf", [schema])]
+    if not isinstance(value, str) or "string" in kinds or not schema.keys() & {"type", "anyOf", "$ref"}:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _error(text: str) -> str:

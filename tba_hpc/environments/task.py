@@ -52,10 +52,13 @@ class Environment(Jsonl):
         """The options of the config; those that Jsonl has mean the same. Raises ConfigError.
 
         environment: ``module:Class``, see environments.contract. max_turns: of the model; an episode that
-        needs more is cut off. step_seconds: longest time for what an environment does in a turn.
+        needs more is cut off. step_seconds: longest time for what an environment does in a turn; tools are
+        called in its first half.
         max_tool_chars: of a tool's result. concurrency: environments of a searcher that work at a time.
         """
-        self._contract = Contract("task.options.environment", environment, max_chars=max_tool_chars)
+        self._contract = Contract(
+            "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
+        )
         self.own_reward = self._contract.has_reward or self._contract.has_step
         super().__init__(
             tokenizer,
