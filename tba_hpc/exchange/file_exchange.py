@@ -126,7 +126,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """The manifest of a run, None before its first trainer has started."""
         try:
-            return msgspec.json.decode(read_regular(folder / "latest.json"), type=cls)
+            return _DECODER.decode(read_regular(folder / "latest.json"))
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
@@ -141,6 +141,10 @@ class Manifest:
         until = [entry for entry in self.entries if entry.sequence <= sequence]
         whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
         return tuple(until[whole:])
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
+"""Made once: msgspec 0.22 crashes if two threads decode a dataclass for the first time at once."""
 
 
 class FileTrainerExchange:
