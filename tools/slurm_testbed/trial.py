@@ -150,9 +150,15 @@ class Trial:
 
     def end(self, *jobs: int) -> None:
         """Have the run stop, and end a few steps after it has come back; wait for it and for ``jobs``."""
-        asked = time.time()
-        faults.ask_to_stop(self.cluster, self.job)
-        self.wait_for(lambda: self.history.of_trainer("stopped", after=asked), "the run to stop")
+        began = time.time()
+
+        def stopped() -> bool:
+            return bool(self.history.of_trainer("stopped", after=began))
+
+        while not stopped():  # ranks that are only starting end at once, and the job begins again
+            asked = time.time()
+            faults.ask_to_stop(self.cluster, self.job)
+            self.wait_for(lambda: stopped() or self.history.first_step(after=asked), "the run to stop")  # noqa: B023
         self.run.adapt([f"train.steps={self.history.step + STEPS_AFTER}"])
         self.cluster.own(self.run.path)
         self.wait_for(lambda: self.run.finished, "the end of the run")
