@@ -68,6 +68,7 @@ class Contract:
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
+        self.arguments: dict[str, dict[str, Any]] = {}  # of each tool: the schemas by name
         for name in names:
             self._require_arguments_by_name(name)
             self._add_tool(name, found[name])
@@ -93,12 +94,16 @@ class Contract:
         """A tool checks arguments by the type hints of a method, converts them, and calls it."""
         try:
             self.tools[name] = TypeAdapter(cast(Any, method))
-            self.schemas.append(_schema(name, method, self.tools[name]))
+            parameters = _parameters(self.tools[name], method)
         except (PydanticUserError, NameError, TypeError) as error:
             raise ConfigError(
                 f"{self._key}: the type hints of its tool {name} cannot be understood "
                 f"({str(error).splitlines()[0]}): use types that JSON can hold"
             ) from None
+        text = inspect.cleandoc(method.__doc__ or "").partition("Args:\n")[0].strip()
+        function = {"name": name, "description": text, "parameters": parameters}
+        self.schemas.append({"type": "function", "function": function})
+        self.arguments[name] = parameters["properties"]
 
     def require(self, row: Mapping[str, object], line: str) -> None:
         """Raise ConfigError where a row lacks what ``reset`` needs; line: which row it is."""
@@ -112,23 +117,19 @@ class Contract:
         return given | {name: row[name] for name in row if self._takes_all or name in self._named}
 
 
-def _schema(name: str, method: Callable[..., Any], tool: TypeAdapter[Any]) -> dict[str, Any]:
-    """A tool as chat templates want it: JSON schema of the type hints, texts of the docstring."""
-    text, _, arguments = inspect.cleandoc(method.__doc__ or "").partition("Args:\n")
-    described = _arguments(arguments)
-    properties = {}
-    for argument, schema in tool.json_schema()["properties"].items():
-        if argument == "self":
-            continue
-        plain = {key: value for key, value in schema.items() if key != "title"}
-        note = {"description": described[argument]} if argument in described else {}
-        properties[argument] = plain | note
-    required = [p for p in tool.json_schema().get("required", []) if p != "self"]
-    parameters = {"type": "object", "properties": properties, "required": required}
-    if definitions := tool.json_schema().get("$defs"):
-        parameters["$defs"] = definitions
-    function = {"name": name, "description": text.strip(), "parameters": parameters}
-    return {"type": "function", "function": function}
+def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:
+    """As chat templates want them: JSON schema of the type hints, described by the docstring."""
+    described = _arguments(inspect.cleandoc(method.__doc__ or "").partition("Args:\n")[2])
+    found = tool.json_schema()
+    properties = {
+        name: {key: value for key, value in schema.items() if key != "title"}
+        | ({"description": described[name]} if name in described else {})
+        for name, schema in found["properties"].items()
+        if name != "self"
+    }
+    required = [name for name in found.get("required", []) if name != "self"]
+    definitions = {"$defs": found["$defs"]} if "$defs" in found else {}
+    return {"type": "object", "properties": properties, "required": required, **definitions}
 
 
 def _arguments(text: str) -> dict[str, str]:
@@ -194,8 +195,8 @@ class Session:
         tool = self.contract.tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
-        properties = tool.json_schema()["properties"]
-        arguments = {name: _parsed(value, properties.get(name, {})) for name, value in call.arguments.items()}
+        schemas = self.contract.arguments[call.name]
+        arguments = {name: _parsed(value, schemas.get(name, {})) for name, value in call.arguments.items()}
         try:
             return str(_result_of(tool.validate_python({**arguments, "self": self._environment})))
         except ConfigError:
