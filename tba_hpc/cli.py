@@ -197,7 +197,7 @@ def submit(
         after=after,
         options=options,
         chain=chain,
-        here=print_only and nodes is None,
+        here=os.environ["SLURM_JOB_ID"] if print_only and nodes is None else "",
     )
     if elastic:
         from tba_hpc.commands.elastic import submit_elastic

@@ -96,7 +96,7 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     assert nodes_of_this_job(ready=True) == 1
     with pytest.raises(ConfigError, match="--nodes is missing"):
         nodes_of_this_job(ready=False)
-    order = Order(config=Path("quickstart"), site=ORDER.site, nodes=1, run_root=tmp_path, here=True)
+    order = Order(config=Path("quickstart"), site=ORDER.site, nodes=1, run_root=tmp_path, here="7")
     text = script(order, make=True)
     assert "TRAINERS=1\nSEARCHERS=1\n" in text and "--gres=gpu:2 " in text and "--cpus-per-task=3" in text
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -40,8 +39,7 @@ def submit_elastic(
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
     config, site = run.config(), site.model_copy(update={"searcher": own})
     searcher = _searchers(config, site, nodes)
-    job_id = os.environ["SLURM_JOB_ID"] if order.here else ""
-    code = snapshot.take(run.path, job_id) if make else snapshot.place(run.path)
+    code = snapshot.take(run.path, order.here) if make else snapshot.place(run.path)
     job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
     text = elastic_script(job, 1 if least is not None else nodes, searcher, site)
     if show or make:

@@ -34,8 +34,8 @@ class Order:
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
     shipped one. after: a run whose job is to end first. options: further ones of sbatch, such as
-    ``--time-min=60``. chain: jobs, each after the other. here: the job is this one, which has its nodes. The
-    others: as the options of ``tba submit``.
+    ``--time-min=60``. chain: jobs, each after the other. here: id of this job, which has its nodes; empty if
+    another is meant. The others: as the options of ``tba submit``.
     """
 
     config: Path
@@ -49,7 +49,7 @@ class Order:
     after: Path | None = None
     options: Sequence[str] = ()
     chain: int = 1
-    here: bool = False
+    here: str = ""
 
     @property
     def beside(self) -> Path:
@@ -59,16 +59,14 @@ class Order:
     def load_site(self) -> Site:
         """The site, with what the order says otherwise. Raises ConfigError."""
         site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
-        again = site.requeue and self.chain == 1
-        options = (*site.sbatch_options, *self.options)
-        signal = min(site.signal_seconds, HEADER_SIGNAL) if self.here else site.signal_seconds
-        changes = {"sbatch_options": options, "requeue": again, "signal_seconds": signal}
-        site = site.model_copy(update=changes)
-        if not (self.here and site.gpus_per_node):
-            return site
-        # A step of a job with whole nodes (--exclusive) gets no GPU that it does not ask for.
-        step = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
-        return site.model_copy(update={"srun_arguments": step})
+        options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
+        changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
+        if self.here:
+            changes["signal_seconds"] = min(site.signal_seconds, HEADER_SIGNAL)
+        if self.here and site.gpus_per_node:
+            # A step of a job with whole nodes (--exclusive) gets no GPU that it does not ask for.
+            changes["srun_arguments"] = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
+        return site.model_copy(update=changes)
 
     @property
     def _given(self) -> dict[str, object]:
@@ -160,7 +158,7 @@ def script(order: Order, *, make: bool = False) -> str:
         run = create_run(config)
         modules.keep(run, config, order.beside)
         (run.path / "slurm").mkdir(exist_ok=True)
-        code = snapshot.take(run.path, os.environ["SLURM_JOB_ID"] if order.here else "")
+        code = snapshot.take(run.path, order.here)
     return script_of(config, split, site, after=after, code=code)
 
 
