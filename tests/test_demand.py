@@ -9,7 +9,6 @@ from recorded import happen, new_run, step, write
 
 from tba_hpc.commands import demand
 from tba_hpc.launch import LaunchError
-from tba_hpc.run.directory import RunDir
 
 
 @pytest.mark.parametrize(
@@ -31,49 +30,6 @@ def test_figures_are_of_the_steps_since_the_last_look() -> None:
     assert demand.figures([{"event": "merged"}, *records], waits=True) == (0.25, 2.0)  # type: ignore[list-item]
     assert demand.figures([], waits=True) == (1.0, 0.0)
     assert demand.wanted(3, *demand.figures([], waits=False), sync_every=1) == 3, "it is in a long step"
-
-
-def test_demand_is_met_job_by_job_within_its_bounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = new_run(tmp_path)
-    happen(run, 1.0, "start", attempt="attempt-001", trainers=1, searchers=2)
-    queue: list[tuple[str, str]] = []
-    looks = iter([None, None, "filling", "filling", "filling", "busy", "busy", "busy", "end"])
-
-    def send(run: RunDir, script: str) -> str:
-        queue.append((str(len(queue) + 10), "RUNNING"))
-        return queue[-1][0]
-
-    def ask(*command: str) -> str:
-        assert command[0] in ("squeue", "scancel")
-        if command[0] == "scancel":
-            queue[:] = [job for job in queue if job[0] != command[1]]
-        rows = [f"{job}|{state}|{run.path}\n" for job, state in queue] + ["99|RUNNING|/another\n"]
-        return "".join(rows)
-
-    def look(_: float) -> None:
-        match next(looks):
-            case "filling":
-                write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": 1.0}])
-            case "busy":
-                busy = step(1, 2.0, seconds=1.0) | {"time/learn_seconds": 1.0, "staleness/mean": 99.0}
-                write(run.metrics_file("trainer"), [busy])
-            case "end":
-                run.mark_finished()
-
-    monkeypatch.setattr(demand.time, "sleep", look)
-    monkeypatch.setattr(demand, "ask", ask)
-    monkeypatch.setattr(demand.slurm, "send", send)
-    monkeypatch.setattr(demand, "job_states", lambda _: [])
-    demand.follow_demand(run, run.config(), "script", "x", least=1, most=3)
-    counts = [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert counts == [
-        *("job 10 added to 0", "jobs: 1"),  # the least, while the run is starting
-        *("job 11 added to 1", "job 12 added to 2", "jobs: 3"),  # the most
-        *("job 12 leaves, of 3", "job 11 leaves, of 2", "jobs: 1"),
-        *("jobs: 1", f"the run is finished: {run.summary}"),
-    ]
 
 
 class Cluster:
@@ -100,18 +56,46 @@ class Cluster:
         return str(self.sent)
 
     def ask(self, *command: str) -> str:
-        if command[0] == "scancel":
-            for job in command[1:]:
-                del self.queue[job]
-        return "".join(f"{job}|{state}|{self.comment}\n" for job, state in self.queue.items())
+        assert command[0] in ("squeue", "scancel")
+        for job in command[1:] if command[0] == "scancel" else ():
+            del self.queue[job]
+        rows = [f"{job}|{state}|{self.comment}\n" for job, state in self.queue.items()]
+        return "".join([*rows, "99|RUNNING|/another\n"])
 
     def follow(self) -> None:
-        demand.follow_demand(self.run, self.run.config(), "script", "x", least=1, most=2)
+        demand.follow_demand(self.run, self.run.config(), "script", "x", least=1, most=3)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(tmp_path, monkeypatch)
+
+
+def test_demand_is_met_job_by_job_within_its_bounds(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = cluster.run
+    looks = iter([None, None, "filling", "filling", "filling", "busy", "busy", "busy", "end"])
+
+    def look(_: float) -> None:
+        match next(looks):
+            case "filling":
+                write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": 1.0}])
+            case "busy":
+                busy = step(1, 2.0, seconds=1.0) | {"time/learn_seconds": 1.0, "staleness/mean": 99.0}
+                write(run.metrics_file("trainer"), [busy])
+            case "end":
+                run.mark_finished()
+
+    monkeypatch.setattr(demand.time, "sleep", look)
+    cluster.follow()
+    counts = [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert counts == [
+        *("job 1 added to 0", "jobs: 1"),  # the least, while the run is starting
+        *("job 2 added to 1", "job 3 added to 2", "jobs: 3"),  # the most
+        *("job 3_0 leaves, of 3", "job 2_0 leaves, of 2", "jobs: 1"),
+        *("jobs: 1", f"the run is finished: {run.summary}"),
+    ]
 
 
 def test_jobs_that_leave_at_once_are_not_replaced_for_ever(cluster: Cluster) -> None:

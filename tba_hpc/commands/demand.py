@@ -76,7 +76,8 @@ def follow_demand(run: RunDir, config: Config, script: str, name: str, *, least:
         try:
             jobs = searcher_jobs(run, name)
             if state.state in ENDED:
-                _end(jobs)
+                if jobs:
+                    ask("scancel", *(job for job, _ in jobs))
                 print(f"{state.words}; jobs of searchers cancelled: {len(jobs)}")
                 return
             sent.look(run, jobs)
@@ -119,7 +120,7 @@ def _change(
     """
     if wish < len(jobs):
         number, _ = next((job for job in reversed(jobs) if job[1] == "PENDING"), jobs[-1])
-        _end([(number, "")])
+        ask("scancel", number)
         sent.looks.pop(_id(number), None)
         return f"job {number} leaves, of {len(jobs)}"
     if wish > len(jobs) and all(state != "PENDING" for _, state in jobs):
@@ -133,11 +134,6 @@ def _change(
             )
         return f"job {number} added to {len(jobs)}"
     return f"jobs: {len(jobs)}"
-
-
-def _end(jobs: Sequence[tuple[str, str]]) -> None:
-    if jobs:
-        ask("scancel", *(job for job, _ in jobs))
 
 
 def _id(job: str) -> str:
