@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -221,28 +222,26 @@ def _links(path: Path) -> bool:
 
 def _swaps(path: Path) -> bool:
     """Whether a file that is replaced over and over is there whenever a reader looks."""
-    done, missed = threading.Event(), threading.Event()
+    done = threading.Event()
 
-    def read() -> None:
-        while not done.is_set() and not missed.is_set():
+    def stays() -> bool:
+        while not done.is_set():
             try:
                 path.read_bytes()
             except FileNotFoundError:
-                missed.set()
+                return False
             except OSError:  # a client's cache may be behind
                 continue
+        return True
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for _ in range(SWAPS):
-            fresh = path.with_name("fresh")
-            fresh.write_bytes(b"text")
-            fresh.replace(path)
-    finally:
-        done.set()
-        reader.join()
-    return not missed.is_set()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(stays)
+        try:
+            for _ in range(SWAPS):
+                publish(path, b"text")
+        finally:
+            done.set()
+        return reader.result()
 
 
 def judge_folder(root: Path, kind: str, tried: Tried) -> Iterator[Finding]:
