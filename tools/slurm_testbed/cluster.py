@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 def missing() -> str | None:
     """Why no cluster can be brought up here and how to change that; None if it can."""
-    absent = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
+    absent = [name for name in NEEDED if find(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
     if not any(Path("/usr/lib").glob("**/libpmix.so")):  # the name that Slurm's plugin opens
@@ -52,6 +52,11 @@ def missing() -> str | None:
 
 def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def find(program: str) -> str | None:
+    """Where a program of the system is, which a user's PATH may not lead to."""
+    return shutil.which(program, path=_path())
 
 
 @dataclass

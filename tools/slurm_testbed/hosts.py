@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from slurm_testbed.cluster import LOGIN, PORTS, Cluster
+from slurm_testbed.cluster import LOGIN, PORTS, Cluster, find
 from slurm_testbed.cluster import missing as missing_of_cluster
 
 _HOME = f"""
@@ -84,22 +83,16 @@ FILE_SERVER = 253
 
 def missing() -> str | None:
     """As that of a cluster."""
-    absent = [
-        name
-        for name in ("ip", "tc", "nsenter")
-        if shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin") is None
-    ]
-    if absent:
+    if absent := [name for name in ("ip", "tc", "nsenter") if find(name) is None]:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends iproute2 util-linux"
     return missing_of_cluster()
 
 
 @dataclass
 class Hosts(Cluster):
-    """As a cluster, of hosts. server: whether the folder has a file server, if there is GlusterFS."""
+    """As a cluster, of hosts."""
 
     user: str = "nobody"
-    server: bool = True
     _away: dict[str, str] = field(default_factory=dict)
 
     isolation: ClassVar[str] = _ISOLATION
@@ -195,8 +188,6 @@ class Hosts(Cluster):
         super()._start_daemons()
 
     def __exit__(self, *_: object) -> None:
-        for node in [node for node, how in self._away.items() if how == "frozen"]:
-            self._away.pop(node)
         super().__exit__()
         _ip("link", "del", self._bridge)
 
@@ -223,7 +214,7 @@ class Hosts(Cluster):
     @property
     def served(self) -> bool:
         """Whether the folder comes from a server."""
-        return self.server and shutil.which("glusterfs", path="/usr/sbin:/usr/bin") is not None
+        return find("glusterfs") is not None
 
     def _share_folder(self) -> None:
         self.share.mkdir()
