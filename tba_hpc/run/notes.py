@@ -33,7 +33,7 @@ class Exit(IntEnum):
 
 
 AT_WORK = "at-work"
-"""Name of a file in an attempt's folder; ``job_supervisor.sh`` looks for it, too."""
+"""Name of a file in an attempt's folder."""
 
 Kind = Literal["refused", "failed"]
 """How a rank ended: by something that only the user can fix, or otherwise."""
