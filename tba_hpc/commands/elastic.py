@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tba_hpc.checks.facts import refuse
 from tba_hpc.checks.lists import ELASTIC, job_facts
 from tba_hpc.commands.demand import follow_demand
 from tba_hpc.commands.order import Order
-from tba_hpc.commands.submit import tell
+from tba_hpc.commands.submit import tell, tell_warnings
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
@@ -52,7 +51,7 @@ def submit_elastic(
     warnings = _warnings(run, config, site, order.site)
     snapshot.take(run.path)
     if least is not None:
-        print(*(f"warning: {sentence}" for sentence in warnings), sep="\n", file=sys.stderr)
+        tell_warnings(warnings)
         follow_demand(run, config, text, job.name, least=least, most=nodes)
         return
     number = slurm.send(run, text)
