@@ -14,18 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import tabular_run
 from tabular_run import EVERY, STEPS, start
 
+from tba_hpc.config import FIRST_ELASTIC
 from tba_hpc.core.types import Shard, make_uid
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
 from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.audit.checks import _times_taken
 from tba_hpc.report.audit.evidence import Evidence
 from tba_hpc.run.checkpoints import latest_checkpoint
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.inventory import inventory, with_checksum
 from tba_hpc.run.metrics import Record, read_metrics
 
@@ -105,6 +109,17 @@ def test_the_command_exits_with_the_verdict(story: Story, copy: Callable[[str], 
     told = json.loads(done.stdout)
     assert (done.returncode, told["clean"], told["lost"]) == (1, False, gone.lost)
     assert any(check["violations"] for check in told["checks"])
+
+
+def test_a_request_is_contested_only_by_elastic_searchers() -> None:
+    """A resume leaves out what waits of a request that an elastic searcher has answered, too; no other."""
+
+    def times_taken(sealed: dict[ShardKey, tuple[int, ...]]) -> Counter[int]:
+        waiting = [key for key in sealed if key != (FIRST_ELASTIC, 0)]
+        return _times_taken(cast(Evidence, SimpleNamespace(saved_merges=[], waiting=waiting)), sealed)
+
+    assert times_taken({(FIRST_ELASTIC, 0): (6, 12), (0, 0): (0, 6)}) == {0: 1, 6: 1, 12: 1}
+    assert times_taken({(0, 0): (0, 6), (0, 1): (6,)}) == {0: 1, 6: 2}
 
 
 # --- Damage ---

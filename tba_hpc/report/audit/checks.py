@@ -183,13 +183,14 @@ def check_prompts(evidence: Evidence) -> Check:
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
     """How often each request was sealed, less the answers that a merge leaves out as there was one before.
 
-    What searchers that come and go have sealed beyond the checkpoint will be sifted so, too.
+    A resume will sift what waits beyond the checkpoint in the same way, if a searcher that comes and goes
+    has asked for it, too.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
-    for key in sorted(evidence.waiting):
-        if is_elastic(key[0]):
-            times.subtract([request_id for request_id in sealed[key] if times[request_id] > 1])
+    contested = set(chain.from_iterable(ids for key, ids in sealed.items() if is_elastic(key[0])))
+    for key in evidence.waiting:
+        times.subtract(id_ for id_ in sealed[key] if id_ in contested and times[id_] > 1)
     return times
 
 
