@@ -9,8 +9,6 @@ The other pages are written by hand.
 from __future__ import annotations
 
 import argparse
-import ast
-import re
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -202,14 +200,15 @@ def _command(command: TyperCommand) -> str:
 
 
 def design_page() -> str:
-    """Rooms from the ground up, each with the first sentence of every module."""
+    """Rooms from the ground up, each with its modules."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
     parts = [
         "# Design: where things are",
         "A room imports from those above it here and from itself; `tests/test_layers.py` holds the code to "
-        "that. How they work together: [one step](one-step.md). Why: [decisions](decisions.md).",
+        "that. What a module is for stands in its first line. How they work together: [one step]"
+        "(one-step.md). Why: [decisions](decisions.md).",
         *(
-            f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}"
+            f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}".rstrip()
             for room, what in rooms.items()
         ),
     ]
@@ -217,22 +216,9 @@ def design_page() -> str:
 
 
 def _modules(room: Path) -> str:
-    """A list: the modules of a room, or the one that it is."""
-    files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
-    return "\n".join(
-        f"- `{path.relative_to(PACKAGE)}` {_first_sentence(path)}"
-        for path in files
-        if path.name != "__init__.py" or path.stat().st_size > 200
-    )
-
-
-def _first_sentence(module: Path) -> str:
-    """That of its docstring, on one line; up to a colon, if more than two words come before it."""
-    first, _, _ = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")
-    text = " ".join(first.split()).replace("``", "`")
-    sentence = re.split(r"(?<=\.)(?<!Dr\.)(?<!al\.) ", text, maxsplit=1)[0]
-    title, _, _ = sentence.partition(": ")
-    return f"{title.rstrip('.')}." if len(title.split()) > 2 else sentence
+    """The modules of a room by name; none if it is one itself."""
+    names = (path.relative_to(room).with_suffix("").as_posix() for path in sorted(room.rglob("*.py")))
+    return ", ".join(f"`{name}`" for name in names if name != "__init__")
 
 
 PAGES: dict[str, Callable[[], str]] = {
