@@ -1,7 +1,7 @@
 """A seeded storm of faults over a run, on a Slurm cluster brought up on this machine; prints what it cost.
 
     python tools/chaos.py [--faults 100] [--kinds KIND ...] [--seed 0] [--nodes 3] [--trainer-nodes 1]
-                          [--hosts] [--model FOLDER | --tabular] [--json]
+                          [--hosts] [--every SECONDS] [--model FOLDER | --tabular] [--json]
 
 The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
 engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
@@ -266,11 +266,15 @@ NOTHING_YET = Strike("stopped", 0.0, victim=None)
 
 @dataclass
 class Storm(Trial):
-    """A run, and what has struck it so far. spoiled: trajectories in each damaged shard."""
+    """A run, and what has struck it so far.
+
+    spoiled: trajectories in each damaged shard. every: least seconds from one fault to the next.
+    """
 
     engines: bool = True
     strikes: list[Strike] = field(default_factory=list)
     spoiled: dict[tuple[int, int], int] = field(default_factory=dict)
+    every: float = 0.0
     _ailing: list[Callable[[], None]] = field(default_factory=list)
 
     def rage(self, planned: Sequence[Fault]) -> None:
@@ -335,6 +339,9 @@ class Storm(Trial):
             self.wait_for(lambda: self._all_there, "all ranks")
             return
         self._await_recovery()
+        if self.strikes:
+            time.sleep(max(0.0, self.strikes[-1].time + self.every - time.time()))
+            self.history.update()
         wanted = self.history.step + int(fault.pause * STEPS_BETWEEN)
         self.wait_for(lambda: self.history.step >= wanted and self._complete, f"step {wanted}, all engines")
 
@@ -463,7 +470,7 @@ def main() -> None:
     with cluster_of(options, disk=DISK) as cluster:
         nodes = ("--nodes", str(options.nodes), "--trainer-nodes", str(options.trainer_nodes))
         run, job = submit(cluster, cluster.share, options, *nodes, partition="low", settings=settings)
-        storm = Storm(cluster, run, job, engines=not options.tabular)
+        storm = Storm(cluster, run, job, engines=not options.tabular, every=options.every)
         try:
             storm.rage(planned)
         except NotSurvived as error:
@@ -486,6 +493,7 @@ def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--every", type=float, default=0.0, help="least seconds from a fault to the next")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="which (default: all that are possible)")
     parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
     parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes of them that train")
