@@ -43,6 +43,69 @@ TEMPLATES = {
     ),
 }
 
+FAMILIES = {
+    # Thoughts before the last user's message are dropped; an empty one begins the answer if unwanted.
+    "Qwen 3": (
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+        "{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+        "{% elif m.role == 'assistant' and loop.index0 < ns.last %}"
+        "<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}{% endif %}"
+    ),
+    # Tools stand in the first user's message.
+    "Llama 3": (
+        "{% for m in messages %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
+        "{% if loop.first and tools %}{{ tools | tojson }}\n\n{% endif %}{{ m.content | trim }}<|eot|>"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
+    ),
+    # Tools stand before the last user's message, and results need the id of a call.
+    "Mistral": (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{% if loop.last and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+        "[INST] {{ m.content }}[/INST]"
+        "{% elif m.role == 'tool' %}{{ raise_exception('no id') if m.tool_call_id is undefined }}"
+        "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    # User and model take turns, and nobody else.
+    "Gemma": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "<|head|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|eot|>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>model\n{% endif %}"
+    ),
+    # A message has no end: the model says the head of the next one. Earlier thoughts become empty ones.
+    "GLM": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|head|>assistant\n<think></think>\n"
+        "{{ m.content.split('</think>')[-1] | trim }}"
+        "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
+        "{% else %}<|user|>\n{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant{% endif %}"
+    ),
+    "LFM2": (
+        "{% if tools %}<|im_start|>system\nList of tools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    # After results the model goes on without a head of its own; thoughts are dropped at once.
+    "DeepSeek": (
+        "{% set ns = namespace(tool=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ '' if ns.tool else '<tool outputs>' }}<output>{{ m.content }}</output>{% set ns.tool = true %}"
+        "{% elif m.role == 'assistant' %}{{ '</tool outputs>' if ns.tool else '<|head|>' }}"
+        "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% set ns.tool = false %}"
+        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '</tool outputs>' if ns.tool else '<|head|>' }}{% endif %}"
+    ),
+}
+"""Templates in the manner of families of models."""
+
 REWRITING = {
     "drops answers": (
         "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.content }}|{% endif %}"
@@ -76,7 +139,15 @@ def make_tokenizer(template: str, text: str | None = None) -> HfTokenizer:
         pad_token="<pad>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-        extra_special_tokens=["<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"],
+        extra_special_tokens=[
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|head|>",
+            "<|/head|>",
+            "<|eot|>",
+            "<|user|>",
+            "<|observation|>",
+        ],
     )
     tokenizer.chat_template = text or TEMPLATES[template]
     end = tokenizer.convert_tokens_to_ids(ENDS.get(template, "<eos>"))

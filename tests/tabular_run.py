@@ -7,7 +7,7 @@ import multiprocessing.context
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lab.tabular_learner import TabularLearner
 from tba_hpc import runtime
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core import schedules
-from tba_hpc.core.ports import Reference
+from tba_hpc.core.ports import Generator, Reference
 from tba_hpc.core.prompts import training_requests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange import file_exchange
@@ -109,21 +109,29 @@ def start(
     sent: signal.Signals | None = None,
     nth: int = 0,
     beside: bool = False,
+    generator: Callable[[int], Generator] | None = None,
 ) -> multiprocessing.context.ForkServerProcess:
     """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step.
 
-    beside: whether checkpoints are written while training goes on; if not, counts are exact.
+    beside: whether checkpoints are written while training goes on; if not, counts are exact. generator: of
+    each searcher, by its number; None for that of the table.
     """
     run.adapt([f"launch.searchers={searchers}"])
     run.begin_attempt()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])  # once for all starts
-    process = context.Process(target=_live, args=(run.path, sent, nth, beside))
+    process = context.Process(target=_live, args=(run.path, sent, nth, beside, generator))
     process.start()
     return process
 
 
-def _live(path: Path, sent: signal.Signals | None, nth: int, beside: bool = False) -> None:
+def _live(
+    path: Path,
+    sent: signal.Signals | None,
+    nth: int,
+    beside: bool = False,
+    generator: Callable[[int], Generator] | None = None,
+) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
@@ -132,7 +140,11 @@ def _live(path: Path, sent: signal.Signals | None, nth: int, beside: bool = Fals
     page.render = lambda *_: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two
-    ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
+    made = generator or (lambda seed: TabularGenerator(TABLE, seed=seed))
+    ranks = [
+        threading.Thread(target=_search, args=(run, config, s, made(s)))
+        for s in range(config.launch.searchers)
+    ]
     for rank in ranks:
         rank.start()
     runtime.verify_checkpoints(run)
@@ -141,14 +153,14 @@ def _live(path: Path, sent: signal.Signals | None, nth: int, beside: bool = Fals
         rank.join()
 
 
-def _search(run: RunDir, config: Config, index: int) -> None:
+def _search(run: RunDir, config: Config, index: int, generator: Generator) -> None:
     exchange = runtime._open_searcher(run, config, runtime.Placement(index, index, 1, None))
     progress = runtime._join(run, config, index, exchange)
     task, metrics = TabularTask(TABLE), runtime._metrics(run, index)
     metrics.log(runtime.started(config, index))
     writer = runtime._shard_writer(run, config, index, progress)
     Searcher(
-        generator=TabularGenerator(TABLE, seed=index),
+        generator=generator,
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
         requests=training_requests(config, task, index, progress.completed),
         evaluator=runtime._online_evaluator(run, config, task, index),

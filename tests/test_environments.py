@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,9 +16,11 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import pytest
-from conversing import REWRITING, TEMPLATES, Script, make_tokenizer
+from conversing import FAMILIES, REWRITING, TEMPLATES, Script, make_tokenizer
 from transformers.utils import get_json_schema
 
+from tba_hpc.checks.config_checks import check_chat_template
+from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, TaskSection, parse_config
 from tba_hpc.core.ports import Generator
 from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
@@ -246,6 +249,21 @@ def test_tools_are_called_in_the_first_half_of_a_turns_time() -> None:
         (f"<tool_call>{'[' * 200_000}</tool_call>", ["error: the call is no JSON"]),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', ["error: write a call as"]),
         ("<tool_call>[]</tool_call>", ["error: write a call as"]),
+        (
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+            "<arg_value>x\ny</arg_value>\n</tool_call><tool_call>g</tool_call>",
+            [Call("f", {"a": "1", "b": "x\ny"}), Call("g", {})],
+        ),
+        (
+            "So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>',
+            [Call("f", {"a": 1}), Call("g", {})],
+        ),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>a", ["error: the call is no JSON"]),
+        ('[f(a="x)]", b=[1]), g()]Done: [f()]', [Call("f", {"a": "x)]", "b": [1]}), Call("g", {})]),
+        ("[f(1)]", []),
+        ("[f(a=b())]", []),
+        ("[1] is f(a=1)]", []),
     ],
 )
 def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
@@ -319,6 +337,67 @@ def test_a_template_that_rewrites_the_past_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"the chat template of .*: give") as refused:
         Chat(make_tokenizer("", REWRITING[kind]), [], ["tool"])
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "roles", "thoughts"),
+    [
+        ("Qwen 3", ("tool", "user"), ("user",)),
+        ("Llama 3", ("tool", "user"), ()),
+        ("Mistral", ("user",), ()),
+        ("Gemma", ("user",), ()),
+        ("GLM", ("tool", "user"), ("tool", "user")),
+        ("LFM2", ("tool", "user"), ()),
+        ("DeepSeek", ("tool", "user"), ("tool", "user")),
+    ],
+)
+def test_the_doctor_says_which_conversations_a_template_allows(
+    tmp_path: Path, family: str, roles: tuple[str, ...], thoughts: tuple[str, ...]
+) -> None:
+    make_tokenizer("", FAMILIES[family]).save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    task = {"name": "environment", "options": {"environment": "own_worlds:Till"}}
+    facts = Facts(config=parse_config({"model": {"path": str(tmp_path)}, "task": task}))
+    found = dict(zip(("tool", "user"), check_chat_template(facts), strict=True))
+    for role, kind in (("tool", "tools"), ("user", "step()")):
+        assert found[role].level == ("ok" if role in roles else "warning")
+        assert f"for environments with {kind}: " in found[role].found
+        assert ("it only appends" in found[role].found) == (role in roles)
+        assert ("earlier thoughts" in found[role].found) == (role in thoughts)
+    assert not [*check_chat_template(replace(facts, config=parse_config({"model": {"path": str(tmp_path)}})))]
+
+
+@pytest.mark.parametrize(
+    ("family", "end", "role"),
+    [
+        ("Qwen 3", "<|im_end|>", "tool"),
+        ("Llama 3", "<|eot|>", "tool"),
+        ("Mistral", "<eos>", "user"),
+        ("Gemma", "<|eot|>", "user"),
+        ("GLM", "<|observation|>", "tool"),
+        ("LFM2", "<|im_end|>", "tool"),
+        ("DeepSeek", "<eos>", "tool"),
+    ],
+)
+def test_what_a_family_puts_between_turns_follows_the_very_tokens_of_the_turn(
+    family: str, end: str, role: str
+) -> None:
+    tokenizer = make_tokenizer("", FAMILIES[family])
+    chat = Chat(tokenizer, [], [role])
+    asked, answer = {"role": "user", "content": "A th?"}, {"role": "assistant", "content": "First."}
+    turn = tokenizer.encode(f"First.{end}")
+    results = [{"role": role, "name": "put", "content": "5 coins"}]
+    history = np.concatenate([chat.encode(chat.render([asked])), turn, chat.bridge(turn, results)])
+    expected = chat.render([asked, answer, *results])
+    for written in ("\n<think></think>\n", " "):  # what the template begins this model's answer with
+        expected = expected.replace(f"{written}First", "First")
+    np.testing.assert_array_equal(history, chat.encode(expected))
+
+
+def test_variables_of_the_template_are_those_of_the_task(own: Path) -> None:
+    tokenizer = make_tokenizer("", FAMILIES["Qwen 3"])
+    task = make_task(own, tokenizer, "Till", {"coins": 1}, chat_template_kwargs={"enable_thinking": False})
+    assert tokenizer.decode(task.prompts("train")[0].tokens).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 # --- Conversations ---

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from tba_hpc.checks.facts import Facts, Finding, Level, problem, warning
+from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
-from tba_hpc.config import dump_config, is_local
+from tba_hpc.config import ConfigError, dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.run.notes import Exit
 
@@ -86,6 +86,28 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
     """Whether data may be too old for the learning rate, judged by the shipped configs."""
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
+
+
+def check_chat_template(facts: Facts) -> Iterator[Finding]:
+    """Which conversations the model's chat template allows, if the task has an environment."""
+    config = facts.config
+    if config is None or config.task.name != "environment" or facts.in_container or not find_spec("torch"):
+        return
+    file = find_file(config.model.path, "config.json", facts.environment)
+    if file is None:
+        return
+    from tba_hpc.environments.chat import A_TOOL, Chat
+    from tba_hpc.learner.hf_model import load_tokenizer  # imports torch
+
+    options = config.task.options.get("chat_template_kwargs")
+    for kind, role, tools in (("tools", "tool", [A_TOOL]), ("step()", "user", [])):
+        try:
+            chat = Chat(load_tokenizer(str(file.parent)), tools, [role], options)
+        except ConfigError as error:
+            yield warning("chat template", f"not for environments with {kind}: {error}", "")
+        else:
+            thoughts = "; earlier thoughts, which it would drop, stay" if chat.drops_thoughts(role) else ""
+            yield ok("chat template", f"for environments with {kind}: it only appends{thoughts}")
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:

@@ -59,8 +59,10 @@ Message = dict[str, Any]
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer with the model's chat template."""
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
-        """The text of a conversation; ask: up to the model's next message.
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
+    ) -> str:
+        """The text of a conversation; ask: up to the model's next message. options: of the template.
 
         Raises ConfigError if the model has no chat template, or that refuses the messages.
         """

@@ -6,9 +6,12 @@ model's message, if it did not sample that, the messages that follow, and the he
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -20,14 +23,34 @@ from tba_hpc.core.ports import ChatTokenizer, Message
 MOST_CALLS = 8
 """Tool calls of a turn that are executed."""
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>]*)>")
-PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+CALL = re.compile(
+    r"<(?:tool_call|｜tool▁call▁begin｜)>(.*?)(?:</tool_call>|<｜tool▁call▁end｜>|$)", re.DOTALL
+)
+NAMED = (
+    # Qwen 3.5, Nemotron 3
+    (
+        re.compile(r"\s*<function=([^>]*)>"),
+        re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL),
+    ),
+    # GLM
+    (
+        re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?=<arg_key>|$)"),
+        re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+    ),
+)
+"""The name of a function, and its arguments one by one, each a text."""
+
+DEEPSEEK = "<｜tool▁sep｜>"
+"""Between the name of a function and its arguments as JSON."""
 
 QUESTION: Message = {"role": "user", "content": "A question."}
 ANSWERS = ("The first answer.", "The second answer.")
 RESULT = "A result."
-"""Messages by which a template is looked at; none is shown to a model."""
+A_TOOL = {
+    "type": "function",
+    "function": {"name": "a_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+"""By these a template is looked at; none is shown to a model."""
 
 
 class Call(NamedTuple):
@@ -40,49 +63,85 @@ class Call(NamedTuple):
 def parse_calls(text: str) -> list[Call | str]:
     """The tool calls of a turn, an error in place of a malformed one; none in what the model only thinks.
 
-    Either ``<tool_call>…</tool_call>``, as often as wanted, around ``{"name": …, "arguments": {…}}`` (Hermes,
-    Qwen) or ``<function=…><parameter=…>…</parameter></function>`` (Qwen 3.5, Nemotron 3), or nothing but
-    ``{"name": …, "parameters": {…}}`` (Llama).
+    ``<tool_call>…</tool_call>``, as often as wanted, around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen)
+    or what Qwen 3.5, Nemotron 3 and GLM write instead; what DeepSeek writes; nothing but ``{"name": …,
+    "parameters": {…}}`` (Llama); or, first of all, ``[name(argument=…), …]`` (LFM2).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):
         return [_call(body) for body in bodies[:MOST_CALLS]]
+    if said.lstrip().startswith("["):
+        return [*_in_python(said.lstrip())[:MOST_CALLS]]
     call = _call(said) if said.lstrip().startswith("{") else ""
     return [call] if isinstance(call, Call) else []
 
 
 def _call(body: str) -> Call | str:
-    if function := FUNCTION.search(body):
-        return Call(function[1], dict(PARAMETER.findall(body)))
+    for function, argument in NAMED:
+        if found := function.match(body):
+            return Call(found[1], dict(argument.findall(body)))
     try:
-        found = json.loads(body)
+        call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
     except (ValueError, RecursionError) as error:  # more digits, or deeper, than Python reads
         return f"error: the call is no JSON ({error})"
-    name = found.get("name") if isinstance(found, dict) else None
-    arguments = found.get("arguments", found.get("parameters", {})) if name else None
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments", call.get("parameters", {})) if name else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return 'error: write a call as {"name": …, "arguments": {…}}'
     return Call(name, arguments)
 
 
+def _of_deepseek(body: str) -> dict[str, Any]:
+    """``name<sep>{…}``, or before version 3.1 ``function<sep>name`` and the arguments as a block."""
+    name, _, arguments = body.partition(DEEPSEEK)
+    if "```json" in arguments:
+        name, _, arguments = arguments.partition("```json")
+    return {"name": name.strip(), "arguments": json.loads(arguments.strip().removesuffix("```"))}
+
+
+def _in_python(text: str) -> list[Call]:
+    """The shortest list of calls at the beginning; none where there is anything else."""
+    for end in islice(re.finditer(r"\)\s*\]", text), MOST_CALLS):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            match ast.parse(text[: end.end()], mode="eval").body:
+                case ast.List(elts=calls):
+                    return [_python_call(call) for call in calls]
+    return []
+
+
+def _python_call(call: ast.expr) -> Call:
+    match call:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=arguments):
+            return Call(
+                name, {argument.arg or "": ast.literal_eval(argument.value) for argument in arguments}
+            )
+    raise ValueError("no call by name")
+
+
 class Chat:
     """A model's chat template. Raises ConfigError where conversations cannot be held with it.
 
-    tools: their schemas. roles: of the messages that follow a turn, ``tool`` or ``user``.
+    tools: their schemas. roles: of the messages that follow a turn, ``tool`` or ``user``. options: variables
+    of the template, such as ``enable_thinking``.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, tools: Sequence[dict[str, Any]] = (), roles: Sequence[str] = ()
+        self,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[dict[str, Any]] = (),
+        roles: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = list(tools)
+        self._options = options or {}
         self.eos_token_id = tokenizer.eos_token_id
         for role in roles:
             self._require_that_it_appends(role)
 
     def render(self, messages: Sequence[Message], *, ask: bool = True) -> str:
         """The text of a conversation; ask: up to the model's next message."""
-        return self._tokenizer.render(messages, tools=self._tools, ask=ask)
+        return self._tokenizer.render(messages, tools=self._tools, ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T] of rendered text."""
@@ -101,6 +160,14 @@ class Chat:
         rendered = self.render([QUESTION, answer, *messages])
         tokens = self.encode(rendered.partition(ANSWERS[0])[2])
         return tokens[1:] if self._is_special(turn[-1:]) and self._is_special(tokens[:1]) else tokens
+
+    def drops_thoughts(self, role: str) -> bool:
+        """Whether the template drops those of a turn that such a message follows; here they stay."""
+        thought = "A thought."
+        said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{ANSWERS[0]}"}
+        return thought not in self.render(
+            [QUESTION, said, {"role": role, "name": "a_tool", "content": RESULT}]
+        )
 
     def _is_special(self, token: np.ndarray) -> bool:
         # Twice: one blank of SentencePiece decodes to nothing, too, as the first of a text.

@@ -43,6 +43,7 @@ class Environment(Jsonl):
         step_seconds: Annotated[float, Field(gt=0)] = 30.0,
         max_tool_chars: Count = 4000,
         concurrency: Count = 16,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         template: str = "{prompt}",
         target: str = "answer",
         correct_from: float = 1.0,
@@ -55,6 +56,7 @@ class Environment(Jsonl):
         needs more is cut off. step_seconds: longest time for what an environment does in a turn; tools are
         called in its first half.
         max_tool_chars: of a tool's result. concurrency: environments of a searcher that work at a time.
+        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
         """
         self._contract = Contract(
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
@@ -73,6 +75,7 @@ class Environment(Jsonl):
         )
         self.max_turns = max_turns
         self._seconds, self._at_once = step_seconds, concurrency
+        self._template_options = chat_template_kwargs
         self._chat = self._chat_of(tokenizer)
         self._encode = self._chat.encode
         self._opened: dict[Prompt, tuple[str, Prompt]] = {}
@@ -156,4 +159,4 @@ class Environment(Jsonl):
                 "render: let it have the methods of ports.ChatTokenizer"
             )
         roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        return Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles)
+        return Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles, self._template_options)

@@ -66,7 +66,9 @@ class FileTokenizer:
         """Tokens int32 [T] of the message alone."""
         return self.encode(text)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
+    ) -> str:
         """The texts of the messages alone."""
         return "".join(message["content"] for message in messages)
 

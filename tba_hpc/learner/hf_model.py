@@ -62,10 +62,12 @@ class HfTokenizer:
         """
         return self.encode_rendered(self.render([{"role": "user", "content": text}], tools=(), ask=True))
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
+    ) -> str:
         """The text of a conversation, by the chat template; ask: up to the model's next message.
 
-        Raises ConfigError if there is no chat template, or it refuses the messages.
+        options: variables of the template. Raises ConfigError if there is none, or it refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
@@ -79,6 +81,7 @@ class HfTokenizer:
                     tools=[*map(dict, tools)] or None,
                     add_generation_prompt=ask,
                     tokenize=False,
+                    **options,
                 )
             )
         except TemplateError as error:
