@@ -118,9 +118,15 @@ def test_the_run_may_be_named_by_another_path(cluster: Cluster, tmp_path: Path) 
     assert demand.searcher_jobs(cluster.run, "x") == [("7_0", "RUNNING")]
 
 
-@pytest.mark.parametrize("event", ["stopped", "refused"])
-def test_nothing_is_added_to_a_run_that_was_ended(cluster: Cluster, event: str) -> None:
+@pytest.mark.parametrize("event", ["stopped", "refused", "failed", "gone"])
+def test_searchers_leave_a_run_that_has_ended(
+    cluster: Cluster, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.queue = {"7_0": "RUNNING"}
-    happen(cluster.run, 2.0, event)
+    if event == "gone":
+        happen(cluster.run, 2.0, "allocated", job="5", nodes="node1")
+        monkeypatch.setattr(demand, "job_states", lambda _: [{"job": "5", "state": "FORGOTTEN"}])
+    else:
+        happen(cluster.run, 2.0, event)
     cluster.follow()
     assert (cluster.looks, cluster.sent, cluster.queue) == (1, 0, {})

@@ -14,7 +14,7 @@ from tba_hpc.config import Config
 from tba_hpc.launch import LaunchError, slurm
 from tba_hpc.launch.slurm_queue import SlurmError, ask, job_states, names
 from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import OVER, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
@@ -30,7 +30,7 @@ OLD_SYNCS = 4
 AT_WORK = ("filling", "training", "evaluating")
 """States of a run that can use searchers."""
 
-ENDED = ("stopped", "aborted", "refused")
+ENDED = OVER - {"created", "finished"}
 """States of a run that nobody goes on with by itself: its jobs of searchers leave."""
 
 SHORT_LOOKS, MOST_SHORT = 10, 3
