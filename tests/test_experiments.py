@@ -11,10 +11,8 @@ from pathlib import Path
 import experiments
 import numpy as np
 import pytest
-import torch
 from lab import asynchrony, curves, lockstep, pace, results, sparse
 from lab.curves import Course
-from lab.group_size import relative_variance
 from lab.lockstep import Setup, SparseTable
 from lab.pace import Paced
 from lab.results import Result, Spread
@@ -138,9 +136,9 @@ def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> No
     note = "A note of many words, longer than a line of the file would be." * 3
     text = results.write(Result(rows, panels, [note]), tmp_path / "a", title="A", origin=origin)
     source = tmp_path / "a" / "table.json"
-    experiments.main(["replay", "--from", str(source), "--out", str(tmp_path / "b")])
+    experiments.main(["pace", "--from", str(source), "--out", str(tmp_path / "b")])
     for name in ("table.md", "table.json", "plot.png"):
-        assert (tmp_path / "b/replay" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+        assert (tmp_path / "b/pace" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     assert (tmp_path / "a/table.md").read_text() == text
     assert "| a | 1 (1 of 2) | 3 | 0.25 |" in text and f"- {note}" in text
     assert f"{origin['machine']}; {origin['date']}" in text and "seeds 0, 1" in text
@@ -211,8 +209,3 @@ def test_rewarded_words_lie_apart_and_diversity_is_that_of_all_pairs() -> None:
     padded = [np.pad(tokens, (0, 4 - len(tokens)), constant_values=table.eos) for tokens in table.completions]
     apart = np.array([[(a != b).mean() for b in padded] for a in padded])
     assert sparse.diversity(table, probability_C) == pytest.approx(probability_C @ apart @ probability_C)
-
-
-def test_relative_variance_by_hand() -> None:
-    """Variance 2 of entries 1 and 3; squared mean 4, less 2 / 2 that is noise."""
-    assert relative_variance([torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]) == pytest.approx(2 / 3)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lab import asynchrony, group_size, pace, scores, sparse, staleness
+from lab import asynchrony, pace, sparse, staleness
 from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
@@ -38,11 +38,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "pace": pace.PACE,
     "staleness": staleness.EXACT,
     "staleness_arithmetic": staleness.ARITHMETIC,
-    "group_size": group_size.GROUP_SIZE,
-    "replay": scores.SHARE,
     "replay_sparse": sparse.SHARE,
     "searchers": sparse.SEARCHERS,
-    "searchers_arithmetic": scores.SEARCHERS,
 }
 
 

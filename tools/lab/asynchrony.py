@@ -113,7 +113,7 @@ class Asynchrony:
 
     def _course(self, arm: str, rate: float, seed: int, options: Options) -> Course:
         if arm == PEER:
-            self.study.model.make(seed)
+            self.study.model.make()
             overrides = self.study.overrides(named(SYNCHRONOUS, rate), seed, options)
             return peer_course(overrides, f"{slug(named(PEER, rate))}-seed{seed}", options)
         run_dir = self.study.run(named(arm, rate), seed, options)

@@ -61,7 +61,7 @@ class Run:
 
     def config(self) -> Config:
         """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
-        given = (f"model.path={skill.MODEL.path(self.seed)}", f"run.seed={self.seed}")
+        given = (f"model.path={skill.MODEL.path}", f"run.seed={self.seed}")
         size = (f"train.steps={self.steps}", f"task.options.validation_problems={self.problems}")
         constant = skill.constant(self.rate)
         config = load_config(QUICKSTART, [*given, *PREFACE, constant, *size, *self.overrides])

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,8 @@ from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
+
+MODEL_SEED = 100
 
 log = Console(stderr=True, highlight=False)
 
@@ -32,26 +34,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Model:
-    """Arguments of tools/make_tiny_model.py; ``stem`` names its folder.
+    """What all runs start from: ``stem`` names its folder; arguments of tools/make_tiny_model.py."""
 
-    seed: that all runs start from the model of one seed; None: each from that of its own.
-    """
+    stem: str
+    arguments: tuple[str, ...]
 
-    stem: str = "tiny-model"
-    arguments: tuple[str, ...] = ()
-    seed: int | None = None
+    @property
+    def path(self) -> Path:
+        """Its folder, in the cache of the repository."""
+        return REPOSITORY / f".cache/{self.stem}-seed{MODEL_SEED}"
 
-    def path(self, seed: int) -> Path:
-        """Where the one of a run lies, in the cache of the repository."""
-        return REPOSITORY / f".cache/{self.stem}-seed{self._seed(seed)}"
-
-    def make(self, seed: int) -> None:
-        """Make that of a run unless it is there."""
-        tool, own = REPOSITORY / "tools/make_tiny_model.py", str(self._seed(seed))
-        run(sys.executable, str(tool), "--seed", own, "--out", str(self.path(seed)), *self.arguments)
-
-    def _seed(self, seed: int) -> int:
-        return seed if self.seed is None else self.seed
+    def make(self) -> None:
+        """Make it unless it is there."""
+        tool, seed = REPOSITORY / "tools/make_tiny_model.py", str(MODEL_SEED)
+        run(sys.executable, str(tool), "--seed", seed, "--out", str(self.path), *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,9 @@ class Study:
     """Arms, of which each has settings of its own and all others in common: one run per arm and seed."""
 
     arms: Mapping[str, tuple[str, ...]]
-    settings: tuple[str, ...] = ()
-    steps: int = 80
-    model: Model = field(default_factory=Model)
+    settings: tuple[str, ...]
+    steps: int
+    model: Model
 
     def config(self, arm: str, seed: int, options: Options) -> Config:
         """The config of one run. Raises ConfigError."""
@@ -77,7 +73,7 @@ class Study:
             f"run.root={options.folder / 'runs'}",
             f"run.name={slug(arm)}",
             f"run.seed={seed}",
-            f"model.path={self.model.path(seed)}",
+            f"model.path={self.model.path}",
             *self.settings,
             f"train.steps={self.steps}",
             *self.arms[arm],
@@ -106,7 +102,7 @@ class Study:
 
     def run(self, arm: str, seed: int, options: Options) -> RunDir:
         """A finished run: as it stands on disk, or made now, after its model."""
-        self.model.make(seed)
+        self.model.make()
         config = self.config(arm, seed, options)
         run_dir = RunDir(config.run_dir.absolute())
         if run_dir.finished and not differing_keys(run_dir.config(), config):

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from lab.runs import Model
 
-MODEL = Model("misreading-model", ("--worked", "--misread=0.8"), seed=100)
-SPARSE = Model("sparse-model", ("--worked", "--misread=0.9"), seed=100)
-COUNTING = Model(
-    "misreading-counting-model", ("--worked", "--counted", "--misread=0.6", "--steps=1600"), seed=100
-)
-
-EVALUATED = ("evaluate.every=10", "evaluate.validation_prompts=256")
+MODEL = Model("misreading-model", ("--worked", "--misread=0.8"))
+COUNTING = Model("misreading-counting-model", ("--worked", "--counted", "--misread=0.6", "--steps=1600"))
 
 RATE = 1.25e-4
 
@@ -43,6 +38,3 @@ ONCE = (
     "buffer.replay_limit=1",
 )
 """Each trajectory is learned from once: the buffer is a queue, and speed decides nothing but the clock."""
-
-UNTUNED = (*EVALUATED, *SAMPLING, BETA, constant(RATE), "evaluate.every=25", "launch.searchers=1")
-"""Of experiments that compare at one rate: RATE, which one step off-policy bears best."""

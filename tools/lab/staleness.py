@@ -203,7 +203,7 @@ class WholeModel:
 
     def measure(self, options: Options) -> Result:
         """All rates with the tuning seed, then the better ones with the others."""
-        skill.MODEL.make(0)
+        skill.MODEL.make()
         keys = [(name, lag) for lag, names in FORMS_AT.items() for name in names]
         tried = [(name, lag) for lag, names in TUNED_AT.items() for name in names]
         tuned = {key: self._tune(key, options) for key in tried}
