@@ -415,11 +415,10 @@ def plan_run(
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in all, as for tba submit.")] = None,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
-    completion_tokens: Annotated[float | None, typer.Option(min=1, help="Mean of a completion.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate whether a run fits on GPUs, how fast it is and what it costs; exit 1 if it does not fit."""
+    """Estimate whether a run fits on GPUs, and what would; exit 1 if it does not fit."""
     from tba_hpc.checks import planner
 
     fits = planner.plan_run(
@@ -429,7 +428,6 @@ def plan_run(
         gpus=gpus,
         nodes=nodes,
         prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
         as_json=as_json,
     )
     raise typer.Exit(int(not fits))

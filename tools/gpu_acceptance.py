@@ -276,7 +276,7 @@ def learner(stage: Stage) -> None:
     stage.note("FLOP that the mathematics needs", shape.step_flops / seconds / 1e12, "TFLOP/s")
     if sheet := bf16_peak():
         stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
-    work = Workload.of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
+    work = Workload.of(config, prompt_tokens=shape.prompt)
     stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
     stage.note("peak memory ÷ the planner's", peak_bytes() / (sum(trainer_items(work).values()) - CONTEXT))
     weights = np.zeros(trainer.layout.nbytes, np.uint8)

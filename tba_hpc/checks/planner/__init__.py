@@ -1,4 +1,4 @@
-"""``tba plan``: whether a run fits on given GPUs, how many it takes and roughly how long.
+"""``tba plan``: whether a run fits on given GPUs, and what would if it does not.
 
 Arithmetic on a config: it starts nothing and imports neither torch nor a model.
 ``launch.plan`` is something else: which nodes of a job do what.
@@ -22,7 +22,6 @@ from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import count
 from tba_hpc.launch.plan import Site, load_site, plan
-from tba_hpc.report.tables import duration
 from tba_hpc.report.terminal import Terminal
 
 DEFAULT_GPU = "h100-80"
@@ -38,7 +37,6 @@ def plan_run(
     gpus: int | None,
     nodes: int | None,
     prompt_tokens: float | None,
-    completion_tokens: float | None,
     as_json: bool,
 ) -> bool:
     """Print the estimate of a run; whether it fits.
@@ -65,7 +63,6 @@ def plan_run(
         gpus=cluster.gpus_per_node if cluster else gpus,
         spread=spread,
         prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
     )
     change = suggestion(config, found, spread=spread) if found.problems else []
     if as_json:
@@ -84,7 +81,7 @@ def _gpu_of(site: Site | None) -> Gpu:
 
 
 def as_values(config: Config, found: Estimate, change: Sequence[str]) -> dict[str, Any]:
-    """Plain values of all that is printed; bytes and seconds."""
+    """Plain values of all that is printed; bytes."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": _notes(config),
@@ -101,8 +98,8 @@ def _head(config: Config, found: Estimate) -> Iterator[str]:
         f"{ranks} on {count(found.nodes, 'node')} with {found.gpus_per_node} {found.gpu}"
     )
     yield (
-        f"mean tokens: {found.prompt_tokens:g} of a prompt, {found.completion_tokens:g} of a completion (at "
-        f"most {config.generator.max_tokens}), assumed; set yours with --prompt-tokens, --completion-tokens"
+        f"tokens: {found.prompt_tokens:g} of a prompt on average, assumed (set yours with --prompt-tokens), "
+        f"and at most {config.generator.max_tokens} of a completion"
     )
     yield (
         f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "
@@ -126,16 +123,6 @@ def _table(found: Estimate) -> Table:
 
 
 def _verdict(config: Config, found: Estimate, change: Sequence[str]) -> Iterator[str]:
-    yield f"about {found.step:.3g} s for a step, and {found.group:.3g} s of one searcher for a group"
-    yield (
-        f"searchers that keep the trainer in fresh groups: {found.searchers_needed:.1f}, of "
-        f"{config.launch.searchers}; with fewer it "
-        + ("waits" if config.selective else "goes on with older data from its buffer")
-    )
-    yield (
-        f"{count(config.train.steps, 'step')}: {duration(3600 * found.hours)}, {found.gpu_hours:.3g} "
-        "GPU-hours, without start-up, communication, checkpoints and evaluations"
-    )
     yield from (f"note: {note}" for note in _notes(config))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
@@ -146,6 +133,6 @@ def _verdict(config: Config, found: Estimate, change: Sequence[str]) -> Iterator
 
 
 def _notes(config: Config) -> list[str]:
-    """What is known of the run besides memory and time."""
+    """What is known of the run besides memory."""
     beyond = beyond_tuned(config)
     return [": ".join(beyond)] if beyond else []

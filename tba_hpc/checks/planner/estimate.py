@@ -1,4 +1,4 @@
-"""A run on given GPUs, estimated before it starts: whether it fits, and a rough time."""
+"""Whether a run fits on given GPUs, estimated before it starts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba_hpc.checks.planner.hardware import GB, GIB, GPUS, Gpu
+from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu
 from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_items, trainer_items
-from tba_hpc.checks.planner.shapes import Shape
 from tba_hpc.config import Config, ConfigError, parse_config
 
 MARGIN = 0.03
 """Share of a GPU that is left to fragments and to what is not counted."""
-
-TRAINING_SHARE, READING_SHARE, DECODE_SHARE, BANDWIDTH_SHARE = 0.3, 0.3, 0.6, 0.8
-"""Of a data sheet's FLOP/s, by a learner, a model that reads and an engine; of its bandwidth, by an engine.
-Assumed: no GPU has run these yet."""
-
-DECODE_STEP_SECONDS, DECODE_SEQUENCE_SECONDS = 0.5e-3, 10e-6
-"""Overhead of an engine's step, and of each of its sequences."""
 
 TRAINER_REMEDIES = (
     "train.gradient_checkpointing=true",
@@ -58,10 +50,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it; bytes, seconds. items: of a rank, by its name. step, group: for mean lengths.
+    """All of it; bytes. items: of a rank, by its name. prompt_tokens: mean of a prompt.
 
-    micro_batch_tokens: with the longest completions; cache_tokens: of an engine. searchers_needed: how many
-    give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
+    micro_batch_tokens: with the longest completions; cache_tokens: of an engine.
     """
 
     gpu: str
@@ -70,16 +61,10 @@ class Estimate:
     parameters: int
     adapter: int
     prompt_tokens: float
-    completion_tokens: float
     micro_batch_tokens: float
     cache_tokens: float
     items: dict[str, Items]
     devices: tuple[Device, ...]
-    step: float
-    group: float
-    searchers_needed: float
-    hours: float
-    gpu_hours: float
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -94,27 +79,22 @@ def estimate(
     gpus: int | None = None,
     spread: bool = False,
     prompt_tokens: float | None = None,
-    completion_tokens: float | None = None,
 ) -> Estimate:
     """Estimate a run.
 
     gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
-    own, as in a Slurm job; else all ranks are on one node, and share GPUs if there are too few. Mean lengths:
-    as for ``Workload.of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype, or there are no
-    searchers.
+    own, as in a Slurm job; else all ranks are on one node, and share GPUs if there are too few.
+    prompt_tokens: as for ``Workload.of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype,
+    or there are no searchers.
     """
     _require(config, gpu)
-    work = Workload.of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    work = Workload.of(config, prompt_tokens=prompt_tokens)
     trainers, engines = config.launch.trainers, config.launch.searchers * config.generator.tensor_parallel
     per_node = gpus or trainers + engines
     nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node) if spread else 1
     items = {TRAINER: trainer_items(work), SEARCHER: searcher_items(work, gpu)}
     placed = _placed(trainers, engines, per_node, spread=spread)
     devices = tuple(_device(ranks, number, items, gpu, work) for ranks, number in placed.items())
-    step, group = step_seconds(work, gpu), group_seconds(work, gpu, items[SEARCHER][KV_CACHE])
-    fresh = config.train.prompts_per_step * group
-    shared = any({TRAINER, SEARCHER} <= set(device.ranks) for device in devices)
-    hours = run_seconds(config, step, fresh, shared=shared) * config.train.steps / 3600
     return Estimate(
         gpu=gpu.name,
         gpus_per_node=per_node,
@@ -122,16 +102,10 @@ def estimate(
         parameters=work.policy.parameters,
         adapter=work.adapter,
         prompt_tokens=work.prompt,
-        completion_tokens=work.completion,
-        micro_batch_tokens=work.micro_batch(config.generator.max_tokens),
+        micro_batch_tokens=work.micro_batch,
         cache_tokens=items[SEARCHER][KV_CACHE] / work.cache_bytes,
         items=items,
         devices=devices,
-        step=step,
-        group=group,
-        searchers_needed=fresh / step,
-        hours=hours,
-        gpu_hours=hours * min(trainers + engines, per_node * nodes),
     )
 
 
@@ -231,72 +205,3 @@ def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bo
     shared = any(len(device.ranks) > 1 for device in given.devices)  # then there are no more GPUs
     gpus = given.gpus_per_node if spread or shared else None
     return not estimate(changed, GPUS[given.gpu], gpus=gpus, spread=spread).problems
-
-
-# --- Time: arithmetic and bandwidth alone ---
-
-
-def passes_of(work: Workload) -> int:
-    """Forward passes that a step is worth, for mean lengths: three, and one for each thing done again."""
-    train = work.config.train
-    group = train.completions_per_prompt * (work.prompt + work.completion)
-    split = work.micro_batch(work.completion) < group  # a split group is computed once more
-    reference = train.trainer_has_reference or train.reference.name == "ema"
-    return 3 + train.gradient_checkpointing + split - (work.adapter > 0) + reference
-
-
-def step_seconds(work: Workload, gpu: Gpu) -> float:
-    """Of an optimizer step, for mean lengths: its matrix products."""
-    length = work.prompt + work.completion
-    once = work.policy.forward_flops(
-        work.sequences_per_rank * length,
-        attended=length / 2,
-        scored=work.sequences_per_rank * work.completion,
-    )
-    return passes_of(work) * once / (TRAINING_SHARE * gpu.flops(work.weight_bytes))
-
-
-def group_seconds(work: Workload, gpu: Gpu, cache: float) -> float:
-    """Of a searcher for a group: decoding and reading. cache: bytes of KV cache on each of its GPUs."""
-    config, options, size = work.config, work.config.task.options, work.weight_bytes
-    texts, length = config.generator.completions_per_prompt, work.prompt + work.completion
-    half, ranks = work.completion / 2, config.generator.tensor_parallel
-    kept = work.policy.kv_bytes(size) * max(work.prompt / texts + half, 1)
-    batch = max(1.0, min(work.sequences, cache * ranks / kept))
-    each = decode_seconds(
-        work.policy, gpu, batch=batch, length=work.prompt + half, weight_bytes=size, ranks=ranks
-    )
-    seconds = texts * work.completion * each / batch
-    read = 0.0
-    if config.train.searcher_has_reference:
-        flops = work.policy.forward_flops(texts * length, attended=0, scored=texts * work.completion)
-        read = flops / gpu.flops(size)
-    if work.victim:  # as fast as the policy's engine; the readers read its answers
-        texts, length = texts * int(options.get("answers", 5)), int(options.get("victim_max_tokens", 30))
-        seconds += texts * length * each / batch
-    for option, reader in work.readers.items():
-        if option not in ("gold_model", "embedder"):  # these work in evaluations only
-            flops = reader.forward_flops(texts * length, attended=0, scored=0)
-            read += flops / gpu.flops(reader.disk_bytes)
-    return seconds + read / READING_SHARE
-
-
-def decode_seconds(
-    shape: Shape, gpu: Gpu, *, batch: float, length: float, weight_bytes: int, ranks: int = 1
-) -> float:
-    """Seconds of one token for each of ``batch`` sequences of ``length`` tokens, over ``ranks`` GPUs."""
-    read = weight_bytes * shape.parameters + batch * length * shape.kv_bytes(weight_bytes)
-    memory = read / ranks / (BANDWIDTH_SHARE * gpu.bandwidth * GB)
-    flops = shape.forward_flops(batch, attended=length, scored=batch) / ranks
-    compute = flops / (DECODE_SHARE * gpu.flops(weight_bytes))
-    return max(memory, compute) + DECODE_STEP_SECONDS + batch * DECODE_SEQUENCE_SECONDS
-
-
-def run_seconds(config: Config, step: float, fresh: float, *, shared: bool) -> float:
-    """Of a step in the run. step: of the trainer; fresh: of one searcher for the step's groups.
-
-    shared: trainer and searchers share a GPU.
-    """
-    if shared:
-        return step + fresh
-    return max(step, fresh / config.launch.searchers) if config.selective else step

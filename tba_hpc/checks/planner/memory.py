@@ -37,7 +37,7 @@ Items = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a config asks of its ranks. prompt, completion: mean tokens. adapter: LoRA weights, 0 for none.
+    """What a config asks of its ranks. prompt: mean tokens. adapter: LoRA weights, 0 for none.
 
     readers: models by task option. victim: of the red-teaming task. embedder: of the trainer's buffer.
     """
@@ -49,16 +49,10 @@ class Workload:
     victim: Shape | None
     embedder: Shape | None
     prompt: float
-    completion: float
 
     @classmethod
-    def of(
-        cls, config: Config, *, prompt_tokens: float | None = None, completion_tokens: float | None = None
-    ) -> Workload:
-        """Mean lengths: None takes a quarter of the room for prompts, and half of generator.max_tokens.
-
-        Raises ConfigError if a model is unknown.
-        """
+    def of(cls, config: Config, *, prompt_tokens: float | None = None) -> Workload:
+        """prompt_tokens: None takes a quarter of the room. Raises ConfigError if a model is unknown."""
         longest, options = config.generator.max_tokens, config.task.options
         room = config.model.context_length - longest
         readers = {
@@ -76,7 +70,6 @@ class Workload:
             victim=load_shape(str(victim), "task.options.victim") if victim else None,
             embedder=load_shape(embedder, "buffer.duplicates.model").without_head() if embedder else None,
             prompt=min(prompt_tokens or room / 4, room),
-            completion=min(completion_tokens or longest / 2, longest),
         )
 
     @property
@@ -120,9 +113,10 @@ class Workload:
             return train.reference.name == "ema"
         return not (self.adapter and train.reference.name == "frozen")
 
-    def micro_batch(self, completion: float) -> float:
-        """Tokens of a micro-batch if completions have so many; prompts count with each of their sequences."""
-        train, length = self.config.train, self.prompt + completion
+    @property
+    def micro_batch(self) -> float:
+        """Tokens of a micro-batch of the longest completions; prompts count with each of their sequences."""
+        train, length = self.config.train, self.prompt + self.config.generator.max_tokens
         tokens = train.tokens_per_micro_batch or train.completions_per_prompt * length
         return min(tokens, self.sequences_per_rank * length)
 
@@ -159,7 +153,7 @@ def trainer_items(work: Workload) -> Items:
     if not config.train.offloads_optimizer:
         peaks.append({"in the optimizer": 8 * weights / ranks})
     if work.trainer_reads_reference:
-        scored = _scoring_bytes(work, work.micro_batch(config.generator.max_tokens))
+        scored = _scoring_bytes(work, work.micro_batch)
         peaks.append({"reference, loaded when needed": work.policy_bytes, "reference: a micro-batch": scored})
     highest: Items = max(peaks, key=lambda peak: sum(peak.values()))
     items |= highest
@@ -171,7 +165,7 @@ def trainer_items(work: Workload) -> Items:
 def _backward_items(work: Workload) -> Items:
     """Activations of a micro-batch, and the output layer's."""
     shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
-    tokens, layer = work.micro_batch(longest), activation_bytes(shape, size)
+    tokens, layer = work.micro_batch, activation_bytes(shape, size)
     kept = layer * (shape.layers + 0.5)
     if work.config.train.gradient_checkpointing:
         kept = size * shape.hidden * shape.layers + 1.5 * layer

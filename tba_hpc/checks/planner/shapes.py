@@ -1,4 +1,4 @@
-"""Shapes of models from their config.json: how many weights, and how many a token passes.
+"""Shapes of models from their config.json, and how many weights they have.
 
 The file comes from a folder, the Hugging Face cache or the hub; neither torch nor transformers is imported.
 """
@@ -38,8 +38,8 @@ class Shape:
     """Dimensions of a decoder or a text encoder.
 
     query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert if there are
-    several. matrices: weights of a layer's linear maps, all experts together; active: those that a token
-    passes. table: embeddings, learned positions included. head: weights of an untied output layer.
+    several. matrices: weights of a layer's linear maps, all experts together. mixture: whether there are
+    several. table: embeddings, learned positions included. head: weights of an untied output layer.
     vocabulary: 0 if no logits are computed. disk_bytes: of a weight in the model's files.
     """
 
@@ -52,7 +52,7 @@ class Shape:
     inner: int
     experts_per_token: int
     matrices: int
-    active: int
+    mixture: bool
     table: int
     head: int
     vocabulary: int
@@ -68,12 +68,6 @@ class Shape:
     def key_value_heads(self) -> int:
         """Heads of keys and values, fewer than ``heads`` under grouped-query attention."""
         return self.heads * self.key_value // self.query
-
-    def forward_flops(self, tokens: float, *, attended: float, scored: float) -> float:
-        """Of ``tokens`` that attend to ``attended`` others each on average; ``scored`` have logits."""
-        linear = 2 * self.layers * self.active * tokens
-        attention = 4 * self.layers * self.query * attended * tokens
-        return linear + attention + 2 * self.hidden * self.vocabulary * scored
 
     def kv_bytes(self, weight_bytes: int) -> int:
         """KV cache per token."""
@@ -94,7 +88,7 @@ class Shape:
             return attention | dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h"), wide)
         attention = dict.fromkeys(("q_proj", "o_proj"), hidden + self.query)
         attention |= dict.fromkeys(("k_proj", "v_proj"), hidden + self.key_value)
-        mlp = () if self.active != self.matrices else ("gate_proj", "up_proj", "down_proj")
+        mlp = () if self.mixture else ("gate_proj", "up_proj", "down_proj")
         return attention | dict.fromkeys(mlp, wide)
 
 
@@ -168,7 +162,7 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
         inner=inner,
         experts_per_token=each,
         matrices=shared + max(experts, 1) * mlp,
-        active=shared + each * mlp,
+        mixture=experts > 0,
         table=(words + positions) * hidden,
         head=0 if tied else words * hidden,
         vocabulary=words,
