@@ -98,27 +98,7 @@ def join(memory: str) -> MpiWorld:
     )
 
 
-def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
-    """The trainer's end, without a disk."""
-    from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
-
-    return MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
-
-
-def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
-    """A searcher's end."""
-    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
-
-    return MpiSearcherExchange.open(world)
-
-
-def publish(
-    exchange: MpiTrainerExchange,
-    source: np.ndarray,
-    clock: np.ndarray,
-    *,
-    busy_from: int,
-) -> None:
+def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray, *, busy_from: int) -> None:
     """Publish a version for each row of the trainer's clock: called, returned, seconds of a copy just before.
 
     From the version ``busy_from`` on this thread runs Python while the weights travel.
@@ -179,14 +159,17 @@ def medians(world: MpiWorld, clock: np.ndarray, rounds: slice) -> dict[str, floa
 @app.command(hidden=True)
 def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> None:
     """One rank of the weights benchmark; the first round warms up, in the last ``rounds`` Python is busy."""
+    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+
     layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
     world = join(memory)
     private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
     clock = np.zeros((1 + 2 * rounds, 3))
     if world.role == "trainer":
-        publish(open_trainer(world, layout), private, clock, busy_from=1 + rounds)
+        exchange = MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
+        publish(exchange, private, clock, busy_from=1 + rounds)
     else:
-        take(open_searcher(world), layout.nbytes, clock)
+        take(MpiSearcherExchange.open(world), layout.nbytes, clock)
     bcast, bcast_shared = limits(world, private, rounds)
     found, busy = (medians(world, clock, part) for part in (slice(1, 1 + rounds), slice(1 + rounds, None)))
     if world.role == "searcher":

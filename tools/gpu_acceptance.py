@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import string
@@ -37,7 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ from tba_hpc.checks.planner.memory import CONTEXT, Workload, trainer_items
 from tba_hpc.config import Config, load_config, parse_config
 from tba_hpc.core.types import (
     LIVE_RECORD,
-    Completion,
     Group,
     Prompt,
     Publication,
@@ -88,9 +86,6 @@ SHORT_RUN = ("train.steps=4", "evaluate.test_prompts=8", "evaluate.validation_pr
 WIDTH = 4
 """Size of the hidden layer of an MLP ÷ the model's."""
 
-BLOCK_TOKENS = 128
-"""Multiple of the tokens of any block in which an engine keeps its attention cache."""
-
 GENERATED_GROUPS = 16
 REPEATS = 5
 
@@ -109,13 +104,8 @@ class Shape:
     completion: int
     matmul: int
     """Rows and columns of the matrices by whose product the machine is measured."""
-
-    @property
-    def kv_cache_mb(self) -> int:
-        """Of the attention cache of a group in bfloat16; every head has keys and values of its own."""
-        blocks = math.ceil((self.prompt + self.completion) / BLOCK_TOKENS)
-        token_bytes = 2 * 2 * self.layers * self.hidden
-        return math.ceil(self.group_size * blocks * BLOCK_TOKENS * token_bytes / (1 << 20))
+    kv_cache_mb: int
+    """Attention cache of a group in bfloat16, in blocks of 128 tokens."""
 
     @property
     def step_flops(self) -> float:
@@ -132,11 +122,11 @@ class Shape:
 
 LARGE = Shape(
     **{"hidden": 2048, "layers": 16, "head_size": 128, "vocabulary": 65536, "matmul": 8192},
-    **{"groups": 8, "group_size": 16, "prompt": 128, "completion": 512},
+    **{"groups": 8, "group_size": 16, "prompt": 128, "completion": 512, "kv_cache_mb": 1280},
 )
 TINY = Shape(
     **{"hidden": 64, "layers": 2, "head_size": 32, "vocabulary": 512, "matmul": 512},
-    **{"groups": 4, "group_size": 4, "prompt": 8, "completion": 24},
+    **{"groups": 4, "group_size": 4, "prompt": 8, "completion": 24, "kv_cache_mb": 1},
 )
 
 
@@ -454,16 +444,6 @@ def make_batch(shape: Shape) -> TrajectoryBatch:
     return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=size, step=0)
 
 
-def make_group(shape: Shape) -> Group:
-    """Distinct random completions of a random prompt."""
-    random = np.random.default_rng(1)
-    tokens_KT = random.integers(1, shape.vocabulary, (shape.group_size, shape.completion), np.int32)
-    prompt = Prompt(0, random.integers(1, shape.vocabulary, shape.prompt, np.int32), "")
-    request = Request(prompt, 0, shape.group_size, Sampling(1.0, 1.0, shape.completion))
-    completions = [Completion(row, np.zeros(len(row), np.float32), "length") for row in tokens_KT]
-    return Group(request, tuple(completions), np.zeros((shape.group_size, 2), np.int32))
-
-
 @contextmanager
 def engine_of(config: Config) -> Iterator[VllmGenerator]:
     """An engine that takes requests."""
@@ -484,9 +464,11 @@ def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
 
 
 def generate(generator: VllmGenerator, shape: Shape) -> list[Group]:
-    """Groups of random prompts."""
+    """Groups of a random prompt."""
+    tokens = np.random.default_rng(1).integers(1, shape.vocabulary, shape.prompt, np.int32)
+    sampling = Sampling(1.0, 1.0, shape.completion)
     for number in range(GENERATED_GROUPS):
-        generator.submit(replace(make_group(shape).request, id=number))
+        generator.submit(Request(Prompt(0, tokens, ""), number, shape.group_size, sampling))
     groups: list[Group] = []
     while generator.in_flight:
         groups += generator.step()
