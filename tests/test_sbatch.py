@@ -105,12 +105,6 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     assert (tmp_path / "path").read_text() == f"{tmp_path}\n", "the package need not be installed"
 
 
-def test_a_het_job_never_asks_for_no_kill() -> None:
-    """With it, the loss of a searcher node leaves component 0 pending for ever and component 1 failed."""
-    assert "--no-kill" not in _script(Site(), 8)
-    assert "--no-kill" in _script(Site(), 8, homogeneous=True)
-
-
 def test_hostile_names_stay_words() -> None:
     run = '/runs/it\'s; $(touch x) "here"'
     site = Site(environment={"GREETING": 'a "b" `c` $(d) $[1+1] $HOME'})
@@ -537,18 +531,6 @@ def test_a_job_does_what_it_is_told_at_every_turn(
     code = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7").strip()
     assert (tmp_path / "turns").read_text().split() == turns.split()
     assert f"{code} {(tmp_path / 'said').read_text()}".strip() == ends
-
-
-def test_elastic_searchers_give_up_when_node_after_node_fails_its_check(tmp_path: Path) -> None:
-    """Two may, by RELAUNCHES; a job that has searched begins again."""
-    for name in ("turns", "said", "config.yaml"):
-        (tmp_path / name).touch()
-    life = f"source {SUPERVISOR}; {LIFE}\nhealthy() {{ $HEALTHY; }}; (search_for_a_while); echo $?"
-    codes = []
-    for healthy in ("false", "false", "true", "false", "false", "false"):
-        (tmp_path / "answers").write_text("go x\nqueue\n")
-        codes += _bash(life, RUN=str(tmp_path), SLURM_JOB_ID="7", HEALTHY=healthy).split()
-    assert codes == ["0", "0", "0", "0", "0", "4"]
 
 
 @pytest.mark.parametrize(

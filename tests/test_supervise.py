@@ -335,6 +335,15 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
 # --- Elastic searchers ---
 
 
+def test_elastic_searchers_give_up_when_node_after_node_fails_its_check(run: RunDir) -> None:
+    """Two may, by POLICY; a job that has searched begins again."""
+    sick = [f"?n{number}" for number in (1, 2, 0, 3, 4, 5)]
+    sick[2] = ""
+    found = [_next(run, "join", array_job="7_0", answers=answer) for answer in sick]
+    assert [answer.split()[0] for answer in found] == ["queue", "queue", "go", "queue", "queue", "exit"]
+    assert found[-1] == "exit 4" and not list((run.path / "slurm").glob("unfit*"))
+
+
 @pytest.mark.parametrize(
     ("facts", "answer"),
     [

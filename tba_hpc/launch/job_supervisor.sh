@@ -236,7 +236,7 @@ refuse_end() {       # leave if Slurm ends this job already: one that was cancel
     exit 0
 }
 
-queue_again() {      # put this job back into the queue
+queue_again() {      # put this job back into the queue, and leave
     local end=$((SECONDS + ANSWER_SECONDS)) said
     say "back to the queue"
     trap '' TERM     # Slurm ends this shell now; only then can the job start again
@@ -247,6 +247,8 @@ queue_again() {      # put this job back into the queue
         fi
         sleep $ANSWER_PAUSE
     done
+    exclude_sick
+    exit 0
 }
 
 # --- Nodes ---
@@ -340,8 +342,21 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
     esac
 }
 
+go_once() {          # go_once TURN: the ranks from their start to their end; whether they are to start again
+    local code began=$SECONDS watcher=
+    ranks &
+    STEP=$!
+    [ "$1" != ended ] || { watch_step "$STEP" & watcher=$!; }
+    await_step "$STEP" $watcher
+    code=$?
+    await_folder
+    ask "$1" "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"
+    [ "$NEXT" = again ] || return
+    FAILURES=${WITH[0]}
+    sleep 2
+}
+
 run_to_the_end() {   # start the ranks, again and again, until the run is finished
-    local code
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
@@ -355,22 +370,11 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         NODES_LEFT=${WITH[0]} SEARCHERS=${WITH[1]}
         export TBA_ATTEMPT=${WITH[2]}        # other nodes may hold logs/latest of the start before
         job_end
-        ranks &
-        STEP=$!
-        watch_step "$STEP" &
-        await_step "$STEP" $!
-        code=$?
-        await_folder
-        ask ended "code=$code" "ending=`[ $code = 0 ] || ! ending || echo 1`"
-        [ "$NEXT" = again ] || break
-        FAILURES=${WITH[0]}
-        sleep 2
+        go_once ended || break
     done
     refuse_end
     ask leave || [ "$REQUEUE" != no ] || exit 1
     queue_again
-    exclude_sick
-    exit 0
 }
 
 # As `bash -c "$KEEP" TIMES COMMAND…`: runs an elastic searcher, again if it crashes so often in a row while its
@@ -394,39 +398,19 @@ KEEP='
 healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails its check"; false; }; }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
-    local code began unfit=$RUN/slurm/unfit-$ME
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
-    ask join || exit
     healthy || { sleep 5; healthy; } || SICK=("$HERE")
-    if [ "$NEXT" = go ] && [ ${#SICK[@]} = 0 ]; then
-        rm -f "$unfit"
+    ask join "array_job=$ME" "answers=${SICK[*]/#/?}" || exit
+    if [ "$NEXT" = go ]; then
         place_caches "${WITH[0]}"
         while [ "$STOP" = 0 ]; do
             say "searching for $RUN on $HERE; searchers: $SEARCHERS"
-            began=$SECONDS
-            ranks &
-            STEP=$!
-            await_step "$STEP"
-            code=$?
-            await_folder
-            ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"
-            [ "$NEXT" = again ] || break
-            FAILURES=${WITH[0]}
-            sleep 2
+            go_once searched || break
         done
-    elif [ ${#SICK[@]} -gt 0 ]; then
-        echo "$HERE" >> "$unfit"
-        if [ "`wc -l < "$unfit"`" -gt "$RELAUNCHES" ]; then
-            say "giving up: these nodes have failed their check, one after the other:" `cat "$unfit"`
-            rm "$unfit"
-            exit 4
-        fi
     fi
     refuse_end
     [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 75; }
     queue_again
-    exclude_sick
-    exit 0
 }

@@ -49,7 +49,7 @@ class Turn:
     ending: whether the job was asked to stop, and whether Slurm ends it. chained: whether it follows another
     job of a chain. nodes: how many it asked for. hosts: of component 0, or the job; others: of component 1;
     ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN,
-    with "?" if they fail the check of their health.
+    with "?" if they fail the check of their health. array_job: of elastic searchers, their own of the array.
     """
 
     run: Path
@@ -69,6 +69,7 @@ class Turn:
     answers: list[str] = field(default_factory=list)
     ascending: list[str] = field(default_factory=list)
     last_look: bool = False
+    array_job: str = ""
     trainers: int = 0
     searchers: int = 0
     trainer_nodes: int = 0
@@ -361,11 +362,24 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 
 
 def join(turn: Turn) -> str:
-    """A job of elastic searchers has its node. ``go`` comes with the name of its folder of caches."""
+    """A job of elastic searchers has its node, which ``answers`` names if it fails the check of its health.
+
+    ``go`` comes with the name of its folder of caches.
+    """
     if turn.finished:
         say("the run is finished: there is nothing to search for")
         return f"exit {Exit.DONE}"
-    return "queue" if turn.stop else f"go {_caches(turn)}"
+    note = turn.mark(f"unfit-{turn.array_job}")
+    if not turn.answers:
+        note.unlink(missing_ok=True)
+        return "queue" if turn.stop else f"go {_caches(turn)}"
+    unfit = [*_read(note).split(), *(answer[1:] for answer in turn.answers)]
+    if len(unfit) <= turn.relaunches:
+        write_atomic(note, " ".join(unfit))
+        return "queue"
+    say(f"giving up: these nodes have failed their check, one after the other: {' '.join(unfit)}")
+    note.unlink(missing_ok=True)
+    return f"exit {Exit.NO_PROGRESS}"
 
 
 def searched(turn: Turn) -> str:
