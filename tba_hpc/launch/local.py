@@ -31,12 +31,11 @@ from rich.console import Console
 from tba_hpc.config import Config
 from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, mpi_library
-from tba_hpc.launch.deafness import calls, deafen
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.listeners import listeners
+from tba_hpc.run.listeners import calls, deafen, listeners
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session

@@ -18,6 +18,9 @@ import psutil
 SO_ATTACH_FILTER = 26
 """Socket option; the module ``socket`` does not name it."""
 
+PIDFD_GETFD = 438
+"""Number of the system call, on every machine; Linux 5.6."""
+
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: keep 0 bytes of whatever comes."""
 
@@ -51,3 +54,30 @@ def stop_listening(*, less: set[int] | None = None) -> None:
     for descriptor in own_listeners() - (less or set()):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             drop_all(listener)
+
+
+def calls(pid: int, ports: set[int]) -> bool:
+    """Whether a process is connected to one of these ports."""
+    with suppress(psutil.Error):
+        return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
+    return False
+
+
+def deafen(pid: int, *, loopback: bool = False) -> None:
+    """Let a child's sockets that ``listeners`` names take no connection any more.
+
+    mpiexec listens on every address for its peers on other nodes, of which a run on one machine has none, and
+    no setting prevents that (PRRTE 3.0). What the system does not allow (a hardened kernel, a container) is
+    left: see docs/security.md.
+    """
+    with suppress(OSError):
+        process = os.pidfd_open(pid)
+        try:
+            for descriptor, _, _ in listeners(pid, loopback=loopback):
+                copy = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0)
+                if copy < 0:
+                    return
+                with socket.socket(fileno=copy) as listener:
+                    drop_all(listener)
+        finally:
+            os.close(process)

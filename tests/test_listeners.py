@@ -12,8 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tba_hpc.launch.deafness import PIDFD_GETFD, calls, deafen
-from tba_hpc.run.listeners import listeners
+from tba_hpc.run.listeners import PIDFD_GETFD, calls, deafen, listeners
 
 LISTENER = """
 import socket, sys
