@@ -1,9 +1,11 @@
 """What a run costs at scale: a bench a module, each with ``measure``; ``tools/bench_scale.py`` runs them."""
 
-Row = dict[str, object]
+from tba_hpc.report.tables import Cell
+
+Row = dict[str, Cell]
 """A line of the table."""
 
 
-def row(what: str, now: float | str, unit: str, goal: str) -> Row:
+def row(what: str, now: float, unit: str, goal: str) -> Row:
     """What was measured, the figure, its unit, and what is to be reached."""
-    return {"what": what, "now": now if isinstance(now, str) else round(now, 3), "unit": unit, "goal": goal}
+    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
