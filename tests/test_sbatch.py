@@ -251,7 +251,7 @@ def test_a_default_in_a_value_needs_no_variable(tmp_path: Path) -> None:
 # --- job_supervisor.sh ---
 
 
-IN_SUBSHELLS = ("watch_step", "allocated", "probe")
+IN_SUBSHELLS = ("draining", "watch_nodes", "watch_step", "allocated", "probe")
 """Functions that the shell which listens to Slurm never runs by itself."""
 
 
@@ -332,6 +332,41 @@ def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step
     """rank, step: what leaves a sign of life, and what squeue shows."""
     program = f"source {SUPERVISOR}; rank() {{ {rank}; }}; step() {{ {step}; }}; {WATCHED}"
     assert int(_bash(program, RUN=str(tmp_path))) == seconds
+
+
+@pytest.mark.parametrize(
+    ("states", "requeue", "found"),
+    [
+        ("MIXED IDLE", "yes", ""),
+        ("ALLOCATED ALLOCATED+DRAIN", "yes", "n2"),
+        ("ALLOCATED DOWN*+DRAIN", "yes", ""),  # it is lost already
+        ("ALLOCATED MIXED+DRAIN", "no", ""),  # nothing would go on elsewhere
+    ],
+)
+def test_nodes_that_are_being_drained_are_found_in_one_call(
+    tmp_path: Path, states: str, requeue: str, found: str
+) -> None:
+    program = f"""
+    source {SUPERVISOR}; timeout() {{ shift; "$@"; }}
+    scontrol() {{ number=0; echo "$4" >> "$RUN/asked"; for state in {states}; do
+        echo "NodeName=n$((++number)) Arch=x86_64 Comment=(null) State=$state ThreadsPerCore=1"; done; }}
+    draining; [ "$REQUEUE" = no ] || cat "$RUN/asked"
+    """
+    nodes = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
+    nodes |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    said = _bash(program, RUN=str(tmp_path), REQUEUE=requeue, **nodes)
+    assert said.split() == [*found.split(), *(["n1,n[2-3]"] if requeue == "yes" else [])]
+
+
+@pytest.mark.parametrize(("job", "found"), [("7", "n1"), ("8", ""), ("9", "")])
+def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
+    tmp_path: Path, job: str, found: str
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/chain").write_text("7\n8\n")
+    program = f"source {SUPERVISOR}; timeout() {{ echo 'NodeName=n1 x State=MIXED+DRAIN'; }}; draining"
+    facts = {"RUN": str(tmp_path), "REQUEUE": "no", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n1"}
+    assert _bash(program, **facts).strip() == found
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ insist() {           # insist SRUN: it may lose a signal that comes while it is 
 
 # --- A step ---
 
-await_step() {       # await_step SRUN [WATCHER]: wait for the end of a step, which is the status
+await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step, which is the status
     local code
     STEP=$1
     [ "$STOP" = 0 ] || pass_on               # asked just now
@@ -145,7 +145,26 @@ await_folder() {     # this node may have lost RUN for a while: what comes next 
     done
 }
 
-WATCH_SECONDS=60     # pause between two looks at a step
+WATCH_SECONDS=60     # pause between two looks at a step and its nodes
+
+draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
+    local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
+    [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$SLURM_JOB_ID" "$RUN/slurm/chain" | grep -qvxF "$SLURM_JOB_ID" || return 0
+    timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
+        2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
+}
+
+watch_nodes() {      # watch_nodes SRUN: stop in time for a node that is being drained
+    local node
+    while sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
+        node=$(draining)
+        [ -n "$node" ] || continue
+        say "$node is being drained: leaving it"
+        [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
+        kill -USR1 $$
+        return
+    done
+}
 
 watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
@@ -343,11 +362,13 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
 }
 
 go_once() {          # go_once TURN: the ranks from their start to their end; whether they are to start again
-    local code began=$SECONDS watcher=
+    local code began=$SECONDS watchers
     ranks &
     STEP=$!
-    [ "$1" != ended ] || { watch_step "$STEP" & watcher=$!; }
-    await_step "$STEP" $watcher
+    watch_nodes "$STEP" &
+    watchers=($!)
+    [ "$1" != ended ] || { watch_step "$STEP" & watchers+=($!); }
+    await_step "$STEP" "${watchers[@]}"
     code=$?
     await_folder
     ask "$1" "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"

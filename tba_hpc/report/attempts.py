@@ -27,6 +27,7 @@ FAULTS = {
     KILLED: "ended without a word",
     "unreachable": "node unreachable",
     "unhealthy": "node unhealthy",
+    "draining": "node drained",
     "hung": "srun hung",
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",

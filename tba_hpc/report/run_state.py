@@ -83,6 +83,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     why = "nodes unreachable" if "requeue" in kinds else "preempted or a node lost"
     why = "preempted or out of time" if "signal" in kinds else why
+    why = "a node drained" if "draining" in kinds else why
     return RunState("requeued", f"{why}, back in the queue at step {step} ({reason})", release)
 
 

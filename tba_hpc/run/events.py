@@ -34,6 +34,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     requeue     the job goes back to the queue
     unreachable ``nodes`` do not answer
     unhealthy   they fail the check before a start, twice: the job does not get them again
+    draining    ``nodes`` are about to be drained: the job leaves them
     hung        srun outlived its step
     orphan      a step from before the last requeue was cancelled
     finished    the run is finished

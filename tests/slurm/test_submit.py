@@ -377,6 +377,25 @@ def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, 
     cluster.run("scancel", job)
 
 
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_job_leaves_a_draining_node_with_a_checkpoint(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    run, script = _run(tmp_path, _site(10_000), homogeneous=homogeneous)
+    job = slurm.submit(run, script.replace("run_to_the_end", "WATCH_SECONDS=2; run_to_the_end"))
+    _working(cluster, run, 1)
+    node = _ranks(run, 1)[-1]["host"]
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    try:
+        _working(cluster, run, 2)
+    finally:
+        cluster.run("scancel", job)
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert _events(run) == ["allocated", "draining", "signal", "stopped", "requeue", "allocated"]
+    assert f"{node} is being drained" in _log(run)
+    assert node not in {rank["host"] for rank in _ranks(run, 2)}
+
+
 NVIDIA_SMI = """#!/bin/bash
 sick=$(dirname "$0")/sick
 (set -C; echo "$SLURMD_NODENAME" > "$sick") 2> /dev/null
