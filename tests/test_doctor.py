@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -393,7 +394,7 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     _says(machine.check_folder(Facts(root=Path("/proc/runs"))), "problem", "cannot write to /proc/runs")
 
 
-# --- File systems and nodes that would hurt a run: planted ---
+# --- File systems, clocks and nodes that would hurt a run: planted ---
 
 
 def _of_folder(folder: Path, name: str) -> list[Finding]:
@@ -408,6 +409,43 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
         monkeypatch.setattr(machine.os, "link", link)
         _says(_of_folder(tmp_path, "hard links"), "warning", "two starts of one run", "--run-root")
+
+
+def test_a_folder_that_does_not_replace_files_at_once_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(fresh: Path, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        time.sleep(0.01)
+        fresh.rename(path)
+
+    assert _of_folder(tmp_path, "renames") == []
+    monkeypatch.setattr(Path, "replace", slow)
+    _says(_of_folder(tmp_path, "renames"), "problem", "does not replace files at once", "--run-root")
+
+
+def test_a_clock_that_is_far_from_the_file_servers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _of_folder(tmp_path, "clocks") == []
+    now = time.time() - 100
+    monkeypatch.setattr(machine.time, "time", lambda: now)
+    _says(_of_folder(tmp_path, "clocks"), "warning", "stamped +100 s from the clock", "leases")
+
+
+@pytest.mark.parametrize(
+    ("own", "stamp", "level", "words"),
+    [
+        (49, 0, "ok", ("2 nodes agree",)),
+        (51, 0, "warning", ("n2 is 51 s ahead of n1", "leases go by the stamps", "NTP")),
+        (-51, -51, "problem", ("n1 is 51 s ahead of n2", "taken for dead")),
+    ],
+)
+def test_nodes_whose_clocks_differ_by_more_than_a_lease_are_named(
+    own: float, stamp: float, level: str, words: tuple[str, ...]
+) -> None:
+    _says(machine.judge_clocks({"n1": (1e9, 1e9), "n2": (1e9 + own, 1e9 + stamp)}), level, *words)
+    assert list(machine.judge_clocks({"n1": (1e9, 1e9)})) == []
 
 
 def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -10,9 +11,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.resources import find_file, hub_cache, is_offline
 from tba_hpc.config import is_local
 from tba_hpc.run.files import NO_LINKS, publish
+from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
 """File systems of one machine."""
@@ -35,7 +40,14 @@ FAST = re.compile(r"ib|hsn|opa")
 SHM = Path("/dev/shm")
 
 GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
+CLOCKS = "clocks"
 """Names of findings that others look for."""
+
+LEASE_SECONDS = SILENT_SECONDS - BEAT_SECONDS
+"""Clocks that differ by more may cost a live rank its claim: one in good health is silent for a beat."""
+
+SWAPS = 30
+"""How often a file is replaced under a reader."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
@@ -140,22 +152,57 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
     if facts.root is None:
         return
     root = facts.root.absolute()
-    parent = nearest(root)
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
     kind = mount_kind(parent.resolve(), Path("/proc/mounts").read_text())
     try:
-        yield from judge_folder(root, kind)
+        tried = try_folder(parent)
     except OSError as error:
         found = f"cannot write to {root}: {error.strerror or error}"
         yield problem(RUN_ROOT, found, "choose another folder with --run-root")
         return
+    yield from judge_folder(root, kind, tried)
     yield judge_kind(root, kind, shared=facts.shared)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
 
 
-def nearest(root: Path) -> Path:
-    """The folder that is there, in which a run root would be made; or itself."""
-    return next(folder for folder in (root, *root.parents) if folder.exists())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What a folder did: publish a file in so many seconds, keep its mode, lock it, link it to one new name
+    only, swap it under a reader; and how far its clock is ahead of this machine's, in seconds.
+    """
+
+    seconds: float
+    private: bool
+    locks: bool
+    links: bool
+    swaps: bool
+    ahead: float
+
+
+def try_folder(parent: Path) -> Tried:
+    """Do in a folder, which is removed, what a run does. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
+        file, began = Path(name) / "file", time.monotonic()
+        publish(file, b"text")
+        return Tried(
+            seconds=time.monotonic() - began,
+            ahead=file.stat().st_mtime - time.time(),
+            private=not stat.S_IMODE(Path(name).stat().st_mode) & 0o077,
+            locks=_locks(file),
+            links=_links(file),
+            swaps=_swaps(file),
+        )
+
+
+def _locks(path: Path) -> bool:
+    """Whether a file can be locked; some file systems of clusters cannot."""
+    with path.open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def _links(path: Path) -> bool:
@@ -173,22 +220,71 @@ def _links(path: Path) -> bool:
     return True
 
 
-def judge_folder(root: Path, kind: str) -> Iterator[Finding]:
-    """Do in a folder what a run does there, and say what it would do to one. Raises OSError."""
+def _swaps(path: Path) -> bool:
+    """Whether a file that is replaced over and over is there whenever a reader looks."""
+    done = threading.Event()
+
+    def stays() -> bool:
+        while not done.is_set():
+            try:
+                path.read_bytes()
+            except FileNotFoundError:
+                return False
+            except OSError:  # a client's cache may be behind
+                continue
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(stays)
+        try:
+            for _ in range(SWAPS):
+                publish(path, b"text")
+        finally:
+            done.set()
+        return reader.result()
+
+
+def judge_folder(root: Path, kind: str, tried: Tried) -> Iterator[Finding]:
+    """What a folder would do to a run, and what holds all the same."""
     elsewhere = "choose another folder with --run-root"
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=nearest(root)) as name:
-        file, began = Path(name) / "file", time.monotonic()
-        publish(file, b"text")
-        took = 1000 * (time.monotonic() - began)
-        private, links = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077, _links(file)
-    if private:
-        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({took:.1f} ms)")
+    if tried.private:
+        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * tried.seconds:.1f} ms)")
     else:
         found = f"{root} ({kind}) does not keep file modes: others may read a run"
         yield warning(RUN_ROOT, found, elsewhere)
-    if not links:
+    if not tried.locks:
+        keep = "keep HDF5_USE_FILE_LOCKING=FALSE as batch scripts set it"
+        yield warning(
+            "file locks", f"{kind} locks no files", f"submit from one terminal at a time, and {keep}"
+        )
+    if not tried.links:
         found = f"{kind} has no atomic hard links: two starts of one run at the same moment may both go on"
         yield warning("hard links", found, f"start a run from one place at a time, or {elsewhere}")
+    if not tried.swaps:
+        found = f"{kind} does not replace files at once: a reader found none, and a rank may end for that"
+        yield problem("renames", found, elsewhere)
+    if abs(tried.ahead) > SILENT_SECONDS:
+        found = f"files in {root} are stamped {tried.ahead:+.0f} s from the clock of this machine"
+        remedy = "leases go by the stamps alone and hold; times in logs do not agree: set the clocks (NTP)"
+        yield warning(CLOCKS, found, remedy)
+
+
+def judge_clocks(clocks: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """Of nodes that looked at the same moment: their own clocks, and the stamps of the files they wrote."""
+    if len(clocks) < 2:
+        return
+    own, stamps = ({host: pair[index] for host, pair in clocks.items()} for index in (0, 1))
+    for which, seen, holds in (
+        ("their files' stamps", stamps, "a rank whose stamps are behind would be taken for dead"),
+        ("their clocks", own, "leases go by the stamps of files and hold, but times in logs do not agree"),
+    ):
+        late, early = (choose(seen, key=lambda host: seen[host]) for choose in (min, max))
+        if (apart := seen[early] - seen[late]) > LEASE_SECONDS:
+            level = problem if seen is stamps else warning
+            found = f"{which} differ: {early} is {apart:.0f} s ahead of {late}; {holds}"
+            yield level(CLOCKS, found, "set the clocks of the nodes (NTP, chrony), or leave one of them out")
+            return
+    yield ok(CLOCKS, f"{len(clocks)} nodes agree within {LEASE_SECONDS:g} s")
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:

@@ -36,6 +36,7 @@ def greet(directory: RunDir, role: Role) -> None:
     model = None if config.model.path == trial.NO_MODEL else config.model.path
     facts = Facts(site=trial.read_site(directory), root=directory.path.parent, model=model)
     if world.local_index == 0:
+        trial.write_clock(directory, world.hostname)
         trial.write_findings(directory, world.hostname, list(judge(NODE, facts)))
     seconds = broadcast(world)
     if world.rank == LEADER:

@@ -81,6 +81,19 @@ def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
+def write_clock(run: RunDir, host: str) -> None:
+    """Leave the time of a node that has just met the others; the stamp of the file is the file system's."""
+    (run.attempt / f"clock-{host}").write_text(str(time.time()))
+
+
+def _clocks(run: RunDir) -> dict[str, tuple[float, float]]:
+    """Of each node: its own time, and the stamp of its file."""
+    files = run.attempt.glob("clock-*")
+    return {
+        file.name.removeprefix("clock-"): (float(file.read_text()), file.stat().st_mtime) for file in files
+    }
+
+
 def read_site(run: RunDir) -> Site:
     """The site file of the trial that this rank belongs to."""
     return Site.model_validate_json((run.path / "site.json").read_text())
@@ -139,10 +152,11 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         for file in sorted(run.attempt.glob("findings-*.json"))
     }
     world = left.pop(WORLD, None)
+    clocks = list(machine.judge_clocks(_clocks(run)))
     findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
     if findings[0].level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
-    return [*findings, *_of_nodes(left), *check_job_requeue(facts), *(world or [])]
+    return [*findings, *_of_nodes(left), *clocks, *check_job_requeue(facts), *(world or [])]
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
