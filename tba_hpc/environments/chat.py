@@ -137,11 +137,13 @@ class Chat:
         self._options = options or {}
         self.eos_token_id = tokenizer.eos_token_id
         for role in roles:
-            self._require_that_it_appends(role)
+            self.require(role)
 
-    def render(self, messages: Sequence[Message], *, ask: bool = True) -> str:
-        """The text of a conversation; ask: up to the model's next message."""
-        return self._tokenizer.render(messages, tools=self._tools, ask=ask, **self._options)
+    def render(
+        self, messages: Sequence[Message], *, ask: bool = True, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """The text of a conversation; ask: up to the model's next message. tools: schemas of others."""
+        return self._tokenizer.render(messages, tools=[*self._tools, *tools], ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T] of rendered text."""
@@ -173,7 +175,7 @@ class Chat:
         # Twice: one blank of SentencePiece decodes to nothing, too, as the first of a text.
         return len(token) > 0 and not self._tokenizer.decode(np.repeat(token, 2))
 
-    def _require_that_it_appends(self, role: str) -> None:
+    def require(self, role: str) -> None:
         """Raise ConfigError where the template changes what it has written when messages follow.
 
         What the model was given and what now precedes its answer may differ at their ends: one may have the

@@ -17,7 +17,8 @@
             return float(self.left == 0)
 
 A class may also have ``step(messages) -> (messages, done, reward)``, which answers a turn without tool calls;
-its rewards add up to the episode's unless there is ``get_reward``. Neither is needed with task.reward.
+its rewards add up to the episode's unless there is ``get_reward``. Neither is needed with task.reward. A
+classmethod ``prepare()`` may do what takes long: a searcher calls it once, before the first episode.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Contract:
         if not self.tools and not self.has_step:
             raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
         parameters = list(inspect.signature(found["reset"]).parameters.values())[1:]
+        self.prepare: Callable[[], None] = getattr(self.make, "prepare", lambda: None)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
 

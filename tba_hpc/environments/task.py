@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -85,7 +85,9 @@ class Environment(Jsonl):
         found = super().rows(split)
         for number, (_, _, row) in enumerate(found, start=1):
             self._contract.require(row, f"row {number} of the {split} rows")
-        return [(self._chat.render(self._messages(row)), target, row) for _, target, row in found]
+            if row.get("tools"):
+                self._chat.require("tool")
+        return [(_render(self._chat, row, self._messages(row)), target, row) for _, target, row in found]
 
     def encode_question(self, text: str) -> np.ndarray:
         """As a user's message."""
@@ -98,12 +100,13 @@ class Environment(Jsonl):
         """
         row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         self._contract.require(row, "a question")
-        prompt = Prompt(0, self._encode(self._chat.render(self._messages(row))), "")
+        prompt = Prompt(0, self._encode(_render(self._chat, row, self._messages(row))), "")
         self._rows[prompt] = row
         return prompt
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Conversations by a generator of turns."""
+        self._contract.prepare()
         chat = self._chat_of(tokenizer)
         return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
 
@@ -124,7 +127,7 @@ class Environment(Jsonl):
         if prompt not in self._opened:
             begun = prompt
             if text:
-                begun = Prompt(prompt.id, chat.encode(chat.render(messages)), prompt.target)
+                begun = Prompt(prompt.id, chat.encode(_render(chat, row, messages)), prompt.target)
                 self._rows[begun] = row
             self._opened[prompt] = text or "", begun
         said, begun = self._opened[prompt]
@@ -160,3 +163,8 @@ class Environment(Jsonl):
             )
         roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
         return Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles, self._template_options)
+
+
+def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:
+    """How a conversation begins, with the tools that the row brings besides those of its environment."""
+    return chat.render(messages, tools=cast(Sequence[dict[str, Any]], row.get("tools") or ()))

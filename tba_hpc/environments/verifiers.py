@@ -1,0 +1,156 @@
+"""Environments of verifiers (github.com/PrimeIntellect-ai/verifiers), whose model is the searcher's.
+
+    class Sums(Rollout):
+        python = "/project/verifiers/bin/python"    # of a virtual environment with verifiers
+        env = {"taskset": {"id": "gsm8k-v1"}, "agent": {"harness": {"id": "null"}}}
+
+Rollouts run unchanged in one process of that Python (``verifiers_host.py``). What one asks of its model is
+the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N`` prints rows: what
+the first N tasks begin with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import find_function
+from tba_hpc.core.ports import Message
+from tba_hpc.environments.chat import Call, parse_calls
+
+Line = dict[str, Any]
+
+
+class Host:
+    """The process, and who waits for which of its lines. Raises ConfigError if it ends."""
+
+    def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
+        words = [
+            python,
+            "-P",
+            str(Path(__file__).with_name("verifiers_host.py")),
+            json.dumps(env),
+            str(tasks),
+        ]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._answers: dict[int, queue.SimpleQueue[Line]] = defaultdict(queue.SimpleQueue)
+        self.ids = itertools.count(1)
+        threading.Thread(target=self._listen, daemon=True, name="verifiers").start()
+        self.tasks: list[Line] = self.ask(0)["tasks"]
+
+    def tell(self, id: int, **order: Any) -> None:
+        """Give a rollout an order; none ends it."""
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # whoever waits for an answer says so
+            self._process.stdin.write(f"{json.dumps({'id': id, **order})}\n".encode())
+            self._process.stdin.flush()
+
+    def ask(self, id: int, **order: Any) -> Line:
+        """Begin a rollout, or tell one what it asked for; what it asks then, or how it ended."""
+        self.tell(id, **order)
+        while self._process.poll() is None or not self._answers[id].empty():
+            with suppress(queue.Empty):
+                line = self._answers[id].get(timeout=1)
+                if "ask" not in line:
+                    del self._answers[id]
+                return line
+        raise ConfigError(
+            f"the process of a verifiers environment ended with status {self._process.returncode}, its last "
+            "words above: its Python needs 'pip install verifiers==0.4.0 uv' and the package of the taskset"
+        )
+
+    def _listen(self) -> None:
+        assert self._process.stdout
+        for text in self._process.stdout:
+            line = json.loads(text)
+            self._answers[line["id"]].put(line)
+
+
+class Rollout:
+    """The environment: ``reset`` begins a rollout, ``step`` answers what it asks.
+
+    python: one with verifiers. env: verifiers' own configuration of an environment.
+    """
+
+    python: ClassVar[str] = sys.executable
+    env: ClassVar[Mapping[str, Any]] = {}
+    _host: ClassVar[Host]
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Start the process."""
+        cls._host = Host(cls.python, cls.env)
+
+    def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
+        """Begin; ValueError where it begins otherwise than its row says."""
+        self._id = next(self._host.ids)
+        self._known: list[Message] = []
+        self._reward: float | None = None
+        if self._ask(task=task) != prompt or self._tools != list(tools):
+            raise ValueError("the rollout begins otherwise than its row: write the rows again")
+
+    def step(self, messages: Sequence[Message]) -> tuple[list[Message], bool, float]:
+        """Give the model's turn to the rollout; what it says to that."""
+        thought, _, said = str(messages[-1]["content"]).rpartition("</think>")
+        calls = [call for call in parse_calls(said) if isinstance(call, Call)]
+        wire = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+        following = self._ask(
+            say={"content": said, "reasoning_content": thought.removeprefix("<think>") or None, "calls": wire}
+        )
+        return following[1:], self._reward is not None, 0.0
+
+    def get_reward(self) -> float:
+        """Of the rollout, cut off if it goes on."""
+        if self._reward is None:
+            self._ask(cut=True)
+        assert self._reward is not None
+        return self._reward
+
+    def _ask(self, **order: Any) -> list[Message]:
+        """What the rollout's next request adds to the last one; nothing at its end."""
+        line = self._host.ask(self._id, **order)
+        if "error" in line:
+            raise RuntimeError(line["error"])
+        if "end" in line:
+            self._reward = float(line["end"])
+            return []
+        known, self._known, self._tools = self._known, line["ask"]["messages"], line["ask"]["tools"]
+        added = self._known[len(known) :]
+        said = order["say"]["content"] if "say" in order else None
+        if self._known[: len(known)] != known or said not in (None, added[0].get("content", said)):
+            raise ValueError(
+                "the rollout rewrites the conversation, which cannot be trained on token by token"
+            )
+        return added
+
+    def __del__(self) -> None:
+        if getattr(self, "_reward", 0.0) is None:
+            self._host.tell(self._id)
+
+
+def row(host: Host, task: Line) -> Line:
+    """A task with what its rollout begins with."""
+    line = host.ask(id := next(host.ids), task=task)
+    host.tell(id)
+    if "ask" not in line:
+        raise ConfigError(f"task {task['idx']} asks a model for nothing: {line.get('error', 'it ends')}")
+    return {"prompt": line["ask"]["messages"], "tools": line["ask"]["tools"], "task": task}
+
+
+if __name__ == "__main__":
+    kind: Any = find_function("environment", sys.argv[1])
+    host = Host(kind.python, kind.env, int(sys.argv[2]))
+    with ThreadPoolExecutor(8) as pool:
+        for one in pool.map(lambda task: row(host, task), host.tasks):
+            print(json.dumps(one))

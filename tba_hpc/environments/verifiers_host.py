@@ -1,0 +1,110 @@
+"""An environment of verifiers in a Python of its own, which need not have tba_hpc; see ``verifiers.py``.
+
+    PYTHON -P verifiers_host.py CONFIG TASKS
+
+It prints the first TASKS tasks and plays those it is given. Lines are JSON, with the id of a rollout. In:
+``task``, ``say`` (a turn of the model), ``cut`` (there are no more), or nothing else: forget it. Out: ``ask``
+(a request), ``end`` (the reward) or ``error``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from verifiers.v1.clients import Client, ModelContext, TrainClientConfig
+from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.interception import server
+from verifiers.v1.trace import Trace
+from verifiers.v1.types import AssistantMessage, Response, ToolCall
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+MODEL = "policy"
+CONTEXT = ModelContext(model=MODEL, client=TrainClientConfig(base_url="none", api_key_var="NONE"))
+"""What a rollout is told of its model, which is the Host."""
+
+
+class Host(Client):
+    """The model of every rollout: what it says comes from the rank."""
+
+    def __init__(self, config: dict[str, Any], out: int) -> None:
+        role = {"runtime": {"type": "subprocess"}, **config.get("agent", {})}
+        self.env = load_environment(resolve_env_config({**config, "agent": role}))
+        self._out = out
+        self._rollouts: dict[int, asyncio.Task[None]] = {}
+        self._traces: dict[str, tuple[int, Trace]] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    def tell(self, **line: Any) -> None:
+        """Write a line."""
+        os.write(self._out, f"{json.dumps(line)}\n".encode())
+
+    async def serve(self) -> None:
+        """Obey until there are no more lines."""
+        async with self.env.serving():
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                self._obey(**json.loads(line))
+            for rollout in self._rollouts.values():
+                rollout.cancel()
+
+    def _obey(self, id: int, **order: Any) -> None:
+        if "task" in order:
+            self._rollouts[id] = asyncio.create_task(self._play(id, order["task"]))
+        elif order and id in self._answers:
+            self._answers[id].set_result(order)
+        elif id in self._rollouts:
+            self._rollouts[id].cancel()
+
+    async def _play(self, id: int, data: dict[str, Any]) -> None:
+        kind = type(self.env.taskset).task_type()
+        (slot,) = self.env.slots(kind(kind.data_type().model_validate(data), self.env.config.taskset.task))
+
+        def minted(trace: Trace) -> None:
+            self._traces[trace.id] = id, trace
+
+        try:
+            episode = await self.env.run_slot(slot, CONTEXT, on_trace=minted)
+            errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
+            if episode.ok and len(episode.traces) == 1:
+                self.tell(id=id, end=episode.traces[0].reward)
+            else:
+                self.tell(id=id, error=[*errors, "it has several agents, and one is trained"][0])
+        finally:
+            self._rollouts.pop(id)
+            self._answers.pop(id, None)
+            self._traces = {name: one for name, one in self._traces.items() if one[0] != id}
+
+    async def get_response(
+        self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str = "", *_: Any, **__: Any
+    ) -> Response:
+        """A turn of the rollout whose trace has this id."""
+        id, trace = self._traces[session_id]
+        self._answers[id] = asyncio.get_running_loop().create_future()
+        self.tell(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
+        answer = await self._answers[id]
+        if "cut" in answer:
+            trace.stop("cut_off")  # so that it is scored as it is
+            raise ProviderError("this is the maximum context length", status_code=400)
+        said = answer["say"]
+        calls = [ToolCall(id=f"{trace.num_turns}-{n}", **call) for n, call in enumerate(said.pop("calls"))]
+        message, finish = (
+            AssistantMessage(tool_calls=calls or None, **said),
+            "tool_calls" if calls else "stop",
+        )
+        response = Response(id=trace.id, created=0, model=MODEL, message=message, finish_reason=finish)
+        response.raw = serialize_completion(response, MODEL)
+        return response
+
+
+if __name__ == "__main__":
+    own = os.dup(1)
+    os.dup2(2, 1)  # what an environment prints is no answer
+    host = Host(json.loads(sys.argv[1]), own)
+    server.resolve_client = lambda _: host
+    first = host.env.taskset.take(int(sys.argv[2]))
+    host.tell(id=0, tasks=[task.data.model_dump(mode="json") for task in first])
+    asyncio.run(host.serve())
