@@ -156,6 +156,7 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
         "Score and distance",
         "pass@1",
     }
+    evaluate(run, "validation", 8, (40, 45), ref_logprob=-1.8)
     evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
     summary = summarise(run, run.config())
     assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
@@ -167,6 +168,7 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
         if plot.title == "Score and distance"
     ]
     assert "1.22" in drawn and "perplexity" in drawn
+    assert re.findall(r">(step \d+)<", drawn) == ["step 0", "step 10"], "one beside the other"
     text = written(run)
     assert "win rate before → after" in text and "pass@1" not in text
 

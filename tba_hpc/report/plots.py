@@ -126,6 +126,7 @@ def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> P
             return None
         if ax.get_legend_handles_labels()[0]:
             ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, borderpad=0.2)
+        ax.yaxis.get_offset_text().set_horizontalalignment("right")  # beside the legend
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return Plot(title, note, _themed(out.getvalue(), title))
@@ -319,12 +320,12 @@ def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
     if len(found) < 2:
         return False
     for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
-        shown = [e for e in found if e.split == split]
-        points = [(e.perplexity or 0.0, data.score(e).value) for e in shown]
+        points = [(e.perplexity or 0.0, data.score(e).value) for e in found if e.split == split]
         _points(ax, points, color=color, alpha=0.3, linewidth=0.9)
         _points(ax, points, marker=marker, linestyle="none", color=color, markersize=size, label=split)
-        for place in {0, len(points) - 1} & {*range(len(points))}:
-            _note(ax, f"step {shown[place].step}", points[place], xytext=(6, -4), fontsize=7.5, color=MUTED)
+    for e in (found[0], found[-1]):
+        at = (e.perplexity or 0.0, data.score(e).value)
+        _note(ax, f"step {e.step}", at, xytext=(6, -4), fontsize=7.5, color=MUTED)
     ax.margins(0.1, 0.15)
     ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
     if not data.graded:
