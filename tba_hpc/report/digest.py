@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, Trends
-from tba_hpc.run.files import is_for_room, open_regular, write_atomic
+from tba_hpc.run.files import is_for_room, open_regular, read_regular, write_atomic
 from tba_hpc.run.history import whole
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
@@ -241,8 +241,7 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest on disk, or ``digest``, a fresh one; and a reader of the records after it."""
     try:
-        with open_regular(digest_file(metrics)) as file:
-            head, _, body = file.read().partition(b"\n")
+        head, _, body = read_regular(digest_file(metrics)).partition(b"\n")
         kept: D = _adapter(type(digest).__name__).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
         with open_regular(metrics) as file:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import open_regular, remove, unless_away, write_atomic
+from tba_hpc.run.files import read_regular, remove, unless_away, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def damaged_evaluations(run: RunDir) -> list[Path]:
 def _is_damaged(path: Path) -> bool:
     """Not if it cannot be seen just now."""
     try:
-        _FILE.validate_json(_bytes(path))
+        _FILE.validate_json(read_regular(path))
     except OSError:
         return False
     except ValueError:
@@ -209,16 +209,11 @@ def _is_damaged(path: Path) -> bool:
 
 def _read(path: Path) -> Evaluation | None:
     """None if there is no such file, or it is damaged."""
-    text = _if_there(lambda: _bytes(path), otherwise=b"")
+    text = _if_there(lambda: read_regular(path), otherwise=b"")
     try:
         return _FILE.validate_json(text) if text else None
     except ValueError:
         return None
-
-
-def _bytes(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
 
 
 def _part_names(folder: Path) -> set[str]:

@@ -150,7 +150,8 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
         read += len(trajectories)
         rows = [row for row in _rows(trajectories, query) if _has_text(trajectories, row, query, decode)]
         found += len(rows)
-        log_ratio_N, ranks = _log_ratios(trajectories), _ranks(trajectories, query.order)
+        log_ratio_N = _log_ratios(trajectories)
+        ranks = _ranks(trajectories, query.order, log_ratio_N)
         rows.sort(key=lambda row: ranks[row], reverse=True)
         for row in rows:
             if len(best) == query.limit and ranks[row] <= min(rank for rank, _ in best.values()):
@@ -210,12 +211,12 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
     return [None if own or np.isnan(mean) else float(mean) for mean, own in zip(means, own_N, strict=False)]
 
 
-def _ranks(trajectories: Trajectories, order: SortBy) -> list[Rank]:
+def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
     """What comes first has the highest; among equals the newest does."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":
-        first_N = [-np.inf if ratio is None else ratio for ratio in _log_ratios(trajectories)]
+        first_N = [-np.inf if ratio is None else ratio for ratio in log_ratio_N]
     elif order in ("best", "worst"):
         first_N = (record["reward"] * (1 if order == "best" else -1)).tolist()
     sign = -1 if order == "oldest" else 1
