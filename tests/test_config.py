@@ -17,7 +17,6 @@ from tba_hpc.config import (
     LearningRate,
     LoraSection,
     differences,
-    differing_keys,
     dump_config,
     load_config,
     may_change,
@@ -420,7 +419,7 @@ def test_a_schedule_is_a_number_or_numbers_by_step(written: str, points: object,
     assert config.train.beta == points
     assert yaml.safe_load(dump_config(config))["train"]["beta"] == dumped
     assert parse_config(yaml.safe_load(dump_config(config))) == config
-    assert set(differing_keys(config, parse_config({"model": {"path": "a"}}))) == {"train.beta"}
+    assert set(differences(config, parse_config({"model": {"path": "a"}}))) == {"train.beta"}
 
 
 # --- Settings of vLLM and DeepSpeed ---
@@ -453,7 +452,7 @@ def test_other_settings_are_kept_as_they_are_and_may_change(
     config = parse_config({"model": {"path": "a"}}, [f"{section}={json.dumps(settings)}"])
     assert reduce(getattr, section.split("."), config) == settings
     assert parse_config(yaml.safe_load(dump_config(config))) == config
-    keys = differing_keys(parse_config({"model": {"path": "a"}}), config)
+    keys = differences(parse_config({"model": {"path": "a"}}), config)
     assert keys and all(key.startswith(section) and may_change(key) for key in keys)
 
 
@@ -500,4 +499,4 @@ def test_a_value_as_text_is_read_back(value: object) -> None:
 def test_differing_keys_are_named() -> None:
     old = parse_config({"model": {"path": "a"}})
     new = parse_config({"model": {"path": "a"}, "train": {"steps": 5, "learning_rate": {"peak": 1.0}}})
-    assert differing_keys(old, new) == ["train.steps", "train.learning_rate.peak"]
+    assert list(differences(old, new)) == ["train.steps", "train.learning_rate.peak"]

@@ -8,7 +8,6 @@ Imports no heavy library.
 from tba_hpc.config.loading import (
     ConfigError,
     differences,
-    differing_keys,
     dump_config,
     explain,
     is_local,

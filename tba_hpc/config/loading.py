@@ -69,11 +69,6 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
 
 
-def differing_keys(old: Config, new: Config) -> list[str]:
-    """Dotted keys whose values differ, in order of declaration."""
-    return list(differences(old, new))
-
-
 def may_change(key: str) -> bool:
     """Whether a resume may give a dotted key, and all below it, another value; see ``MayChange``."""
     model: type[BaseModel] | None = Config

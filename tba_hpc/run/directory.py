@@ -16,7 +16,6 @@ from tba_hpc.config import (
     Config,
     ConfigError,
     differences,
-    differing_keys,
     dump_config,
     load_config,
     may_change,
@@ -234,7 +233,7 @@ class RunDir:
         write_atomic(self.config_file, f"{SEAL}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
-        if all(key.startswith(OF_A_START) for key in differing_keys(old, new)):
+        if all(key.startswith(OF_A_START) for key in differences(old, new)):
             return
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))

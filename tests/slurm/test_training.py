@@ -19,7 +19,7 @@ from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
 from tiny_models import make_random_model
 
-from tba_hpc.config import differing_keys, dump_config, load_config
+from tba_hpc.config import differences, dump_config, load_config
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import OF_A_START, RunDir
@@ -181,7 +181,7 @@ def held_out(run: RunDir) -> dict[str, int]:
 
 def assert_same_training(run: RunDir, other: RunDir) -> None:
     """Equal in all that does not hang on timing."""
-    keys = differing_keys(run.config(), other.config())
+    keys = differences(run.config(), other.config())
     assert all(key.startswith(OF_A_START) for key in keys), keys
     assert schedule(run) == schedule(other)
     mine, others = prompts(run), prompts(other)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tba_hpc.config import Config, differing_keys, load_config
+from tba_hpc.config import Config, differences, load_config
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ class Study:
         self.model.make()
         config = self.config(arm, seed, options)
         run_dir = RunDir(config.run_dir.absolute())
-        if run_dir.finished and not differing_keys(run_dir.config(), config):
+        if run_dir.finished and not differences(run_dir.config(), config):
             return run_dir
         if run_dir.config_file.exists():  # of other settings, or cut short: a clock cannot be resumed
             shutil.rmtree(run_dir.path)
