@@ -30,6 +30,7 @@ from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.task import Environment
 from tba_hpc.environments.tools import Python, same_number
 from tba_hpc.learner.hf_model import HfTokenizer
+from tba_hpc.loops.search_log import Sums
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import load_task
@@ -212,6 +213,7 @@ def test_results_are_cut_and_calls_are_executed_in_order() -> None:
     calls = '<tool_call>{"name": "put", "arguments": {"coins": 10}}</tool_call>' * 9
     messages, _ = made.act(calls, [])
     assert [message["content"] for message in messages] == [f"{n}1 " for n in range(1, 9)]
+    assert (made.calls, made.failed_calls) == (8, 0)
 
 
 def test_asynchronous_methods_are_awaited_and_lists_in_parameters_are_read() -> None:
@@ -630,8 +632,9 @@ def test_the_engine_gets_other_episodes_while_environments_work(stage: Callable[
 
 def test_rewards_by_name_see_the_last_turn_and_are_added(stage: Callable[..., Stage]) -> None:
     reward = {"size": {"function": "own_worlds:size", "weight": 0.5}}
-    made = stage("Till", [call("put", coins=2), "four"], {"coins": 1}, reward=reward)
+    made = stage("Till", [call("put", coins=2) + call("steal"), "four"], {"coins": 1}, reward=reward)
     group = made.play()
+    assert Sums.of(group, [2.3]).figures()["search/failed_calls"] == 0.5
     assert made.task.rewards(group.request.prompt, group.completions) == pytest.approx([2.3])
     assert made.task.reward_parts() == {"size": [4.0], "environment": [pytest.approx(0.3)]}
 

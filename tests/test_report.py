@@ -138,14 +138,19 @@ def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     assert known <= defined and {"ink", "muted", "grid", "blue", "orange"} <= known
 
 
-@pytest.mark.parametrize("turns, share, titles", [(1.0, 0.0, set()), (1.5, 0.2, {"Turns", "Environment"})])
+@pytest.mark.parametrize("figures", [(1.0, 0.0, None), (1.5, 0.2, 0.25)])
 def test_turns_are_drawn_where_there_is_an_environment(
-    run: RunDir, turns: float, share: float, titles: set[str]
+    run: RunDir, figures: tuple[float, float, float | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
-    write(run.metrics_file("searcher", 0), [search(4.0, 100, 50.0, turns=turns, environment_share=share)])
+    names = ("turns", "environment_share", "failed_calls")
+    write(run.metrics_file("searcher", 0), [search(4.0, 9, 5.0, **dict(zip(names, figures, strict=True)))])
     drawn = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
-    assert drawn & {"Turns", "Environment"} == titles and "Loss" in drawn
+    print_summary(run, summarise(run, run.config()))
+    text, own, some = capsys.readouterr().out, {"Turns", "Failed calls", "Environment"}, figures[0] > 1
+    assert drawn & own == (own if some else set()) and "Loss" in drawn
+    assert bool(re.search(r"turns per completion +1.5", text)) == some
+    assert bool(re.search(r"failed tool calls +25.0 %", text)) == some
 
 
 def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:

@@ -38,6 +38,7 @@ def test_sums_of_groups_by_hand() -> None:
         "search/length": pytest.approx(7 / 3),
         "search/environment_share": 0,
         "search/turns": 1,
+        "search/failed_calls": None,
         "search/engine_gap": None,
     }
 

@@ -177,13 +177,15 @@ class Completion:
     tokens: int32 [T], with the EOS or the whole stop string that ended it. logprobs: float32 [T], under the
     sampling weights at model.logprob_temperature, whatever temperature they were sampled at; NaN at the
     tokens that an environment gave, of which the first is none. finish_reason: what ended it; turns:
-    task.options.max_turns. reward: the environment's own, NaN if it failed.
+    task.options.max_turns. reward: the environment's own, NaN if it failed. calls, failed_calls: of tools.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
     reward: float | None = None
+    calls: int = 0
+    failed_calls: int = 0
 
     @property
     def action_T(self) -> np.ndarray:

@@ -45,6 +45,9 @@ NO_TOOLS = ("reset", "get_reward", "step")
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+ERROR = "error:"
+"""Begins the result of a call that failed."""
+
 ERROR_CHARS = 300
 """Characters of an error that the model is shown."""
 
@@ -151,11 +154,16 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment through an episode. Its methods run the user's code, and raise whatever that raises."""
+    """One environment through an episode. Its methods run the user's code, and raise whatever that raises.
+
+    calls, failed_calls: tool calls so far, and those of them with an error for a result.
+    """
 
     contract: Contract
     row: Mapping[str, object]
     seed: int
+    calls: int = field(default=0, init=False)
+    failed_calls: int = field(default=0, init=False)
     _environment: Any = field(default=None, init=False)
     _sum: float | None = field(default=None, init=False)
 
@@ -172,7 +180,10 @@ class Session:
         """
         if self.contract.tools and (calls := parse_calls(text)):
             end = time.monotonic() + self.contract.seconds / 2
-            return [self._result(call, end) for call in calls], False
+            results = [self._result(call, end) for call in calls]
+            self.calls += len(results)
+            self.failed_calls += sum(result["content"].startswith(ERROR) for result in results)
+            return results, False
         if not self.contract.has_step:
             return [], True
         answers, done, reward = _result_of(self._environment.step(list(messages)))
@@ -190,13 +201,13 @@ class Session:
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:
-            return {"role": "tool", "name": call.name, "content": "error: no time left in this turn"}
+            return {"role": "tool", "name": call.name, "content": f"{ERROR} no time left in this turn"}
         return {"role": "tool", "name": call.name, "content": self._call(call)[: self.contract.max_chars]}
 
     def _call(self, call: Call) -> str:
         tool = self.contract.tools.get(call.name)
         if tool is None:
-            return f"error: there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
+            return f"{ERROR} there is no tool {call.name!r}, but {', '.join(self.contract.tools)}"
         schemas = self.contract.arguments[call.name]
         arguments = {name: _parsed(value, schemas.get(name, {})) for name, value in call.arguments.items()}
         try:
@@ -228,4 +239,4 @@ def _parsed(value: object, schema: Mapping[str, Any]) -> object:
 
 def _error(text: str) -> str:
     """On one line, cut."""
-    return f"error: {' '.join(text.split())[:ERROR_CHARS]}"
+    return f"{ERROR} {' '.join(text.split())[:ERROR_CHARS]}"

@@ -225,7 +225,10 @@ class Conversations:
         """Complete the episode, and maybe its group."""
         whole = episode.whole
         tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
-        whole.completions[episode.place] = Completion(tokens, logprobs, finish, reward)
+        made = Completion(
+            *(tokens, logprobs, finish, reward), episode.session.calls, episode.session.failed_calls
+        )
+        whole.completions[episode.place] = made
         self._open -= 1
         if len(whole.completions) == whole.request.n:
             self._finished.append(whole.group)

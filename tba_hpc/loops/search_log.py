@@ -19,9 +19,10 @@ class Sums:
     """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
 
     flat: groups whose rewards are all the same. truncated: completions that the token limit ended. tokens:
-    of completions, ``environment`` of which the policy did not sample. turns: in all completions. own,
-    logprob: sampled tokens of requests that are not tempered, and log π_behaviour, nats. compared, kl:
-    completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
+    of completions, ``environment`` of which the policy did not sample. turns, calls, failed_calls: in all
+    completions. own, logprob: sampled tokens of requests that are not tempered, and log π_behaviour, nats.
+    compared, kl: completions among these with a reference of their own, and log π_behaviour − log π_ref of
+    them, nats.
     checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
     sum of the absolute differences, nats. parts: of the rewards by name, where they are sums of several.
     """
@@ -33,6 +34,8 @@ class Sums:
     tokens: int = 0
     environment: int = 0
     turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
     reward: float = 0.0
     own: int = 0
     logprob: float = 0.0
@@ -70,6 +73,8 @@ class Sums:
             tokens=tokens,
             environment=tokens - len(behaviour),
             turns=sum(completion.turns for completion in group.completions),
+            calls=sum(completion.calls for completion in group.completions),
+            failed_calls=sum(completion.failed_calls for completion in group.completions),
             reward=float(reward_K.sum()),
             own=0 if tempered else len(behaviour),
             logprob=logprob,
@@ -109,6 +114,7 @@ class Sums:
             "search/length": _mean(self.tokens - self.environment, self.completions),
             "search/environment_share": _mean(self.environment, self.tokens),
             "search/turns": _mean(self.turns, self.completions),
+            "search/failed_calls": _mean(self.failed_calls, self.calls),
             "search/engine_gap": _mean(self.gap, self.checked),
             **{f"search/reward/{name}": _mean(value, self.completions) for name, value in self.parts.items()},
         }

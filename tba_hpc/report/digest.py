@@ -24,7 +24,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0

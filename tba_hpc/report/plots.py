@@ -390,6 +390,7 @@ FIGURES = (
     Lines("Gradient norm", "before clipping", _one("train/grad_norm", ROSE), compared=True),
     Lines("Length", "sampled tokens per completion", _both("length"), compared=True),
     Lines("Turns", "per fresh completion", _one("search/turns", ORANGE), above=1),
+    Lines("Failed calls", "of tools, by fresh completions", _one("search/failed_calls", ROSE), _small_share),
     Lines("Environment", "its share of the tokens", _both("environment_share"), _shares, above=0),
     Lines("Truncated", "cut off by the token limit", _one("search/truncated_share", ORANGE), _small_share),
     Lines("Replay ratio", "steps that learned from a trajectory", _one("train/replay_ratio"), compared=True),

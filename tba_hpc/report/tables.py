@@ -61,6 +61,9 @@ def print_summary(
         "perplexity under the": None if under is None else policy_name(under),
         "evaluated at step": None if step == summary.steps else step,
         "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
+        "failed tool calls": None
+        if (failed := summary.figures["search/failed_calls"]) is None
+        else percent(failed),
         "skipped steps": summary.skipped_steps or None,
         "rejected trajectories": summary.rejected or None,
         "dropped trajectories": summary.dropped or None,

@@ -105,6 +105,7 @@ SEARCH = {
     "search/length": _curve("tokens", "mean of sampled tokens over fresh completions"),
     "search/environment_share": _curve("share", "of their tokens, those that an environment gave"),
     "search/turns": _curve("turns", "of the policy per fresh completion, mean: 1 without an environment"),
+    "search/failed_calls": _curve("share", "of their tool calls, those whose result begins with ``error:``"),
     "search/engine_gap": _curve(
         "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"
     ),
