@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import parse_config
-from tba_hpc.report.alerts import EARLY_STEPS, Found, View, alerts, sinking_answers
+from tba_hpc.report.alerts import EARLY_STEPS, Alert, View, alerts, sinking_answers
 from tba_hpc.report.curves import Trends
 from tba_hpc.run.evaluations import Evaluation
 
@@ -57,7 +57,7 @@ def fall(name: str) -> int:
     )
 
 
-def first(check: Callable[[View], Found | None], name: str) -> int:
+def first(check: Callable[[View], Alert | None], name: str) -> int:
     """The step after which an alarm rings."""
     return next(view.trends.steps for view in views(name) if check(view))
 

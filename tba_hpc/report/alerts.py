@@ -1,7 +1,7 @@
 """What is wrong with a run, in sentences: the figure, since when, why it matters, which key to change.
 
-Pure functions of the run's curves. A threshold is where a figure is wrong for nearly every task, so that a
-healthy run raises no alert.
+Each rule looks at the run's curves alone. Its threshold is where a figure is wrong for nearly every task, so
+that a healthy run raises no alert.
 """
 
 from __future__ import annotations
@@ -39,16 +39,6 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A figure that is wrong. since: the first step at which it was. key, remedy: in place of the rule's."""
-
-    words: str
-    since: int | None = None
-    key: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class View:
     """What the rules look at. evaluations: complete ones, of both splits."""
 
@@ -72,6 +62,11 @@ class View:
         """Whether trainer and searchers are meant to wait for each other."""
         return self.config.exchange.max_staleness == 0
 
+    @property
+    def lower_rate(self) -> str:
+        """A remedy of many figures."""
+        return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
+
     def values(self, name: str) -> list[float]:
         """The points of a metric's trend, by step."""
         return [point.value for point in self.trends.trend(name)]
@@ -82,54 +77,21 @@ class View:
         return (now, since) if now is not None and since is not None and wrong(now) else None
 
 
-Find = Callable[[View], Found | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """find: the figure, if it is wrong. key: the one to change first. why, remedy: may name values of the
-    config as ``{train.beta}``.
-    """
-
-    find: Find
-    key: str
-    why: str
-    remedy: str
-
-    def alert(self, view: View) -> Alert | None:
-        """The alert, if the figure is wrong."""
-        if not (found := self.find(view)):
-            return None
-        since = "" if found.since is None else f" since step {found.since}"
-        key, sections = found.key or self.key, dict(view.config)
-        why, remedy = self.why.format(**sections), (found.remedy or self.remedy).format(**sections)
-        sentence = found.words[0].upper() + found.words[1:]
-        return Alert(f"{found.words}{since}: {key}", f"{sentence}{since}: {why}. {remedy}.")
-
-
-RULES: list[Rule] = []
-"""From what spoils a run to what wastes it, in the order of this file."""
-
-
-def rule(key: str, why: str, remedy: str = "") -> Callable[[Find], Find]:
-    """Make a rule of a function that finds a wrong figure."""
-
-    def register(find: Find) -> Find:
-        RULES.append(Rule(find, key, why, remedy))
-        return find
-
-    return register
-
-
 def alerts(trends: Trends, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
     """All that is wrong, the worst first."""
     view = View(trends, config, evaluations)
-    return [alert for rule in RULES if (alert := rule.alert(view))]
+    return [alert for rule in RULES if (alert := rule(view))]
 
 
 def line(found: Sequence[Alert]) -> str:
     """The worst few in one line."""
     return " · ".join(alert.short for alert in found[:SHOWN])
+
+
+def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: str) -> Alert:
+    """words: the figure. since: the first step at which it was wrong. key: what to change first."""
+    found = words if since is None else f"{words} since step {since}"
+    return Alert(f"{found}: {key}", f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}.")
 
 
 def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | None:
@@ -159,47 +121,40 @@ def _share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-# --- The rules ---
-
-RATE = "train.learning_rate.peak={train.learning_rate.peak:g}"
+# --- What spoils a run ---
 
 
-@rule(
-    "train.learning_rate.peak",
-    why="loss or gradient norm was not finite, so the weights are running away",
-    remedy=f"Lower {RATE}, or bound exchange.max_staleness",
-)
-def skipped_steps(view: View) -> Found | None:
+def skipped_steps(view: View) -> Alert | None:
     """Steps whose loss or gradient norm was not finite."""
     trends = view.trends
-    words = f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}"
-    return Found(words) if trends.skipped else None
+    if not trends.skipped:
+        return None
+    return _alert(
+        f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}",
+        key="train.learning_rate.peak",
+        why="loss or gradient norm was not finite, so the weights are running away",
+        remedy=f"{view.lower_rate}, or bound exchange.max_staleness",
+    )
 
 
-@rule(
-    "the reference is another model",
-    why="it must be 0 there; the reference is not the model that the run began with, or engine and "
-    "reference compute different distributions, so every β·KL is off",
-    remedy="Check model.path and that nothing in RUN/references was replaced, then start over",
-)
-def wrong_reference(view: View) -> Found | None:
+def wrong_reference(view: View) -> Alert | None:
     """At the first step the policy is the reference, and log π − log π_ref is 0."""
     ratio, lengths = view.trends.first_log_ratio, view.values("search/length")
     if ratio is None or view.config.train.reference.name == "behaviour":
         return None
     # Engines of any dtype differ by less than .02 nats per token.
-    wrong = abs(ratio) > max(0.1, 0.02 * (lengths[0] if lengths else 0.0))
-    return Found(f"log-ratio of {_few(ratio)} nats per completion at the first step") if wrong else None
+    if abs(ratio) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
+        return None
+    return _alert(
+        f"log-ratio of {_few(ratio)} nats per completion at the first step",
+        key="the reference is another model",
+        why="it must be 0 there; the reference is not the model that the run began with, or engine and "
+        "reference compute different distributions, so every β·KL is off",
+        remedy="check model.path and that nothing in RUN/references was replaced, then start over",
+    )
 
 
-@rule(
-    "nothing to learn",
-    why="without a difference there is nothing to learn",
-    remedy="Check the task's reward against a few completions, the format of answers that it expects "
-    "(task.name, task.options), and whether {model.path} can solve the task at all; "
-    "generator.temperature adds variety",
-)
-def constant_reward(view: View) -> Found | None:
+def constant_reward(view: View) -> Alert | None:
     """Every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
     flat = view.values("search/flat_groups")
@@ -208,45 +163,56 @@ def constant_reward(view: View) -> Found | None:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
-    return Found(f"reward {_few(values[-1])} for every one of {count:,} completions{cut}")
+    return _alert(
+        f"reward {_few(values[-1])} for every one of {count:,} completions{cut}",
+        key="nothing to learn",
+        why="without a difference there is nothing to learn",
+        remedy="check the task's reward against a few completions, the format of answers that it expects "
+        f"(task.name, task.options), and whether {view.config.model.path} can solve the task at all; "
+        "generator.temperature adds variety",
+    )
 
 
-@rule(
-    "task.name",
-    why="their reward was not finite or the task's code raised, and the rest is a biased sample",
-    remedy="The searchers' logs name the prompts; fix the code of task.name={task.name} or its data",
-)
-def rejected_rewards(view: View) -> Found | None:
+def rejected_rewards(view: View) -> Alert | None:
     """Trajectories set aside for lack of a usable reward; a few in a thousand are no mistake of the task."""
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
-    words = f"{rejected:,} trajectories ({_share(share)}) set aside without a reward"
-    return Found(words) if share > 0.01 else None
+    if share <= 0.01:
+        return None
+    return _alert(
+        f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
+        key="task.name",
+        why="their reward was not finite or the task's code raised, and the rest is a biased sample",
+        remedy="the searchers' logs name the prompts; fix the code of "
+        f"task.name={view.config.task.name} or its data",
+    )
 
 
-@rule(
-    "train.learning_rate.peak",
-    why="the policy is unlearning, most often because steps are too large",
-    remedy=f"Lower {RATE}, by a factor of three to begin with, or hold the policy nearer to its "
-    "reference by a higher train.beta",
-)
-def falling(view: View) -> Found | None:
+def falling(view: View) -> Alert | None:
     """The policy became worse, by its score or else by its reward."""
-    return _falling_score(view) or _falling_reward(view)
+    if not (words := _fall_of_score(view) or _fall_of_reward(view)):
+        return None
+    return _alert(
+        words,
+        key="train.learning_rate.peak",
+        why="the policy is unlearning, most often because steps are too large",
+        remedy=f"{view.lower_rate}, by a factor of three to begin with, or hold the policy nearer to its "
+        "reference by a higher train.beta",
+    )
 
 
-def _falling_score(view: View) -> Found | None:
+def _fall_of_score(view: View) -> str:
     """An evaluation is below an earlier one by 15 points and three standard errors: good runs sag by less."""
     found = view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
     if not falls:
-        return None
+        return ""
     high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
     if high.score - low.score <= max(0.15, 3 * hypot(_standard_error(high), _standard_error(low))):
-        return None
+        return ""
     last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
     fall = f"{_share(high.score)} at step {high.step} to {_share(low.score)} at step {low.step}"
-    return Found(f"{last.score_name} fell from {fall}, now {_share(last.score)}")
+    return f"{last.score_name} fell from {fall}, now {_share(last.score)}"
 
 
 def _standard_error(evaluation: Evaluation) -> float:
@@ -255,26 +221,25 @@ def _standard_error(evaluation: Evaluation) -> float:
     return sqrt(share * (1 - share) / evaluation.total)
 
 
-def _falling_reward(view: View) -> Found | None:
+def _fall_of_reward(view: View) -> str:
     """Fresh rewards fell, by more than chance moves them, and by half of all that they ever moved.
 
     The largest fall of some dozen values that differ by chance alone is four to five times the noise.
     """
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
-        return None
+        return ""
     smooth = _smooth(points)
     values = [point.value for point in smooth]
     high, low = max(combinations(smooth, 2), key=lambda fall: fall[0].value - fall[1].value)
     noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
     if high.value - low.value <= max(0.5 * (max(values) - min(values)), 6 * noise, 1e-9):
-        return None
+        return ""
     fall = f"{_few(high.value)} at step {high.step} to {_few(low.value)} at step {low.step}"
-    return Found(f"reward fell from {fall}, now {_few(now)}")
+    return f"reward fell from {fall}, now {_few(now)}"
 
 
-@rule("exchange.max_staleness", why="good and bad ones sink together, which comes before a collapse")
-def sinking_answers(view: View) -> Found | None:
+def sinking_answers(view: View) -> Alert | None:
     """What is rewarded has become less likely since it was sampled.
 
     Recorded runs that learn from data 10 to 99 steps old stay above −.01 nats a token; those that do not come
@@ -286,29 +251,24 @@ def sinking_answers(view: View) -> Found | None:
     since = _since(means, lambda value: value < -max(1.0, 0.03 * length))
     if since is None:
         return None
-    now = -means[-1].value
-    words = f"answers above their group's mean reward {_few(now)} nats less likely than when sampled"
-    return Found(f"{words} ({_few(now / length)} per token)", since, *_against_age(view.config))
+    train, now = view.config.train, -means[-1].value
+    settings = {
+        "train.objective.log_z=behaviour": getattr(train.objective, "log_z", "") == "policy",
+        "train.ratio_bound=taper": isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded,
+    }
+    free = [setting for setting, applies in settings.items() if applies]
+    bound = f"bound exchange.max_staleness or {view.lower_rate}"
+    return _alert(
+        f"answers above their group's mean reward {_few(now)} nats less likely than when sampled "
+        f"({_few(now / length)} per token)",
+        since,
+        key=free[0] if free else "exchange.max_staleness",
+        why="good and bad ones sink together, which comes before a collapse",
+        remedy=f"set {' and '.join(free)}, or {bound}" if free else bound,
+    )
 
 
-def _against_age(config: Config) -> tuple[str, str]:
-    """What bounds the pull of old data: the strongest setting alone, and all of them in a sentence."""
-    train = config.train
-    live = getattr(train.objective, "log_z", "") == "policy"
-    free = isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded
-    settings = ["train.objective.log_z=behaviour"] * live + ["train.ratio_bound=taper"] * free
-    lower = f"exchange.max_staleness or lower {RATE}"
-    if not settings:
-        return "exchange.max_staleness", f"Bound {lower}"
-    return settings[0], f"Set {' and '.join(settings)}, or bound {lower}"
-
-
-@rule(
-    "train.learning_rate.peak, train.beta",
-    why="the policy no longer writes what its reference would",
-    remedy=f"Lower {RATE}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
-)
-def distant_policy(view: View) -> Found | None:
+def distant_policy(view: View) -> Alert | None:
     """The policy is far from its reference: farther than the reward pays for, or wherever it is.
 
     Below .1 nats per token a KL is never dear; above 1 the text is another language to the reference. At the
@@ -320,8 +280,15 @@ def distant_policy(view: View) -> Found | None:
     gain, cost, paid = _gain(view), kl * (view.trends.latest("train/beta") or 0.0), ""
     if gain is not None and cost > 2 * gain:
         paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain)})"
-    words = f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}"
-    return Found(words, held[1]) if paid or kl > length else None
+    if not paid and kl <= length:
+        return None
+    return _alert(
+        f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}",
+        held[1],
+        key="train.learning_rate.peak, train.beta",
+        why="the policy no longer writes what its reference would",
+        remedy=f"{view.lower_rate}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
+    )
 
 
 def _gain(view: View) -> float | None:
@@ -334,62 +301,58 @@ def _gain(view: View) -> float | None:
     return max(rewards) - rewards[0]
 
 
-@rule(
-    "train.beta, generator.temperature",
-    why="the policy repeats itself before the task is solved",
-    remedy=f"Raise train.beta or generator.temperature, or lower {RATE}",
-)
-def collapsed_entropy(view: View) -> Found | None:
+def collapsed_entropy(view: View) -> Alert | None:
     """The policy is certain of what it writes, completions hardly differ, and it is no better for it."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
     if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
         return None
-    bound = min(0.05, 0.1 * values[0])
-    if not (held := view.held("search/entropy", lambda value: value < bound)):
+    if not (held := view.held("search/entropy", lambda value: value < min(0.05, 0.1 * values[0]))):
         return None
-    return Found(f"entropy of {_few(held[0])} nats per token, from {_few(values[0])} at first,", held[1])
+    return _alert(
+        f"entropy of {_few(held[0])} nats per token, from {_few(values[0])} at first,",
+        held[1],
+        key="train.beta, generator.temperature",
+        why="the policy repeats itself before the task is solved",
+        remedy=f"raise train.beta or generator.temperature, or {view.lower_rate}",
+    )
 
 
-@rule(
-    "exchange.max_staleness",
-    why="the policy has moved so far from the weights that sampled that a few completions are all that "
-    "{train.objective.name} learns from",
-    remedy=f"Bound exchange.max_staleness, raise buffer.most_on_policy, or lower {RATE}; "
-    "trajectory_balance does not reweight",
-)
-def few_effective(view: View) -> Found | None:
+def few_effective(view: View) -> Alert | None:
     """Few completions carry the gradient of an objective that reweights them or takes them for its own."""
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
         return None  # trajectory balance holds for any sampling distribution
-    held = view.held("train/ess", lambda value: value < 0.1)
-    return Found(f"effective sample size {_share(held[0])} of a batch", held[1]) if held else None
+    if not (held := view.held("train/ess", lambda value: value < 0.1)):
+        return None
+    return _alert(
+        f"effective sample size {_share(held[0])} of a batch",
+        held[1],
+        key="exchange.max_staleness",
+        why="the policy has moved so far from the weights that sampled that a few completions are all that "
+        f"{train.objective.name} learns from",
+        remedy=f"bound exchange.max_staleness, raise buffer.most_on_policy, or {view.lower_rate}; "
+        "trajectory_balance does not reweight",
+    )
 
 
-@rule(
-    "model.dtype",
-    why="what is learned from was sampled by another policy than its log-probabilities say",
-    remedy="Set model.dtype to float32 (it is {model.dtype}); train.ratio_bound limits the damage",
-)
-def engine_gap(view: View) -> Found | None:
+def engine_gap(view: View) -> Alert | None:
     """Engine and learner give the same weights different probabilities; bfloat16 alone makes .01 nats."""
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
-    values = view.values(name) or [0.0]
-    bound = min(0.05, max(0.01, 4 * values[0]))
-    if not (held := view.held(name, lambda value: value > bound)):
+    first, dtype = (view.values(name) or [0.0])[0], view.config.model.dtype
+    if not (held := view.held(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
         return None
-    grew = f", from {_few(values[0])} at first," if held[0] > 4 * values[0] else ""
-    remedy = "Check that the engine loads all weights" if view.config.model.dtype == "float32" else ""
-    words = f"engine and learner differ by {_few(held[0])} nats per token{grew}"
-    return Found(words, held[1], remedy=remedy)
+    grew = f", from {_few(first)} at first," if held[0] > 4 * first else ""
+    exact = f"set model.dtype to float32 (it is {dtype}); train.ratio_bound limits the damage"
+    return _alert(
+        f"engine and learner differ by {_few(held[0])} nats per token{grew}",
+        held[1],
+        key="model.dtype",
+        why="what is learned from was sampled by another policy than its log-probabilities say",
+        remedy="check that the engine loads all weights" if dtype == "float32" else exact,
+    )
 
 
-@rule(
-    "",
-    why="the gradient of train.objective={train.objective.name} takes them for the policy's, and is biased",
-    remedy="Leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
-)
-def biased_samples(view: View) -> Found | None:
+def biased_samples(view: View) -> Alert | None:
     """What an objective takes for samples of the policy is filtered before it learns from it."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
@@ -402,78 +365,99 @@ def biased_samples(view: View) -> Found | None:
     keys = [key for key, applies in filters.items() if applies]
     if not keys or not view.values("search/reward"):
         return None
-    return Found(f"samples filtered by {' and '.join(keys)}", key=keys[0])
+    return _alert(
+        f"samples filtered by {' and '.join(keys)}",
+        key=keys[0],
+        why=f"the gradient of train.objective={train.objective.name} takes them for the policy's, and is "
+        "biased",
+        remedy="leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
+    )
 
 
-@rule(
-    "train.completions_per_prompt",
-    why="they give no gradient, the prompts are too hard or too easy",
-    remedy="Choose prompts that are sometimes solved (task.train_file), or raise "
-    "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
-)
-def flat_groups(view: View) -> Found | None:
+# --- What wastes it ---
+
+
+def flat_groups(view: View) -> Alert | None:
     """Four fifths of the groups teach nothing."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     held = view.held(name, lambda value: value > 0.8)
     if held is None or view.solved:
         return None
-    return Found(f"{_share(held[0])} of the groups have one reward for all completions", held[1])
+    return _alert(
+        f"{_share(held[0])} of the groups have one reward for all completions",
+        held[1],
+        key="train.completions_per_prompt",
+        why="they give no gradient, the prompts are too hard or too easy",
+        remedy="choose prompts that are sometimes solved (task.train_file), or raise "
+        "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
+    )
 
 
-@rule(
-    "generator.max_tokens",
-    why="an answer without its end is seldom rewarded",
-    remedy="Raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
-)
-def truncated(view: View) -> Found | None:
+def truncated(view: View) -> Alert | None:
     """Half of the completions run into the token limit, or ever more do."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
-    bound = values[0] + 0.15 if grew else 0.5
-    if not (held := view.held(name, lambda value: value > bound)):
+    if not (held := view.held(name, lambda value: value > (values[0] + 0.15 if grew else 0.5))):
         return None
     first = f", from {_share(values[0])} at first," if grew else ""
-    return Found(f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}", held[1])
+    return _alert(
+        f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}",
+        held[1],
+        key="generator.max_tokens",
+        why="an answer without its end is seldom rewarded",
+        remedy="raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
+    )
 
 
-@rule(
-    "launch.searchers",
-    why="completions come too slowly",
-    remedy="Add launch.searchers, or loosen exchange.max_staleness or buffer.replay_limit, whichever it "
-    "waits for",
-)
-def waiting_trainer(view: View) -> Found | None:
+def waiting_trainer(view: View) -> Alert | None:
     """The trainer stands still for lack of data: half of the machines would do."""
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= 0.5 or view.in_turns:
         return None
-    return Found(f"trainer has waited {_share(share[0])} of its time")
+    return _alert(
+        f"trainer has waited {_share(share[0])} of its time",
+        key="launch.searchers",
+        why="completions come too slowly",
+        remedy="add launch.searchers, or loosen exchange.max_staleness or buffer.replay_limit, whichever it "
+        "waits for",
+    )
 
 
-@rule(
-    "the task's reward",
-    why="searchers wait for it",
-    remedy="Make it faster, or let rewards() score a group's completions in parallel; its time per group is "
-    "search/reward_seconds",
-)
-def slow_reward(view: View) -> Found | None:
+def slow_reward(view: View) -> Alert | None:
     """Rewards take most of the searchers' time."""
     held = view.held("search/reward_share", lambda share: share > 0.7)
     if not held or len(view.values("search/reward_share")) < LEAST_POINTS:
         return None
-    return Found(f"the reward takes {_share(held[0])} of the searchers' time", held[1])
+    return _alert(
+        f"the reward takes {_share(held[0])} of the searchers' time",
+        held[1],
+        key="the task's reward",
+        why="searchers wait for it",
+        remedy="make it faster, or let rewards() score a group's completions in parallel; its time per group "
+        "is search/reward_seconds",
+    )
 
 
-@rule(
-    "launch.trainers",
-    why="the trainer takes less than they give",
-    remedy="Give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
-)
-def idle_searchers(view: View) -> Found | None:
+def idle_searchers(view: View) -> Alert | None:
     """Searchers stand still for lack of weights."""
     points = view.trends.trend("search/paused_share")
     if len(points) < LEAST_POINTS or view.in_turns:
         return None
-    idle = median(point.value for point in points)
-    return Found(f"searchers idle {_share(idle)} of their time", points[0].step) if idle > 0.5 else None
+    if (idle := median(point.value for point in points)) <= 0.5:
+        return None
+    return _alert(
+        f"searchers idle {_share(idle)} of their time",
+        points[0].step,
+        key="launch.trainers",
+        why="the trainer takes less than they give",
+        remedy="give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
+    )
+
+
+RULES = (
+    *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, falling, sinking_answers),
+    *(distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
+    *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
+)
+"""The worst first."""
