@@ -1,10 +1,12 @@
-"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone."""
+"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone.
+
+A damaged file counts for nothing, and is written over if its split is evaluated again.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import math
 import operator
 import re
@@ -21,11 +23,6 @@ from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import read_regular, remove, unless_away, write_atomic
-
-log = logging.getLogger(__name__)
-
-DAMAGED = "damaged-"
-"""Before the name of a file that was set aside."""
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
@@ -112,7 +109,7 @@ _FILE = TypeAdapter(Evaluation)
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
     """Publish one searcher's part of an evaluation; the last one to do so makes one file of them all."""
     folder = _folder(run, part.split, part.step)
-    if _whole_file(run, part.split, part.step).exists():
+    if _read(_whole_file(run, part.split, part.step)):
         return
     folder.mkdir(exist_ok=True)
     with suppress(FileNotFoundError):  # it became whole meanwhile
@@ -156,12 +153,8 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
     """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short.
 
     Of the held-out split parts stay: that is evaluated again under the same weights, and each searcher goes
-    on with its own. Those that are whole become one file, if they were not yet. Damaged files are set aside.
+    on with its own. Those that are whole become one file, if they were not yet.
     """
-    for path in damaged_evaluations(run):
-        aside = path.with_name(DAMAGED + path.name)
-        log.warning("%s is damaged: it is set aside as %s and not counted", path, aside.name)
-        path.rename(aside)
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)
         if step > after:
@@ -176,7 +169,7 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
 def _keep_whole(run: RunDir, whole: Evaluation) -> None:
     """One file instead of one for each searcher; two of them may do so at once."""
     path = _whole_file(run, whole.split, whole.step)
-    if not path.exists():
+    if not _read(path):
         write_atomic(path, json.dumps(asdict(whole)))
     shutil.rmtree(_folder(run, whole.split, whole.step), ignore_errors=True)
 
@@ -188,23 +181,6 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
     parts = [_read(folder / name) for name in sorted(names)]
     known = [part for part in parts if part]
     return functools.reduce(operator.add, known) if len(known) == searchers else None
-
-
-def damaged_evaluations(run: RunDir) -> list[Path]:
-    """Files of evaluations that cannot be read; nothing counts them."""
-    files = sorted(run.evaluations.rglob("*.json")) if run.evaluations.is_dir() else []
-    return [path for path in files if not path.name.startswith(DAMAGED) and _is_damaged(path)]
-
-
-def _is_damaged(path: Path) -> bool:
-    """Not if it cannot be seen just now."""
-    try:
-        _FILE.validate_json(read_regular(path))
-    except OSError:
-        return False
-    except ValueError:
-        return True
-    return False
 
 
 def _read(path: Path) -> Evaluation | None:
