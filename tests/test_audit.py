@@ -90,7 +90,7 @@ def test_a_run_is_clean_however_it_ended(story: Story) -> None:
 
     # Killed in step 12, it goes on at the checkpoint of step 8; stopped twelve steps later, at that step.
     assert [verdict.steps for verdict in (killed, stopped, finished)] == [EVERY + 3, 2 * EVERY + 4, STEPS]
-    assert finished.redone == (3, 0) and finished.steps_redone == 3
+    assert finished.resumes == (3, 0) and finished.redone == 3
 
 
 def test_a_run_under_way_is_clean(story: Story) -> None:
@@ -281,12 +281,6 @@ def drop_steps(run: RunDir) -> Damage:
     return Damage("trainer.jsonl is damaged (step 5 follows step 2)")
 
 
-def evaluate_a_step_to_come(run: RunDir) -> Damage:
-    """One that was never taken."""
-    (run.evaluations / "validation-step-000999").mkdir()
-    return Damage("step 999 evaluated, but trainer.jsonl ends at step")
-
-
 def complete_again(folder: Path) -> None:
     """As if a file had been saved like this."""
     (folder / "COMPLETE").write_text(with_checksum(inventory(folder)))
@@ -334,7 +328,6 @@ def count(merge: Record) -> int:
         forget_a_prompt,
         drop_a_trajectory_from_the_buffer,
         drop_steps,
-        evaluate_a_step_to_come,
     ],
 )
 def test_damage_is_named(damage: Callable[[RunDir], Damage], copy: Callable[[str], RunDir]) -> None:

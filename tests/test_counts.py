@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tba_hpc.cli import app
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.data import searcher_files
-from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import figures
 from tba_hpc.report.summary import summarise
 from tba_hpc.run.directory import RunDir
@@ -27,7 +27,7 @@ NAMES = (
 
 def of_audit(verdict: Audit) -> dict[str, int]:
     """What the audit counts, whose evidence are all lines and all files."""
-    return {**{name: getattr(verdict, name) for name in NAMES}, "redone": verdict.steps_redone}
+    return {name: getattr(verdict, name) for name in NAMES}
 
 
 def of_summary(run: RunDir) -> dict[str, int]:

@@ -412,7 +412,7 @@ def fault_rows(storm: Storm, found: Audit) -> list[Row]:
 
 
 def _fates(storm: Storm, found: Audit) -> list[Fate]:
-    resumes = zip(storm.history.of_trainer(*TAKEOVERS)[1:], found.redone, strict=True)
+    resumes = zip(storm.history.of_trainer(*TAKEOVERS)[1:], found.resumes, strict=True)
     redone, fates = list(resumes), []
     ends = [strike.time for strike in storm.strikes[1:]] + [float("inf")]
     for strike, end in zip(storm.strikes, ends, strict=True):
@@ -448,8 +448,8 @@ def run_row(storm: Storm, found: Audit) -> Row:
         "doubled": found.doubled,
         "problems": len(unexplained(storm, found)),
         "optimizer steps": found.steps,
-        "steps redone": found.steps_redone,
-        "most at once": max(found.redone, default=0),
+        "steps redone": found.redone,
+        "most at once": max(found.resumes, default=0),
         "resumes from an older checkpoint than the newest whole one": storm.history.resumes_behind(),
         "storm, s": events[-1]["time"] - events[0]["time"],
         "ETTR, %": None if ettr is None else 100 * ettr,

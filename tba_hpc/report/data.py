@@ -30,7 +30,7 @@ MEAN_REWARD = "mean reward"
 """Name of the score of a run whose rewards are not just 0 and 1."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """What a run has done, as ``tba status``, ``tba audit`` and the summary count it.
 

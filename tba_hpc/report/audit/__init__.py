@@ -13,33 +13,23 @@ from dataclasses import asdict, dataclass
 from tba_hpc.core.wording import count, printable
 from tba_hpc.report.audit.checks import Check, Violation, every_check
 from tba_hpc.report.audit.evidence import Evidence
+from tba_hpc.report.data import Counts
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 
 __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """The verdict over a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit(Counts):
+    """The verdict over a run, and what it has done.
 
-    attempts: starts of the trainer. steps: optimizer steps of the surviving history. redone: per resume, the
-    steps that it took back. shards, trajectories, tokens: acknowledged; of the trajectories merged are in the
-    newest checkpoint, pending on disk beyond it, and lost nowhere. duplicates, evicted: what the buffer did
-    with all that the surviving history merged; dropped: what of it stayed out by rule. doubled: in it more
-    than once.
+    resumes: per resume, the steps that it took back. merged: of the trajectories, those in the newest
+    checkpoint; pending: on disk beyond it, and lost nowhere.
     """
 
     finished: bool
-    attempts: int
-    steps: int
-    redone: tuple[int, ...]
-    shards: int
-    trajectories: int
-    tokens: int
-    duplicates: int
-    evicted: int
-    dropped: int
+    resumes: tuple[int, ...]
     merged: int
     pending: int
     checks: tuple[Check, ...]
@@ -70,33 +60,30 @@ class Audit:
         """Whether every promise holds."""
         return not self.problems
 
-    @property
-    def steps_redone(self) -> int:
-        """Optimizer steps that were taken again after a resume, in all."""
-        return sum(self.redone)
-
     def to_json(self) -> str:
         """All of it."""
-        totals = {"clean": self.clean, "lost": self.lost, "doubled": self.doubled}
-        return json.dumps({**totals, "steps_redone": self.steps_redone, **asdict(self)}, indent=2)
+        verdict = {"clean": self.clean, "lost": self.lost, "doubled": self.doubled}
+        return json.dumps({**verdict, **asdict(self)}, indent=2)
 
 
 def audit(run: RunDir) -> Audit:
     """Audit a run at any moment; changes nothing. Raises ConfigError for a broken config."""
     evidence = Evidence.read(run)
+    history, sizes = evidence.history, evidence.sizes.values()
     return Audit(
         finished=evidence.finished,
-        attempts=evidence.history.starts,
-        steps=evidence.history.last_step,
-        redone=tuple(evidence.history.redone),
-        shards=sum(1 for size in evidence.sizes.values() if size.trajectories),
-        trajectories=sum(size.trajectories for size in evidence.sizes.values()),
-        tokens=sum(size.tokens for size in evidence.sizes.values()),
-        duplicates=sum(merge.duplicates for merge in evidence.history.merges),
-        evicted=sum(merge.evicted for merge in evidence.history.merges) + evidence.history.dropped(),
-        dropped=sum(merge.again for merge in evidence.history.merges),
+        attempts=history.starts,
+        steps=history.last_step,
+        redone=sum(history.redone),
+        resumes=tuple(history.redone),
+        shards=sum(1 for size in sizes if size.trajectories),
+        trajectories=sum(size.trajectories for size in sizes),
+        tokens=sum(size.tokens for size in sizes),
+        duplicates=sum(merge.duplicates for merge in history.merges),
+        evicted=sum(merge.evicted for merge in history.merges) + history.dropped(),
+        dropped=sum(merge.again for merge in history.merges),
         merged=sum(merge.trajectories for merge in evidence.saved_merges),
-        pending=sum(file.size.trajectories for file in evidence.waiting.values()),
+        pending=evidence.pending,
         checks=every_check(evidence),
         notes=tuple(_notes(evidence)),
     )
@@ -104,15 +91,14 @@ def audit(run: RunDir) -> Audit:
 
 def _notes(evidence: Evidence) -> list[str]:
     """What is worth knowing and not wrong."""
-    pending = sum(file.size.trajectories for file in evidence.waiting.values())
-    over = f"{count(pending, 'trajectory')} came after the last merge: the run is over, none is trained on"
+    over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, none is "
+    over += "trained on"
     return [
         *(
             f"shards/searcher-{searcher:04d}/{index:06d}.h5 was set aside: it {file.fault or 'is whole now'}"
             for (searcher, index), file in evidence.refused.items()
         ),
-        *([over] if evidence.finished and pending else []),
-        *(f"{name} is damaged and not counted" for name in evidence.damaged),
+        *([over] if evidence.finished and evidence.pending else []),
     ]
 
 
@@ -128,20 +114,13 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
         print(verdict.to_json())
         return
     print_rows(
-        [
-            {
-                "promise": check.name,
-                "": _word(check),
-                "looked at": check.evidence,
-            }
-            for check in verdict.checks
-        ]
+        [{"promise": check.name, "": _word(check), "looked at": check.evidence} for check in verdict.checks]
     )
     done = f"{count(verdict.steps, 'step')} in {count(verdict.attempts, 'attempt')}"
     summary = (
         f"{verdict.trajectories:,} acknowledged trajectories: {verdict.merged:,} merged, "
         f"{verdict.pending:,} pending, {verdict.lost:,} lost, {verdict.doubled:,} doubled; "
-        f"{done}, {verdict.steps_redone:,} redone"
+        f"{done}, {verdict.redone:,} redone"
     )
     for line in (*verdict.problems, *(f"note: {note}" for note in verdict.notes), summary):
         print(printable(line))

@@ -23,7 +23,6 @@ from tba_hpc.run.checkpoints import (
     read_state,
 )
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
-from tba_hpc.run.evaluations import damaged_evaluations, evaluations_on_disk
 from tba_hpc.run.history import EMPTY, History, Merge, ShardSize, whole
 from tba_hpc.run.inventory import damage
 from tba_hpc.run.metrics import MetricsTail
@@ -92,7 +91,7 @@ class Evidence:
 
     seals: what searchers said, of every seal under a shard's index. sizes: of every shard on record by the
     time the disk was looked at, 0 if nobody says how many. files, refused: by shard, the visible files and
-    those set aside. evaluations: steps of those on disk. damaged: evaluations that cannot be read.
+    those set aside.
     """
 
     run: RunDir
@@ -104,8 +103,6 @@ class Evidence:
     files: dict[ShardKey, ShardFile]
     refused: dict[ShardKey, ShardFile]
     checkpoints: list[Checkpoint]
-    evaluations: list[int]
-    damaged: list[str]
 
     @classmethod
     def read(cls, run: RunDir) -> Evidence:
@@ -121,7 +118,6 @@ class Evidence:
         files = _shard_files(run.shard_files())
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
         checkpoints = _checkpoints(run)
-        evaluations = [step for _, step in evaluations_on_disk(run).values()]
         merged_by_then = [Merge.of(record) for record in records if record.get("event") == "merged"]
         return cls(
             run=run,
@@ -133,8 +129,6 @@ class Evidence:
             files=files,
             refused=refused,
             checkpoints=checkpoints,
-            evaluations=sorted(evaluations),
-            damaged=[str(path.relative_to(run.path)) for path in damaged_evaluations(run)],
         )
 
     @property
@@ -199,6 +193,11 @@ class Evidence:
             for (searcher, index), file in self.files.items()
             if index >= cursors.get(searcher, 0) and not file.fault
         }
+
+    @property
+    def pending(self) -> int:
+        """Trajectories of these."""
+        return sum(file.size.trajectories for file in self.waiting.values())
 
 
 def _seals(run: RunDir) -> Seals:
