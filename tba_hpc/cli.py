@@ -287,11 +287,11 @@ def track(
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Send RUN's metrics to W&B or TensorBoard: --set track.wandb=PROJECT."""
-    from tba_hpc.report.track import beside, follow
+    from tba_hpc.report.track import follow
 
     run_dir = RunDir.open(run)
     config = load_config(run_dir.config_file, overrides)
-    goes_on = beside.until_eof if until_eof else follow.until_interrupted if go_on else lambda _: False
+    goes_on = follow.until_eof if until_eof else follow.until_interrupted if go_on else lambda _: False
     follow.follow(run_dir, config, goes_on=goes_on)
 
 
@@ -539,17 +539,19 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Read RUN's completions: prompt, text, reward, and what became of them."""
-    from tba_hpc.report import samples as trajectories
+    from tba_hpc.report.samples.select import Query, select
+    from tba_hpc.report.samples.show import print_samples, write_page
+    from tba_hpc.report.samples.texts import run_tokenizer
 
     run_dir = RunDir.open(run)
-    query = trajectories.Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
-    decode = trajectories.run_tokenizer(run_dir).decode
-    selection = trajectories.select(run_dir, query, decode)
+    query = Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
+    decode = run_tokenizer(run_dir).decode
+    selection = select(run_dir, query, decode)
     if html:
-        trajectories.write_page(html, run_dir, selection, decode)
+        write_page(html, run_dir, selection, decode)
         typer.echo(html, err=as_json)
     if as_json or not html:
-        trajectories.print_samples(selection, as_json=as_json)
+        print_samples(selection, as_json=as_json)
 
 
 @app.command(rich_help_panel=SCRIPTS)

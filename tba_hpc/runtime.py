@@ -68,7 +68,7 @@ from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest
-from tba_hpc.report.track.beside import tracked
+from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.background import in_background
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState
 from tba_hpc.run.directory import RunDir, ShardKey

@@ -18,8 +18,7 @@ from lab.tabular_learner import TabularLearner
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.audit import audit
-from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import facts
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
@@ -255,7 +254,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_loses_nothing(run: RunDir)
 
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems
-    assert verdict.redone == (went_back,)
+    assert verdict.resumes == (went_back,)
     monitor = RunMonitor(run, run.config())
     monitor.update()
     said = facts(monitor, run_state(monitor))

@@ -39,8 +39,7 @@ from tba_hpc.loops.elastic import (
 )
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
-from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import facts, figures
 from tba_hpc.run import owners
 from tba_hpc.run.checkpoints import TrainerState

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.report.audit import audit
-from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import changes
 from tba_hpc.run.checkpoints import (
     TrainerState,
@@ -491,9 +489,7 @@ def test_events_are_lines_that_a_crash_may_tear(run: RunDir, monkeypatch: pytest
 @pytest.mark.parametrize(
     "content", ["", "{", '{"split": "test"}', '{"split": "test", "step": "x"}', "\x00\xff"]
 )
-def test_a_damaged_evaluation_counts_for_nothing_and_is_set_aside_at_a_resume(
-    run: RunDir, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_evaluation_counts_for_nothing_and_is_written_over(run: RunDir, content: str) -> None:
     write_evaluation(run, 0, 1, part(80, 1, 1))
     write_evaluation(run, 1, 2, part(100, 1, 1))
     broken = [run.evaluations / "test-step-000080.json"]
@@ -501,10 +497,9 @@ def test_a_damaged_evaluation_counts_for_nothing_and_is_set_aside_at_a_resume(
     for path in broken:
         path.write_bytes(content.encode("latin-1"))
     assert find_evaluation(run, "test", 80) is find_evaluation(run, "test", 100) is None
-    assert sorted(audit(run).notes) == sorted(
-        f"{path.relative_to(run.path)} is damaged and not counted" for path in broken
-    )
     discard_evaluations(run, after=100)
-    assert all(not path.exists() and str(path) in caplog.text for path in broken)
-    write_evaluation(run, 0, 1, part(80, 1, 1))
+    for step, searchers in ((80, 1), (100, 2)):
+        for searcher in range(searchers):
+            write_evaluation(run, searcher, searchers, part(step, 1, 1))
     assert find_evaluation(run, "test", 80) == part(80, 1, 1)
+    assert find_evaluation(run, "test", 100) == part(100, 1, 1) + part(100, 1, 1)

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from tba_hpc.config import ConfigError
 from tba_hpc.launch import slurm_queue
-from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir

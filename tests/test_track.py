@@ -15,8 +15,7 @@ from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
 
 from tba_hpc.config import Config, load_config
-from tba_hpc.report.track.beside import tracked
-from tba_hpc.report.track.follow import OWNER, follow
+from tba_hpc.report.track.follow import OWNER, follow, tracked
 from tba_hpc.report.track.news import News, Point
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
@@ -212,7 +211,7 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogC
 
 def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:
     program = (
-        "import sys, tba_hpc.cli, tba_hpc.report.track.beside; "
+        "import sys, tba_hpc.cli, tba_hpc.report.track.follow; "
         "print({'wandb', 'tensorboardX'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from tba_hpc.config import Config
 from tba_hpc.launch import LaunchError, slurm
 from tba_hpc.launch.slurm_queue import SlurmError, ask, job_states, names
-from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import OVER, run_state
+from tba_hpc.report.run_state import OVER, RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsTail, Record, number
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tba_hpc.config import Config
 from tba_hpc.report.data import index_of, read_evaluations, searcher_files
 from tba_hpc.report.estimates import wilson
-from tba_hpc.report.samples import Query, run_tokenizer, select
+from tba_hpc.report.samples.select import Query, select
+from tba_hpc.report.samples.texts import run_tokenizer
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsTail, read_metrics, step_records
 

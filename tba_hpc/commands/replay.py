@@ -15,7 +15,7 @@ from tba_hpc import runtime
 from tba_hpc.config import Config, ConfigError, differences, parse_config, value_text
 from tba_hpc.core.schedules import laid_out_for
 from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
-from tba_hpc.report.track.beside import tracked
+from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done
 from tba_hpc.run.directory import RunDir

@@ -23,8 +23,7 @@ from tba_hpc.core.wording import count
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
-from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
-from tba_hpc.report.run_state import RunState, job_of, run_state
+from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
 from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.report.terminal import Terminal

@@ -10,8 +10,7 @@ from recorded import happen, new_run
 from slurm_testbed.cluster import Cluster
 
 from tba_hpc.launch.slurm_queue import job_states
-from tba_hpc.report.monitor import RunMonitor
-from tba_hpc.report.run_state import run_state
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import facts
 from tba_hpc.run.directory import RunDir
 

@@ -1,6 +1,7 @@
 """Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
 
-Shards are read one after the other, and only matches are kept, so a run may be larger than memory.
+Shards are never changed once they are sealed, so running and crashed runs are read like finished ones. They
+are read one after the other, and only matches are kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,20 @@
-"""Sends a run's figures to its trackers, once or as it goes; RUN/track says how far it has got."""
+"""Sends a run's figures to its trackers: once, as it goes, or in a child process of the trainer.
+
+RUN/track says how far it has got. The failure of the child does not stop training; it ends when its input
+does, so it never outlives the trainer.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import select
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,11 +25,20 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, write_atomic
 from tba_hpc.run.owners import owned
 
+log = logging.getLogger(__name__)
+
 PAUSE_SECONDS = 10.0
 """Between two looks at what the run has written."""
 
 OWNER = "tracker"
 """Name under which one process at a time follows a run."""
+
+END_SECONDS = 60.0
+"""Longest wait for what is left to send once training has ended."""
+
+LOG = "tracker.log"
+
+FOLLOW = ["-P", "-m", "tba_hpc", "track", "--until-eof"]
 
 
 def require_trackers(config: Config) -> None:
@@ -74,3 +93,47 @@ def until_interrupted(seconds: float) -> bool:
     except KeyboardInterrupt:
         return False
     return True
+
+
+# --- Beside the trainer ---
+
+
+@contextmanager
+def tracked(run: RunDir, config: Config) -> Iterator[None]:
+    """Follow the run while the block runs, if its config names a tracker. One warning if that fails."""
+    if not config.track.wanted:
+        yield
+        return
+    path = run.attempt / LOG
+    process = None
+    with suppress(OSError), path.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *FOLLOW, str(run.path)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # it outlives the signal that ends the others, to send the rest
+        )
+    try:
+        yield
+    finally:
+        if process is None or not _ends(process):
+            log.warning("the trackers of %s do not have all of it: see %s, then tba track", run.path, path)
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        return process.wait(END_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+
+
+def until_eof(seconds: float) -> bool:
+    """Wait so long for the end of this process's input; whether it has not come."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return not (ready and not os.read(sys.stdin.fileno(), 1))
