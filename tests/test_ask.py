@@ -24,7 +24,7 @@ from tba_hpc.tasks import make_task
 
 QUESTION = "Ida has 3 eggs. Ida finds 4. How many eggs?"
 OWN = """
-from tba_hpc.tasks.gsm8k import GSM8K
+from tba_hpc.tasks.word_problems import GSM8K
 
 class Own(GSM8K):
     TEMPLATE = "Q: {question} A:"

@@ -24,7 +24,7 @@ from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, TaskSection, parse_config
 from tba_hpc.core.ports import Generator
 from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
-from tba_hpc.environments import workers
+from tba_hpc.environments import conversations
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.task import Environment
@@ -602,7 +602,7 @@ def test_a_message_that_the_template_refuses_is_the_episodes_fault(
 def test_calls_that_hang_for_ever_end_the_run(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MOST_HANGING", 2)
+    monkeypatch.setattr(conversations, "MOST_HANGING", 2)
     made = stage("Bad", ["So."], {"bad": "hang"}, step_seconds=0.05)
     with pytest.raises(ConfigError, match=r"[23] calls of the environment take more than"):
         made.play(n=3)

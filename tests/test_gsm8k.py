@@ -14,7 +14,7 @@ from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.data import HubData
-from tba_hpc.tasks.gsm8k import GSM8K, Grader, final_expression, final_number
+from tba_hpc.tasks.word_problems import GSM8K, Grader, final_expression, final_number
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")

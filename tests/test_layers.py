@@ -21,7 +21,7 @@ HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft", "wandb"}
 
 TORCH_IS_THEIRS = (
     *("objectives", "learner", "engine.vllm"),
-    *("tasks.guard", "tasks.text_models"),
+    "tasks.text_models",
 )
 """What computes. Everything else a login node may import, where neither torch nor an MPI library is."""
 

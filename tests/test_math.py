@@ -15,7 +15,7 @@ from byte_tokenizer import ByteTokenizer, completion
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.tasks import equivalence, load_task
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.math import Math, boxed
+from tba_hpc.tasks.word_problems import Math, boxed
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,8 @@ from tba_hpc.engine.vllm_victim import VllmVictim
 from tba_hpc.learner.hf_model import HfTokenizer, load_policy
 from tba_hpc.loops.restoring import make_embed
 from tba_hpc.tasks import load_task
-from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
-from tba_hpc.tasks.text_models import Classifier, Embedder, diversity
+from tba_hpc.tasks.text_models import Classifier, Embedder, Guard, diversity
 
 TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
 MODES = "xyz"

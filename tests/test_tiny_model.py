@@ -23,7 +23,7 @@ from tba_hpc.config import load_config
 from tba_hpc.core.types import Split
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.tasks.arithmetic import Problem, draw_problems, is_correct
-from tba_hpc.tasks.gsm8k import GSM8K
+from tba_hpc.tasks.word_problems import GSM8K
 
 REPOSITORY = Path(__file__).parents[1]
 TOOL = REPOSITORY / "tools" / "make_tiny_model.py"

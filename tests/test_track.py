@@ -15,8 +15,8 @@ from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
 
 from tba_hpc.config import Config, load_config
-from tba_hpc.report.track.follow import OWNER, follow, tracked
-from tba_hpc.report.track.news import News, Point
+from tba_hpc.report.track.follow import OWNER, News, follow, tracked
+from tba_hpc.report.track.sinks import Point
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_hpc.config import ConfigError
-from tba_hpc.tasks.gsm8k import final_number
 from tba_hpc.tasks.program import run_confined
+from tba_hpc.tasks.word_problems import final_number
 
 OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

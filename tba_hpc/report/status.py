@@ -21,7 +21,7 @@ from rich.text import Text
 from tba_hpc.config import Config
 from tba_hpc.core.wording import count
 from tba_hpc.report.alerts import line
-from tba_hpc.report.attempts import Attempt, fault_words
+from tba_hpc.report.attempts import fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
@@ -29,7 +29,7 @@ from tba_hpc.report.tables import NOTHING, duration
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.metrics import Record, number
+from tba_hpc.run.metrics import number
 from tba_hpc.run.owners import Owner
 
 LINE_SECONDS = 5.0
@@ -37,6 +37,9 @@ LINE_SECONDS = 5.0
 
 REFRESH_SECONDS = 1.0
 """Pause between two looks at the run."""
+
+ROLES = {"0": "trainers", "1": "searchers"}
+"""What the components of a het job do; a job of one component does all."""
 
 
 # --- Values ---
@@ -96,15 +99,17 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     step = number(trainer.checkpoint, "step", 0)
     aside = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
+    no_room = f"the checkpoint of step {number(trainer.postponed, 'step', 0):.0f}: "
+    restarts = f", restarts: {attempt.restarts}" if attempt and job and attempt.job == job[0]["job"] else ""
     found = {
         "attempt": f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
         if attempt and attempt.name
         else "",
-        "job": _job(job[0]["job"], attempt) if job else "",
-        **{_role(component): _component(component) for component in job},
+        "job": f"{job[0]['job']}{restarts}" if job else "",
+        **{ROLES.get(component["id"].partition("+")[2], "ranks"): _component(component) for component in job},
         "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
         "checkpoint": f"step {step:.0f}, {duration(age)} ago" if age is not None else "",
-        "postponed": _postponed(trainer.postponed),
+        "postponed": f"{no_room}{trainer.postponed.get('fault')}" if trainer.postponed else "",
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
@@ -121,21 +126,6 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
     digest = monitor.data.searchers.get(index)
     rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
     return f"{index} on {owner.host}{job} for {duration(stay)}" + (f", {rate:,.0f} tokens/s" if rate else "")
-
-
-def _postponed(record: Record) -> str:
-    """The checkpoint that there was no room for, if none came after it."""
-    return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record.get('fault')}" if record else ""
-
-
-def _job(job: str, attempt: Attempt | None) -> str:
-    return f"{job}, restarts: {attempt.restarts}" if attempt and attempt.job == job else job
-
-
-def _role(component: QueueEntry) -> str:
-    """What a component of a het job does; a job of one component does all."""
-    roles = {"0": "trainers", "1": "searchers"}
-    return roles.get(component["id"].partition("+")[2], "ranks")
 
 
 def _component(component: QueueEntry) -> str:

@@ -32,9 +32,9 @@ from tba_hpc.tasks.rows import Rows
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "environment": "tba_hpc.environments.task:Environment",
-    "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
+    "gsm8k": "tba_hpc.tasks.word_problems:GSM8K",
     "jsonl": "tba_hpc.tasks.jsonl:Jsonl",
-    "math": "tba_hpc.tasks.math:Math",
+    "math": "tba_hpc.tasks.word_problems:Math",
     "reasoning_gym": "tba_hpc.tasks.reasoning_gym:ReasoningGym",
     "redteam": "tba_hpc.tasks.redteam:RedTeam",
     "tldr": "tba_hpc.tasks.tldr:TLDR",

@@ -26,7 +26,6 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import refuse_files
-from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rows import Rows
 
 Size = Annotated[int, Field(ge=1)]
@@ -85,15 +84,10 @@ class ReasoningGym(Rows[Item]):
         whether a part of an answer is worth a part of the reward, where the generator's grader means it: not
         for a right answer among other words, nor what it gives to every answer. seed: draws other problems.
         """
-        super().__init__(tokenizer, chat=chat)
+        super().__init__(tokenizer, chat=chat, template=TEMPLATES[answer] if template is None else template)
         refuse_files("reasoning_gym", train_file, test_file, remedy="it makes its problems; leave them out")
         self._generators = {generators: {}} if isinstance(generators, str) else generators
         self._answer = answer
-        self._template = TEMPLATES[answer] if template is None else template
-        if "{question}" not in self._template:
-            raise ConfigError(
-                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
-            )
         self._partial_credit = partial_credit
         self._sizes: dict[Split, int] = {
             "train": train_problems,
@@ -108,14 +102,7 @@ class ReasoningGym(Rows[Item]):
     def rows(self, split: Split) -> Iterator[tuple[str, str, Item]]:
         """Of the problems drawn for a split."""
         for item in self._items(split):
-            yield self._filled(item.entry["question"]), str(item.entry["answer"] or ""), item
-
-    def encode_question(self, text: str) -> np.ndarray:
-        """In the template, too."""
-        return self._encode(self._filled(text))
-
-    def _filled(self, question: str) -> str:
-        return filled_in(self._template, {"question": question})
+            yield self.filled(item.entry["question"]), str(item.entry["answer"] or ""), item
 
     def rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
         """The score of each."""

@@ -167,8 +167,7 @@ class RedTeam:
     @cached_property
     def _judge(self) -> Callable[[Sequence[str], Sequence[str]], np.ndarray]:
         """log p(bad) of each answer to its attack."""
-        from tba_hpc.tasks.guard import Guard
-        from tba_hpc.tasks.text_models import Classifier
+        from tba_hpc.tasks.text_models import Classifier, Guard
 
         if self._guard_name is not None:
             return Guard(self._guard_name, batch=self._guard_batch, key="task.options.guard")

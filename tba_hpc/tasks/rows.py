@@ -22,8 +22,16 @@ Row = TypeVar("Row")
 class Rows(ABC, Generic[Row]):
     """Prompts, each with the row that says what an answer is worth. room: most tokens of a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, *, chat: bool = False) -> None:
-        """chat: prompts are a user's messages in the model's chat template."""
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
+        """chat: prompts are a user's messages in the model's chat template.
+
+        template: of a question, with its place. Raises ConfigError if it has none.
+        """
+        if "{question}" not in template:
+            raise ConfigError(
+                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
+            )
+        self._ask = template
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode
         self._decode = tokenizer.decode
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
@@ -66,7 +74,11 @@ class Rows(ABC, Generic[Row]):
 
     def encode_question(self, text: str) -> np.ndarray:
         """A question of somebody else's as this task would put it; see ports.Asking."""
-        return self._encode(text)
+        return self._encode(self.filled(text))
+
+    def filled(self, question: str) -> str:
+        """A question in the template."""
+        return self._ask.replace("{question}", question)
 
     def row(self, prompt: Prompt) -> Row:
         """The row of one of ``prompts``."""

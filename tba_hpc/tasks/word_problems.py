@@ -1,29 +1,50 @@
-"""Problems with one right answer: where they are read, how they are split and asked."""
+r"""Problems with one right answer: GSM8K (arXiv 2110.14168) and MATH (arXiv 2103.03874).
+
+GSM8K has ``question`` and ``answer``; the target is the number after ``####``:
+
+    question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
+    answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
+
+MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is it:
+
+    problem   What is the smallest positive perfect cube that can be written as the sum of three …?
+    solution  The sum of three consecutive integers takes the form … \boxed{27}
+
+Data: on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL files of these fields.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from decimal import Decimal
+from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.config import TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Resource, Split
 from tba_hpc.tasks.data import HubData, Table, hub_resources, sources_of
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.rows import RightOrWrong
 
+MARKER = "####"
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A question and its gold answer as text."""
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
+"""With or without thousands commas, decimals, a sign and a dollar sign; a trailing period is left out."""
 
-    question: str
-    target: str
+Grader = Literal["final_number", "math_verify"]
+
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+"""What frames a result in TeX, up to its argument."""
+
+BARE = re.compile(r"(?:\\[^()\[\]]|\{[^{}]*\}|[^\s${}\\])*")
+"""An argument without braces around it: up to a blank, or to the end of the formula."""
+
+Problem = tuple[str, str]
+"""A question, and its gold answer as text."""
 
 
 class WordProblems(RightOrWrong):
@@ -46,20 +67,11 @@ class WordProblems(RightOrWrong):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """The options of the config. Raises ConfigError where the template has no place for the question.
-
-        template: holds ``{question}``. chat: as a user's message in the model's chat template.
-        validation_problems: size of the held-out slice.
-        """
-        super().__init__(tokenizer, chat=chat)
-        self._template = self.TEMPLATE if template is None else template
-        if "{question}" not in self._template:
-            raise ConfigError(
-                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
-            )
+        """The options of the config; see Rows. validation_problems: size of the held-out slice."""
+        super().__init__(tokenizer, chat=chat, template=self.TEMPLATE if template is None else template)
         self._table = Table(
             sources=sources_of(train_file, test_file, self.HUB),
-            parse=self._problem,
+            parse=self.parse,
             wanted=self.ROW,
             held_out=validation_problems,
             key="task.options.validation_problems",
@@ -73,20 +85,142 @@ class WordProblems(RightOrWrong):
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """The problem of a row of the data; None where it is not of the form that ``ROW`` describes."""
+        """The problem of a row of the data; None where it is not as ``ROW`` says."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
         """Of all problems, each put into the template."""
-        return [(self._filled(problem.question), problem.target) for problem in self._table.rows(split)]
+        return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
-    def encode_question(self, text: str) -> np.ndarray:
-        """In the template, too."""
-        return self._encode(self._filled(text))
 
-    def _filled(self, question: str) -> str:
-        return self._template.replace("{question}", question)
+# --- GSM8K ---
 
-    def _problem(self, row: Mapping[str, object]) -> Problem | None:
-        """The problem of a row, where neither its question nor its target is empty."""
-        problem = self.parse(row)
-        return problem if problem and problem.question.strip() and problem.target.strip() else None
+
+def final_number(text: str) -> Decimal | None:
+    """The number that ``text`` answers with, or None.
+
+    With a marker: the only number after the last ``####`` (two numbers, or an unfinished sum, are no
+    answer). Without one: the last number of the text, as in the paper's reward.
+    """
+    _, marker, answer = text.rpartition(MARKER)
+    numbers = NUMBER.findall(answer)
+    if not numbers or (marker and len(numbers) > 1):
+        return None
+    return Decimal(re.sub("[$,]", "", numbers[-1]))
+
+
+def final_expression(text: str) -> str:
+    """What follows the last ``####``, or else the last line; less dollar signs and full stops around it."""
+    _, marker, answer = text.rpartition(MARKER)
+    return (answer if marker else text.strip().rpartition("\n")[2]).strip().strip("$.")
+
+
+class GSM8K(WordProblems):
+    r"""Reward 1 for a completion that ended by itself with the right number, else 0.
+
+    grader: ``final_number``, the paper's rule (the final number equals the target as a decimal, 72.0 is
+    72), or ``math_verify`` (the final expression equals it as mathematics: 7/2, \boxed{\frac{7}{2}}).
+    """
+
+    HUB: ClassVar[Mapping[Split, HubData]] = {
+        "train": HubData("openai/gsm8k", "main", "train"),
+        "test": HubData("openai/gsm8k", "main", "test"),
+    }
+    TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+    """The prompt that realtreetune/rho-1b-sft-GSM8K was tuned on."""
+    ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        grader: Grader = "final_number",
+        template: str | None = None,
+        chat: bool = False,
+        validation_problems: Annotated[int, Field(ge=1)] = 256,
+    ) -> None:
+        """See WordProblems."""
+        super().__init__(
+            tokenizer,
+            train_file=train_file,
+            test_file=test_file,
+            template=template,
+            chat=chat,
+            validation_problems=validation_problems,
+        )
+        self._grader = grader
+
+    def parse(self, row: Mapping[str, object]) -> Problem | None:
+        """Target: the number after the marker, without commas."""
+        question, answer = row.get("question"), row.get("answer")
+        number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
+        if not isinstance(question, str) or not question.strip() or number is None:
+            return None
+        return question, f"{number:f}"
+
+    def accepts(self, text: str, target: str) -> bool:
+        """As the grader says."""
+        if self._grader == "final_number":
+            return final_number(text) == Decimal(target)
+        return self._equivalent(final_expression(text), target)
+
+
+# --- MATH ---
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last box of a text holds: ``\boxed{…}`` with braces balanced, ``\boxed 2``, ``\fbox{…}``.
+
+    None where there is no box, or the last one is empty or not closed.
+    """
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    argument = text[boxes[-1].end() :]
+    inside = _braced(argument) if argument.startswith("{") else _bare(argument)
+    return inside.strip() or None
+
+
+def _bare(text: str) -> str:
+    """The argument without braces at the start, less the punctuation of a sentence that ends with it."""
+    match = BARE.match(text)
+    return match[0].rstrip(".,;:") if match else ""
+
+
+def _braced(text: str) -> str:
+    """What stands between the brace at the start and the one that closes it; nothing where none does."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # an escaped brace is a character
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return text[1 : match.start()]
+    return ""
+
+
+class Math(WordProblems):
+    """Reward 1 for a completion that ended by itself and whose last box equals the target, else 0.
+
+    Equal as mathematics, by math-verify.
+    """
+
+    HUB: ClassVar[Mapping[Split, HubData]] = {
+        "train": HubData("DigitalLearningGmbH/MATH-lighteval", None, "train"),
+        "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
+    }
+    TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """What Qwen2.5's authors ask with."""
+    ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
+
+    def parse(self, row: Mapping[str, object]) -> Problem | None:
+        """Target: the answer, or what the solution boxes."""
+        question, solution = row.get("problem"), row.get("solution")
+        answer = row.get("answer") or (boxed(solution) if isinstance(solution, str) else None)
+        if not isinstance(question, str) or not isinstance(answer, str):
+            return None
+        return (question, answer) if question.strip() and answer.strip() else None
+
+    def accepts(self, text: str, target: str) -> bool:
+        """By equivalence of what is boxed."""
+        answer = boxed(text)
+        return answer is not None and (answer == target or self._equivalent(answer, target))

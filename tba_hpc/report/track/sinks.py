@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tba_hpc.config import Config
-from tba_hpc.report.track.news import Point
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.run.files import make_folder
@@ -24,6 +24,21 @@ STEP = "optimizer_step"
 
 ANSWER = ("prompt", "question", "answer", "correct")
 """Columns of a table of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Figures by name at an optimizer step. time: unix seconds, None if unknown.
+
+    answers: some of an evaluation's, by the name of its split. again: whether training resumes from this
+    step, and what was reported of later ones is taken back.
+    """
+
+    step: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    answers: Mapping[str, Sequence[Answer]] = field(default_factory=dict)
+    time: float | None = None
+    again: bool = False
 
 
 class TensorBoardSink:
