@@ -307,9 +307,9 @@ def status(
 
     run_dir = RunDir.open(run)
     if once or as_json:
-        print_status(run_dir, run_dir.config(), job_states, as_json=as_json)
+        print_status(run_dir, job_states, as_json=as_json)
     else:
-        follow(run_dir, run_dir.config(), job_states)
+        follow(run_dir, job_states)
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -639,7 +639,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
     else:
         from tba_hpc.report.summary import summarise, write_summary
 
-        summary = summarise(run_dir, run_dir.config())
+        summary = summarise(run_dir)
         write_summary(run_dir, summary)
     print_summary(run_dir, summary, as_json=as_json)
 

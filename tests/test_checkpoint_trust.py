@@ -255,7 +255,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_loses_nothing(run: RunDir)
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems
     assert verdict.resumes == (went_back,)
-    monitor = RunMonitor(run, run.config())
+    monitor = RunMonitor(run)
     monitor.update()
     said = facts(monitor, run_state(monitor))
     assert said["damaged"] == f"{newest.name}: prompts.h5 is corrupt: its checksum does not match"

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from tba_hpc.cli import app
 from tba_hpc.report.audit import Audit, audit
-from tba_hpc.report.data import searcher_files
 from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import figures
 from tba_hpc.report.summary import summarise
@@ -32,13 +31,13 @@ def of_audit(verdict: Audit) -> dict[str, int]:
 
 def of_summary(run: RunDir) -> dict[str, int]:
     """What ``summary.json`` would say."""
-    summary = asdict(summarise(run, run.config()))
+    summary = asdict(summarise(run))
     return {name: summary[name] for name in NAMES}
 
 
 def of_status(run: RunDir) -> dict[str, int]:
     """What ``tba status --json`` says."""
-    monitor = RunMonitor(run, run.config())
+    monitor = RunMonitor(run)
     monitor.update()
     summary = figures(monitor)["summary"]
     return {name: summary[name] for name in NAMES}
@@ -93,7 +92,7 @@ def test_they_agree_without_digests_and_on_what_nobody_lived_to_tell(
     assert of_summary(run) == of_status(run) == told[-1][0]
     # A seal that a searcher was killed before it could log: the file, or the merge of it, alone tells of it.
     forgotten = 0
-    for path in searcher_files(run):
+    for path in run.searcher_files().values():
         lines = path.read_text().splitlines(keepends=True)
         seals = [i for i, line in enumerate(lines) if '"event": "sealed"' in line]
         if seals:  # one of few starts may have been too slow to seal anything

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import new_run, search, step
+from recorded import search, step
 
 from tba_hpc.report import digest as digests
 from tba_hpc.report.curves import Curve
@@ -168,30 +168,3 @@ def test_a_file_is_read_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.Monke
     with path.open("a") as file:
         file.write("}\n")
     assert list(tail.records()) == [{"step": 60}]
-
-
-def test_the_report_of_a_run_is_the_same_with_digests_as_from_the_lines(tmp_path: Path) -> None:
-    from tba_hpc.report.data import RunData
-    from tba_hpc.report.page import render
-    from tba_hpc.report.summary import summary_of
-
-    run = new_run(tmp_path)
-    for path, fresh, records in (
-        (run.metrics_file("trainer"), TrainerDigest(), list(trainer_records(30))),
-        (run.metrics_file("searcher", 0), SearcherDigest(0), list(searcher_records(50))),
-        (run.metrics_file("searcher", 1), SearcherDigest(1), list(searcher_records(40))),
-    ):
-        writer = MetricsWriter(path, digest=KeptDigest(path, fresh))
-        for record in records:
-            writer.log(record)
-        writer.close()
-    pages, summaries = [], []
-    for _ in range(2):
-        data = RunData.read(run)
-        summary = summary_of(data, run.config())
-        pages.append(render(data, run.config(), summary).partition("tba-hpc · written")[0])
-        summaries.append(asdict(summary))
-        for kept in run.metrics.glob("*.digest.json"):
-            kept.unlink()
-    assert summaries[0] == summaries[1] and pages[0] == pages[1] and "<figure" in pages[0]
-    assert (summaries[0]["shards"], summaries[0]["trajectories"]) == (30, 150)

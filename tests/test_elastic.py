@@ -216,7 +216,7 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
     log = MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC)).log
-    monitor = RunMonitor(run, run.config())
+    monitor = RunMonitor(run)
     with leased_slot(run, run.config()):
         log({"search/tokens_per_second": 1234.4})
         monitor.update()
@@ -225,8 +225,8 @@ def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
     host = os.uname().nodename
     assert told.startswith(f"5000 on {host} for 0:0") and told.endswith(", 1,234 tokens/s")
     assert (visitor["searcher"], visitor["host"], visitor["job"]) == (FIRST_ELASTIC, host, "")
-    assert monitor.data.newest == 0, "it says nothing of whether the run itself is alive"
-    monitor = RunMonitor(run, run.config())
+    assert monitor.newest == 0, "it says nothing of whether the run itself is alive"
+    monitor = RunMonitor(run)
     monitor.update()
     assert "elastic" not in facts(monitor, run_state(monitor))
 

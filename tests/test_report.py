@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_summary_of_a_resumed_run_counts_every_thing_once(run: RunDir) -> None:
     resumed_run(run)
     run.mark_finished()
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     write_summary(run, summary)
     assert (summary.pass_at_1_before, summary.pass_at_1_after) == (0.41, 0.85)
     assert (summary.test_prompts, summary.steps, summary.attempts, summary.finished) == (100, 10, 2, True)
@@ -52,31 +52,31 @@ def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_word
     merge = {"event": "merged", "step": 0, "revision": 1, "searcher": 0, "shard": 0, "trajectories": 9}
     write(run.metrics_file("trainer"), [{"time": 90.0, "event": "started", "step": 0}])
     write(run.metrics_file("trainer"), [{**merge, "time": 150.0, "tokens": 1000, "again": 3}])
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 3)
 
 
 def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:
     """Steps 1 to 4 of 10 s and 5 to 10 of 5 s count; 65 s on this machine, 110 s of a job, 40 s between."""
-    assert summarise(run, run.config()).ettr is None
+    assert summarise(run).ettr is None
     resumed_run(run)
     happen(run, 995.0, "start", attempt="attempt-001", trainers=1, searchers=2)  # ends with its last step
     happen(run, 4600.0, "allocated", job="7", nodes="a,c")
     happen(run, 4650.0, "start", job="7", attempt="attempt-002", trainers=1, searchers=2)
-    assert summarise(run, run.config()).ettr == pytest.approx((4 * 10 + 6 * 5) / (65 + 110))
+    assert summarise(run).ettr == pytest.approx((4 * 10 + 6 * 5) / (65 + 110))
     happen(run, 4710.0, "failed", job="7", code=1)
     happen(run, 4750.0, "start", job="7", attempt="attempt-003", trainers=1, searchers=2)
-    assert summarise(run, run.config()).ettr == pytest.approx(70 / (65 + 110 + 40))
+    assert summarise(run).ettr == pytest.approx(70 / (65 + 110 + 40))
 
 
 def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     resumed_run(run)
-    print_summary(run, summarise(run, run.config()), as_json=True)
+    print_summary(run, summarise(run), as_json=True)
     assert json.loads(capsys.readouterr().out)["pass_at_1_after"] == 0.85
     rows = [{"rank": "searcher 0", "rate": 2000.0}, {"rank": "searcher 1", "rate": None}]
     print_rows(rows, as_json=True)
     assert json.loads(capsys.readouterr().out) == rows
-    print_summary(run, summarise(run, run.config()))
+    print_summary(run, summarise(run))
     print_rows(rows)
     text = capsys.readouterr().out
     assert re.search(r"pass@1 after +85.0 %", text) and re.search(r"searcher 0 +2,000", text)
@@ -128,7 +128,7 @@ def test_the_page_fetches_nothing_and_says_the_figures(run: RunDir) -> None:
 
 def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     resumed_run(run)
-    drawn = plots.plots(RunData.read(run), run.config().train)
+    drawn = plots.plots(RunData.read(run))
     assert {"pass@1", "Reward", "Loss", "Staleness", "Searchers"} <= {p.title for p in drawn}
     for plot in drawn:
         assert plot.svg.startswith("<svg") and plot.svg.rstrip().endswith("</svg>")
@@ -145,8 +145,8 @@ def test_turns_are_drawn_where_there_is_an_environment(
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
     names = ("turns", "environment_share", "failed_calls")
     write(run.metrics_file("searcher", 0), [search(4.0, 9, 5.0, **dict(zip(names, figures, strict=True)))])
-    drawn = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
-    print_summary(run, summarise(run, run.config()))
+    drawn = {plot.title for plot in plots.plots(RunData.read(run))}
+    print_summary(run, summarise(run))
     text, own, some = capsys.readouterr().out, {"Turns", "Failed calls", "Environment"}, figures[0] > 1
     assert drawn & own == (own if some else set()) and "Loss" in drawn
     assert bool(re.search(r"turns per completion +1.5", text)) == some
@@ -157,21 +157,17 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
     evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
-    assert not {plot.title for plot in plots.plots(RunData.read(run), run.config().train)} & {
+    assert not {plot.title for plot in plots.plots(RunData.read(run))} & {
         "Score and distance",
         "pass@1",
     }
     evaluate(run, "validation", 8, (40, 45), ref_logprob=-1.8)
     evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
     assert summary.perplexity_before == pytest.approx(math.exp(0.1))
     assert summary.perplexity_after == pytest.approx(math.exp(0.2))
-    (drawn,) = [
-        plot.svg
-        for plot in plots.plots(RunData.read(run), run.config().train)
-        if plot.title == "Score and distance"
-    ]
+    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
     assert "1.22" in drawn and "perplexity" in drawn
     assert re.findall(r">(step \d+)<", drawn) == ["step 0", "step 10"], "one beside the other"
     text = written(run)
@@ -185,7 +181,7 @@ def test_the_page_of_a_run_that_has_just_begun(run: RunDir, steps: int) -> None:
     text = written(run)
     assert f"unfinished at step {steps} of {STEPS}" in text
     assert ("No optimizer step has been logged yet" in text) == (steps == 0)
-    assert text.count("<figure") == len(plots.plots(RunData.read(run), run.config().train) if steps else [])
+    assert text.count("<figure") == len(plots.plots(RunData.read(run)) if steps else [])
 
 
 def test_minutes_do_not_run_while_nothing_does(run: RunDir) -> None:
@@ -231,7 +227,7 @@ def test_the_page_begins_with_the_alerts(run: RunDir) -> None:
     text = written(run)
     where = [text.index(words) for words in ("<h2>Alerts</h2>", "40 trajectories (61 %)", "pass@1 before")]
     assert where == sorted(where) and text.count("40 trajectories (61 %)") == 1
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert summary.rejected == 40 and summary.alerts[0].startswith("40 trajectories (61 %) set aside")
 
 
@@ -243,14 +239,10 @@ def test_perplexities_under_different_references_are_not_put_side_by_side(
     write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in range(1, 11)])
     for at in (0, 4, 9, 10):
         evaluate(run, "test" if at in (0, 10) else "validation", at, (10, 15), ref_logprob=-0.9)
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert (summary.perplexity_before, summary.perplexity_reference) == (None, 8)
     assert summary.perplexity_after == pytest.approx(math.exp(0.1))
-    (drawn,) = [
-        plot.svg
-        for plot in plots.plots(RunData.read(run), run.config().train)
-        if plot.title == "Score and distance"
-    ]
+    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
     assert "perplexity of the answers under the policy of step 8" in drawn
     print_summary(run, summary)
     assert re.search(r"perplexity under the +policy of step 8", capsys.readouterr().out)
@@ -263,7 +255,7 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     before, after = (0.2, 0.3, 0.2, 0.3), (0.6, 0.8, 0.6, 0.8)
     evaluate(run, "test", 0, (0, 0), 4, rewards=before, answers=(Answer(0, "Why?", "so", False, 0.25),))
     evaluate(run, "test", 10, (0, 0), 4, rewards=after, answers=(Answer(0, "Why?", "then", False, 0.75),))
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert summary.score_name == "mean reward" and summary.score_before and summary.score_after
     half = 1.959964 * np.std(before * 2, ddof=1) / math.sqrt(8)
     found = (summary.score_before.value, summary.score_before.low, summary.score_before.high)
@@ -278,7 +270,7 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
 
 def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:
     evaluate(run, "test", 0, (2, 2), 4, rewards=(1.0, 0.0, 1.0, 0.0))
-    summary = summarise(run, run.config())
+    summary = summarise(run)
     assert summary.score_name == "pass@1" and summary.score_before and summary.score_before.value == 0.5
 
 

@@ -241,6 +241,7 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
         "going on with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
         "here on, no more for 80: at step 80 it is 0.1 instead of 0"
     )
+    monitor = RunMonitor(run)
     assert changes.create(longer) == run and run.config() == longer
     assert not run.finished and not changes.is_done(run, longer)
     kept = run.history / "config-0001.yaml"
@@ -250,7 +251,6 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
         "changed",
         {"train.steps": [80, 100]},
     )
-    monitor = RunMonitor(run, first)
     monitor.update()
     now = run_state(monitor)
     assert (now.state, now.words) == (

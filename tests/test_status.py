@@ -37,7 +37,7 @@ def queue(*states: str, job: str = "7", reason: str = "Resources") -> Queue:
 
 def look(run: RunDir, asked: Queue = no_job) -> RunMonitor:
     """A monitor that has looked once."""
-    monitor = RunMonitor(run, run.config(), asked)
+    monitor = RunMonitor(run, asked)
     monitor.update()
     return monitor
 
@@ -196,7 +196,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
     write(run.metrics_file("searcher", 0), [search(now, 5, 2345.0)])
     monitor.update()
-    assert (monitor.data.step, monitor.eta) == (3, pytest.approx(70.0))
+    assert (monitor.step, monitor.eta) == (3, pytest.approx(70.0))
     line = plain_line(monitor)
     assert "] training · step 3/10 · test 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
@@ -218,13 +218,13 @@ def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(ru
     resumed_run(run)
     happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
     monitor = look(run)
-    assert (monitor.phase, monitor.data.step, monitor.eta, monitor.rates) == ("", 10, None, [])
+    assert (monitor.phase, monitor.step, monitor.eta, monitor.rates) == ("", 10, None, [])
     write(
         run.metrics_file("trainer"),
         [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0, seconds=15.0)],
     )
     monitor.update()
-    assert (monitor.phase, monitor.data.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
+    assert (monitor.phase, monitor.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
@@ -242,9 +242,9 @@ def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
     monitor = look(run)
     write(first, [search(4.0, 1, 1, rebuilds=1)])
     monitor.update()
-    assert monitor.data.searchers[1].last["time"] == 99.0
+    assert monitor.searchers[1].last["time"] == 99.0
     counts = {"rebuilds": 4, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
-    met = {kind: times for kind, times in monitor.data.faults.items() if times}
+    met = {kind: times for kind, times in monitor.faults.items() if times}
     assert met == {**counts, "damaged": 1, "requeue": 1}
     assert facts(monitor, run_state(monitor))["damaged"] == "step-000004: …"
     assert facts(monitor, run_state(monitor))["faults"].startswith(
@@ -262,16 +262,16 @@ def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
     with run.events_file.open("a") as file:
         file.write('{"time": 5.0, "ev')
     monitor = look(run, queue("UNKNOWN"))
-    assert not monitor.data.events
+    assert not monitor.events
     with run.events_file.open("a") as file:
         file.write('ent": "signal", "job": "", "restarts": 0}\n')
     monitor.update()
-    assert [event["event"] for event in monitor.data.events] == ["signal"]
+    assert [event["event"] for event in monitor.events] == ["signal"]
 
 
 def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
     asked = []
-    monitor = RunMonitor(run, run.config(), lambda run: asked.append(run) or [])
+    monitor = RunMonitor(run, lambda run: asked.append(run) or [])
     monitor.update()
     monitor.update()
     assert asked == [run]
@@ -305,7 +305,7 @@ def test_the_panel_shows_every_value_at_any_width(run: RunDir, width: int) -> No
 
 def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
     out = io.StringIO()
-    print_status(run, run.config(), busy_run(run), console=Console(file=out, width=40))
+    print_status(run, busy_run(run), console=Console(file=out, width=40))
     lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
     assert lines["run"] == str(run.path) and lines["state"] == "training"
     assert lines["step"] == "4/10, 0:06 left"
@@ -333,7 +333,7 @@ def test_the_display_shows_fresh_completions_and_alerts(
     assert told["set aside"] == "60 trajectories"
     alert = "60 trajectories (58 %) set aside without a reward: task.name"
     assert told["alerts"] == alert and plain_line(monitor).endswith(f" · alert: {alert}")
-    print_status(run, run.config(), no_job, as_json=True)
+    print_status(run, no_job, as_json=True)
     found = json.loads(capsys.readouterr().out)
     summary = found["summary"]
     assert (found["last_step"]["train/reward"], summary["rejected"], summary["skipped_steps"]) == (
@@ -345,7 +345,7 @@ def test_the_display_shows_fresh_completions_and_alerts(
 
 
 def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    print_status(run, run.config(), busy_run(run), as_json=True)
+    print_status(run, busy_run(run), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["steps"], found["attempt"], found["restarts"]) == (
         *("training", 4, 10, "attempt-001", 0),
@@ -362,7 +362,7 @@ def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_without_a_terminal_the_display_is_plain_lines(run: RunDir) -> None:
     out = io.StringIO()
-    with LiveDisplay(run, run.config(), console=Console(file=out, width=60)) as display:
+    with LiveDisplay(run, console=Console(file=out, width=60)) as display:
         display.refresh()
         display.note("a note")
         write(
@@ -378,7 +378,7 @@ def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -
     happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
-    with LiveDisplay(run, run.config(), console=console) as display:
+    with LiveDisplay(run, console=console) as display:
         display.refresh()
     assert "starting engines…" in out.getvalue() and "0/10" in out.getvalue()
     assert out.getvalue().endswith("[0:00] starting engines…\n")
@@ -387,7 +387,7 @@ def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -
 
 def test_following_ends_when_it_is_the_users_turn(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     allocation(run, "allocated", "start", "signal", "stopped")
-    follow(run, run.config(), queue("COMPLETED"))
+    follow(run, queue("COMPLETED"))
     assert capsys.readouterr().out.endswith(f"\nnext: {SUBMIT.format(run=run.path)}\n")
 
 
@@ -415,7 +415,7 @@ def test_a_job_is_in_an_unknown_state_where_squeue_does_not_answer(
 def test_what_never_ends_is_not_read(run: RunDir, name: str, kind: str) -> None:
     write(run.metrics_file("trainer"), [step(1, 5.0)])
     os.mkfifo(run.metrics / "trainer.digest.json")
-    assert look(run).data.step == 1
+    assert look(run).step == 1
     if kind == "pipe":
         os.mkfifo(run.path / name)
     else:
@@ -429,4 +429,4 @@ def test_lines_that_are_no_events_are_passed_over(run: RunDir) -> None:
     for line in ({"event": "failed", "job": "x"}, {"time": "x"}, {"time": 1.0, "event": 7}):
         write(run.events_file, [{"time": time.time(), "restarts": 0, "job": "", **line}])
     monitor = look(run, queue("RUNNING"))
-    assert len(monitor.data.events) == 1 and run_state(monitor).state == "starting"
+    assert len(monitor.events) == 1 and run_state(monitor).state == "starting"

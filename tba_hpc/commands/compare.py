@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.config import Config, ConfigError, differences, value_text
+from tba_hpc.config import ConfigError, differences, value_text
 from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate, difference
 from tba_hpc.report.summary import Summary, summary_of
@@ -36,7 +36,6 @@ class Compared:
     """
 
     name: str
-    config: Config
     data: RunData
     summary: Summary
     gain: Estimate | None
@@ -50,18 +49,18 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
     unique = len({run.path.name for run in runs}) == len(runs)
     found: list[Compared] = []
     for run in runs:
-        data, config = RunData.read(run), run.config()
-        name, summary = run.path.name if unique else str(run.path), summary_of(data, config)
+        data = RunData.read(run)
+        name, summary = run.path.name if unique else str(run.path), summary_of(data)
         after, first, gain = summary.score_after, found[0].summary if found else summary, None
         if found and after and first.score_after and first.score_name == summary.score_name:
             gain = difference(after, first.score_after)
-        found.append(Compared(name, config, data, summary, gain))
+        found.append(Compared(name, data, summary, gain))
     return found
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """A row for each key whose values differ, by run."""
-    each = [differences(runs[0].config, run.config) for run in runs]
+    each = [differences(runs[0].data.config, run.data.config) for run in runs]
     of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
     rows = []
     for key, was in of_base.items():
@@ -95,7 +94,7 @@ def share_reference(runs: Sequence[Compared]) -> bool:
             config.train.reference.name == "frozen" or run.name,
         )
         for run in runs
-        if (config := run.config).train.reference.scored
+        if (config := run.data.config).train.reference.scored
     }
     return len(models) < 2
 

@@ -67,7 +67,7 @@ def follow_demand(run: RunDir, config: Config, script: str, name: str, *, least:
     name: of these jobs. Raises LaunchError if Slurm refuses a job, or jobs leave at once or are not found.
     """
     sent = Sent()
-    monitor, tail = RunMonitor(run, config, job_states), MetricsTail.from_now(run.metrics_file("trainer"))
+    monitor, tail = RunMonitor(run, job_states), MetricsTail.from_now(run.metrics_file("trainer"))
     while not run.finished:
         time.sleep(LOOK_SECONDS)
         monitor.update()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_hpc.config import Config
-from tba_hpc.report.data import index_of, read_evaluations, searcher_files
+from tba_hpc.report.data import read_evaluations
 from tba_hpc.report.estimates import wilson
 from tba_hpc.report.samples.select import Query, select
 from tba_hpc.report.samples.texts import run_tokenizer
@@ -51,8 +51,8 @@ class RunFrames:
     def searchers(self) -> DataFrame:
         """A row for each record of the searchers, of about a second each, with ``searcher``, by time."""
         records = [
-            {"searcher": index_of(path), **record}
-            for path in searcher_files(self.run)
+            {"searcher": index, **record}
+            for index, path in self.run.searcher_files().items()
             for record in MetricsTail(path).records()
             if "event" not in record
         ]

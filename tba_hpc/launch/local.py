@@ -367,7 +367,7 @@ def _attempt(
     with (
         private_memory() as memory,
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
-        LiveDisplay(run, config, console=console) as display,
+        LiveDisplay(run, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
     if asked.kill:

@@ -55,7 +55,7 @@ def end_run(
 
         write_report(run)
     else:  # drawing takes longer than a job may have to stop: the launcher draws
-        write_summary(run, summarise(run, config))
+        write_summary(run, summarise(run))
 
 
 def publish_last(trainer: Trainer) -> bool:

@@ -102,17 +102,6 @@ def failures_in_a_row(found: Sequence[Attempt]) -> int:
     return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
 
 
-def count_faults(events: Sequence[Event], *, rebuilds: int, damaged: int) -> dict[str, int]:
-    """How often each of FAULTS happened.
-
-    rebuilds, damaged: engines rebuilt, checkpoints set aside, from the metrics.
-    """
-    kinds = [event.get("event") for event in events]
-    killed = sum(attempt.outcome == KILLED for attempt in attempts(events))
-    known = {"rebuilds": rebuilds, "damaged": damaged, KILLED: killed}
-    return {kind: known.get(kind, kinds.count(kind)) for kind in FAULTS}
-
-
 def fault_words(faults: Mapping[str, int]) -> list[str]:
     """``3 × engine rebuilt`` for each kind that happened."""
     return [f"{count} × {FAULTS[kind]}" for kind, count in faults.items() if count]

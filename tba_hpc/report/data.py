@@ -6,6 +6,7 @@ Reads at any time, on any machine, in bounded memory: the digest of each metrics
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,12 @@ from pathlib import Path
 from tba_hpc.config import is_elastic
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
-from tba_hpc.report.attempts import Attempt, Event, attempts, count_faults, held_seconds
+from tba_hpc.report.attempts import FAULTS, KILLED, Attempt, Event, attempts, held_seconds
 from tba_hpc.report.curves import Trends
 from tba_hpc.report.digest import SearcherDigest, Stretch, TrainerDigest, kept_digest
 from tba_hpc.report.estimates import Estimate, mean, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
-from tba_hpc.run.files import listing
 from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
@@ -52,7 +52,7 @@ class Counts:
 
 
 class RunData:
-    """A run as of the last ``update``.
+    """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
     finished: whether nothing is left to do. trends: of trainer and searchers; steps that were done twice
     count once. events: of launchers and batch scripts, see ``run.events.log_event``; not those of
@@ -62,6 +62,7 @@ class RunData:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
+        self.config = run.config()
         self.finished = False
         self.trainer = TrainerDigest()
         self.searchers: dict[int, SearcherDigest] = {}
@@ -71,10 +72,10 @@ class RunData:
         self.evaluations: dict[str, Evaluation] = {}
         self._tails: dict[Path, MetricsTail] = {}
 
-    @classmethod
-    def read(cls, run: RunDir) -> RunData:
+    @staticmethod
+    def read(run: RunDir) -> RunData:
         """Read a run directory at any moment, one file after the other."""
-        data = cls(run)
+        data = RunData(run)
         data.update()
         return data
 
@@ -83,8 +84,8 @@ class RunData:
         self.finished = self.run.finished
         self._read_events()
         self._read_trainer(self.run.metrics_file("trainer"))
-        for path in searcher_files(self.run):
-            self._read_searcher(path)
+        for index, path in self.run.searcher_files().items():
+            self._read_searcher(index, path)
         self.evaluations = read_evaluations(self.run, self.evaluations)
 
     def _read_events(self) -> None:
@@ -95,6 +96,8 @@ class RunData:
             self.submissions |= {str(event["job"]): str(event.get("command")) for event in submitted}
             self.events += [event for event in new if event["event"] != "submitted"]
             self.attempts = attempts(self.events)
+            if any(event["event"] == "changed" for event in new):
+                self.config = self.run.config()
 
     def _read_trainer(self, path: Path) -> None:
         if path not in self._tails:
@@ -102,8 +105,7 @@ class RunData:
         for record in self._tails[path].records():
             self.trainer.take(record)
 
-    def _read_searcher(self, path: Path) -> None:
-        index = index_of(path)
+    def _read_searcher(self, index: int, path: Path) -> None:
         if path not in self._tails:
             digest, self._tails[path] = kept_digest(path, SearcherDigest(index))
             self.trends.add(digest.trends)
@@ -134,8 +136,11 @@ class RunData:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
-        rebuilds = sum(digest.rebuilds.total for digest in self.searchers.values())
-        return count_faults(self.events, rebuilds=rebuilds, damaged=len(self.trainer.damaged))
+        met = Counter(str(event["event"]) for event in self.events)
+        met["rebuilds"] = sum(digest.rebuilds.total for digest in self.searchers.values())
+        met["damaged"] = len(self.trainer.damaged)
+        met[KILLED] = sum(attempt.outcome == KILLED for attempt in self.attempts)
+        return {kind: met[kind] for kind in FAULTS}
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """The complete evaluations of a split, by step."""
@@ -222,17 +227,6 @@ def _is_event(line: Event) -> bool:
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     job = str(line.get("job"))
     return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
-
-
-def searcher_files(run: RunDir) -> list[Path]:
-    """Metrics files of the searchers, by index."""
-    names = sorted(listing(run.metrics)) if run.metrics.is_dir() else []
-    return [run.metrics / name for name in names if name.startswith("searcher-") and name.endswith(".jsonl")]
-
-
-def index_of(path: Path) -> int:
-    """The 3 of ``searcher-0003.jsonl``."""
-    return int(path.stem.rpartition("-")[2])
 
 
 def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:

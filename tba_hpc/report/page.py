@@ -55,24 +55,24 @@ class Answers(NamedTuple):
 
 def write_report(run: RunDir) -> Summary:
     """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
-    data, config = RunData.read(run), run.config()
-    summary = summary_of(data, config)
+    data = RunData.read(run)
+    summary = summary_of(data)
     write_summary(run, summary)
-    write_atomic(run.report, render(data, config, summary))
+    write_atomic(run.report, render(data, summary))
     return summary
 
 
-def render(data: RunData, config: Config, summary: Summary) -> str:
+def render(data: RunData, summary: Summary) -> str:
     """The page as HTML text."""
-    begun = bool(data.step or data.searchers)
+    config, begun = data.config, bool(data.step or data.searchers)
     return template("page.html.j2").render(
         title=f"{config.run.name}, seed {config.run.seed}",
-        state=_state(data, config),
+        state=_state(data),
         finished=data.finished,
         subtitle=_subtitle(config),
         tiles=tiles(data, summary),
         alerts=summary.alerts if begun else None,
-        plots=plots(data, config.train) if data.step else [],
+        plots=plots(data) if data.step else [],
         answers=answers(data.evaluated("test")),
         graded=data.graded,
         waits=waits(data),
@@ -114,12 +114,12 @@ def footer() -> str:
     return f"tba-hpc · written {_utc(time.time())} UTC"
 
 
-def _state(data: RunData, config: Config) -> str:
+def _state(data: RunData) -> str:
     if data.finished:
         return "finished"
     stretches = data.trainer.stretches
     word = "stopped" if stretches and stretches[-1].event == "stopped" else "unfinished"
-    return f"{word} at step {data.step} of {config.train.steps}"
+    return f"{word} at step {data.step} of {data.config.train.steps}"
 
 
 def _subtitle(config: Config) -> str:

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tba_hpc.config import TrainSection
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import printable
 from tba_hpc.report.curves import Curve
@@ -87,11 +86,11 @@ class Lines(NamedTuple):
     above: float = -math.inf
 
 
-def plots(data: RunData, train: TrainSection) -> list[Plot]:
+def plots(data: RunData) -> list[Plot]:
     """Every figure of the page; at least one step was taken."""
     drawn = (
         _plot(printable(data.score_name), "greedy", _score, data),
-        _plot("Score and distance", "a point per evaluation", _pareto, data, train),
+        _plot("Score and distance", "a point per evaluation", _pareto, data),
         *(_plot(figure.title, figure.note, _lines, data, figure) for figure in FIGURES),
         _plot("Searchers", "tokens per second, by minute of the run", _throughput, data),
     )
@@ -314,13 +313,15 @@ def _score_axis(ax: Axes, *runs: RunData) -> None:
     _steps_axis(ax, *runs)
 
 
-def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
+def _pareto(ax: Axes, data: RunData) -> bool:
     """What the score cost in distance from one reference: up and to the left is better."""
+    train = data.config.train
     found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
     if len(found) < 2:
         return False
     for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
-        points = [(e.perplexity or 0.0, data.score(e).value) for e in found if e.split == split]
+        if not (points := [(e.perplexity or 0.0, data.score(e).value) for e in found if e.split == split]):
+            continue
         _points(ax, points, color=color, alpha=0.3, linewidth=0.9)
         _points(ax, points, marker=marker, linestyle="none", color=color, markersize=size, label=split)
     for e in (found[0], found[-1]):

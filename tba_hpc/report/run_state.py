@@ -8,13 +8,11 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from tba_hpc.config import Config
 from tba_hpc.report.alerts import Alert, alerts
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
-from tba_hpc.report.curves import Trends
 from tba_hpc.report.data import RunData, series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import number, record_seconds
@@ -59,31 +57,24 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 """How Slurm sees the components of a run's job; none for a run that was never submitted."""
 
 
-@dataclass
-class RunMonitor:
-    """A run under way. elastic: elastic searchers that are there."""
+class RunMonitor(RunData):
+    """A run under way. queue: how Slurm sees its job; elastic: elastic searchers that are there."""
 
-    run: RunDir
-    config: Config
-    queue: Queue = lambda _: []
-    job: list[QueueEntry] = field(default_factory=list)
-    elastic: dict[int, Owner] = field(default_factory=dict)
-    _asked: float = -QUEUE_SECONDS
-    _opened: float = field(default_factory=time.time)
-
-    def __post_init__(self) -> None:
-        self.data = RunData(self.run)
+    def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
+        super().__init__(run)
+        self.job: list[QueueEntry] = []
+        self.elastic: dict[int, Owner] = {}
+        self._queue = queue
+        self._asked = -QUEUE_SECONDS
+        self._opened = time.time()
 
     def update(self) -> None:
         """Read what is new in the run directory; ask Slurm if that was long ago."""
         if time.monotonic() - self._asked >= QUEUE_SECONDS:  # first: what the files say is newer then
-            self.job = self.queue(self.run)
+            self.job = self._queue(self.run)
             self.elastic = self._find_elastic()
             self._asked = time.monotonic()  # after the answer, which may take its time
-        known = len(self.data.events)
-        self.data.update()
-        if any(event["event"] == "changed" for event in self.data.events[known:]):
-            self.config = self.run.config()
+        super().update()
 
     def _find_elastic(self) -> dict[int, Owner]:
         names = {rank_name("searcher", index): index for index in self.config.launch.elastic_searchers}
@@ -93,19 +84,19 @@ class RunMonitor:
     @property
     def attempt(self) -> Attempt | None:
         """The newest attempt, if the run was ever started."""
-        return self.data.attempts[-1] if self.data.attempts else None
+        return self.attempts[-1] if self.attempts else None
 
     @property
     def last_event(self) -> str:
         """Of launchers and batch scripts, the last that changed how the run stands."""
         asides = {"unreachable", "hung", "orphan"}
-        kinds = (str(event["event"]) for event in reversed(self.data.events))
+        kinds = (str(event["event"]) for event in reversed(self.events))
         return next((kind for kind in kinds if kind not in asides), "")
 
     @property
     def phase(self) -> str:
         """What the trainer of the newest attempt said last; empty before its first word."""
-        trainer = self.data.trainer
+        trainer = self.trainer
         return trainer.phase if number(trainer.latest, "time", 0.0) >= self._begun else ""
 
     @property
@@ -123,21 +114,21 @@ class RunMonitor:
     @property
     def eta(self) -> float | None:
         """Seconds that the steps left take at the pace of the last ones; None while none is taken."""
-        latest = self.data.trainer.durations[-PACE_STEPS:]
+        latest = self.trainer.durations[-PACE_STEPS:]
         if self.phase != "training" or not any(latest):
             return None
-        return fmean(latest) * (self.config.train.steps - self.data.step)
+        return fmean(latest) * (self.config.train.steps - self.step)
 
     @property
     def silence(self) -> float | None:
         """Seconds since the last record or event of any rank or launcher; None before the first."""
-        heard = max([self.data.newest, *(event["time"] for event in self.data.events[-1:])])
+        heard = max([self.newest, *(event["time"] for event in self.events[-1:])])
         return max(0.0, time.time() - heard) if heard else None
 
     @property
     def checkpoint_age(self) -> float | None:
         """Seconds since the last checkpoint; None before the first."""
-        saved = number(self.data.trainer.checkpoint, "time")
+        saved = number(self.trainer.checkpoint, "time")
         return None if saved is None else max(0.0, time.time() - saved)
 
     @property
@@ -145,23 +136,18 @@ class RunMonitor:
         """Tokens per second of each searcher that is at work."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
-        records = [digest.last for _, digest in sorted(self.data.searchers.items())]
+        records = [digest.last for _, digest in sorted(self.searchers.items())]
         return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
-
-    @property
-    def trends(self) -> Trends:
-        """The run's figures as curves."""
-        return self.data.trends
 
     @property
     def alerts(self) -> list[Alert]:
         """What is wrong by now, the worst first."""
-        return alerts(self.trends, self.config, list(self.data.evaluations.values()))
+        return alerts(self.trends, self.config, list(self.evaluations.values()))
 
     @property
     def tested(self) -> bool:
         """Whether the final evaluation is there."""
-        return any(found.step == self.config.train.steps for found in self.data.evaluated("test"))
+        return any(found.step == self.config.train.steps for found in self.evaluated("test"))
 
 
 # --- In words ---
@@ -190,7 +176,7 @@ def run_state(monitor: RunMonitor) -> RunState:
     if monitor.run.finished or monitor.last_event == "finished":
         ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_SECONDS
         ranks = ", waiting for its ranks to end" if ending else ""
-        return RunState("finished", f"finished at step {monitor.data.step}{ranks}")
+        return RunState("finished", f"finished at step {monitor.step}{ranks}")
     job = job_of(monitor)
     states = {component["state"] for component in job}
     if states & WAITING:
@@ -202,7 +188,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
     """The components of the run's job; none if the run was started otherwise since that job ended."""
-    states, events = {component["state"] for component in monitor.job}, monitor.data.events
+    states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & {*WAITING, *AT_WORK}:
         return monitor.job
     last = events[-1]["job"]
@@ -211,7 +197,7 @@ def job_of(monitor: RunMonitor) -> list[QueueEntry]:
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     waiting = next(component for component in job if component["state"] in WAITING)
-    reason, step, events = waiting["reason"], monitor.data.step, monitor.data.events
+    reason, step, events = waiting["reason"], monitor.step, monitor.events
     held = "held" in reason.lower() or "hold" in reason.lower()
     release = f"scontrol release {waiting['job']}" if held else ""
     if not _heard_of(monitor, job):
@@ -225,12 +211,12 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
     """Whether the job's batch script has logged an event."""
-    return any(event["job"] == job[0]["job"] for event in monitor.data.events)
+    return any(event["job"] == job[0]["job"] for event in monitor.events)
 
 
 def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> RunState:
     """While the batch script may react to what happens."""
-    step, job_id = monitor.data.step, job[0]["job"]
+    step, job_id = monitor.step, job[0]["job"]
     if not _heard_of(monitor, job):
         if job[0]["state"] == UNKNOWN:
             return RunState("queued", f"submitted as job {job_id}, which squeue does not know here")
@@ -248,7 +234,7 @@ def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> R
 def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     job_id, state = job[0]["job"], job[0]["state"]
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
-    gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.data.step}")
+    gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.step}")
     if state == "FAILED" and not _heard_of(monitor, job):
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
     ended = _ended(monitor) if _heard_of(monitor, job) else None
@@ -257,7 +243,7 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
     again = shlex.join(["tba", "run", str(monitor.run.path)])
-    if not monitor.data.events and not monitor.data.newest:
+    if not monitor.events and not monitor.newest:
         return RunState("created", "not started yet", again)
     ended = _ended(monitor)
     return replace(ended, command=again) if ended else _with_silence(monitor, _at_work(monitor))
@@ -265,7 +251,7 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 def _ended(monitor: RunMonitor) -> RunState | None:
     """The end that a launcher noted, if no launcher is left."""
-    note, step = monitor.attempt.note if monitor.attempt else "", monitor.data.step
+    note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
             return RunState("refused", note)
@@ -278,7 +264,7 @@ def _ended(monitor: RunMonitor) -> RunState | None:
             words = f"killed on request at step {step}; it goes on from the last checkpoint"
             return RunState("aborted", words)
         case "failed":
-            count = failures_in_a_row(monitor.data.attempts)
+            count = failures_in_a_row(monitor.attempts)
             often = f" {count} times in a row" if count > 1 else ""
             words = f"gave up: the ranks failed{often}, {note}; see {monitor.run.logs}/latest"
             return RunState("failed", words)
@@ -287,13 +273,13 @@ def _ended(monitor: RunMonitor) -> RunState | None:
 
 def _at_work(monitor: RunMonitor) -> RunState:
     """What the ranks of the newest attempt do."""
-    step, phase, last = monitor.data.step, monitor.phase, monitor.last_event
+    step, phase, last = monitor.step, monitor.phase, monitor.last_event
     if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: to the next safe point, then a checkpoint")
     match phase:
         case "filling":
             wanted = monitor.config.buffer.initial_completions
-            size = int(number(monitor.data.trainer.latest, "buffer/size", 0))
+            size = int(number(monitor.trainer.latest, "buffer/size", 0))
             return RunState("filling", f"filling the buffer {min(size, wanted)}/{wanted}")
         case "training":
             return RunState("training", "training")
@@ -323,8 +309,8 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
 
 def _submit(monitor: RunMonitor, job: str) -> str:
     """What submits the run again: as the submission noted it, or a guess for a script sent by hand."""
-    if job in monitor.data.submissions:
-        return monitor.data.submissions[job]
-    allocations = [str(event["nodes"]) for event in monitor.data.events if event["event"] == "allocated"]
+    if job in monitor.submissions:
+        return monitor.submissions[job]
+    allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]
     nodes = len(allocations[-1].split(",")) if allocations else "N"
     return f"tba submit --config {shlex.quote(str(monitor.run.path))} --nodes {nodes}"

@@ -52,11 +52,11 @@ def _left(monitor: RunMonitor, now: RunState) -> list[str]:
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
     """Column title → value, the numbers a user watches. Reward, KL and entropy are of fresh completions."""
-    latest, trends = monitor.data.trainer.latest, monitor.trends
-    validation, test = monitor.data.evaluated("validation"), monitor.data.evaluated("test")
+    latest, trends = monitor.trainer.latest, monitor.trends
+    validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
-        monitor.data.score_name: _scores(monitor.data, validation[-1:]),
-        "test": _scores(monitor.data, test[:1] + test[1:][-1:]),
+        monitor.score_name: _scores(monitor, validation[-1:]),
+        "test": _scores(monitor, test[:1] + test[1:][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
         "KL": _show(trends.latest("search/kl"), "{:.2f}"),
@@ -64,7 +64,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
-        "ETTR": _show(monitor.data.ettr, "{:.1%}"),
+        "ETTR": _show(monitor.ettr, "{:.1%}"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -95,7 +95,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
-    attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.data.trainer
+    attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     step = number(trainer.checkpoint, "step", 0)
     aside = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
@@ -113,7 +113,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
-        "faults": " · ".join(fault_words(monitor.data.faults)),
+        "faults": " · ".join(fault_words(monitor.faults)),
         "last record": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
@@ -123,7 +123,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
     """Where an elastic searcher runs, since when, and how fast."""
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
-    digest = monitor.data.searchers.get(index)
+    digest = monitor.searchers.get(index)
     rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
     return f"{index} on {owner.host}{job} for {duration(stay)}" + (f", {rate:,.0f} tokens/s" if rate else "")
 
@@ -154,7 +154,7 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
 
     summary: as in summary.json; last_step: the trainer's last record; elastic: see ``run.owners.Owner``.
     """
-    now, data, attempt = run_state(monitor), monitor.data, monitor.attempt
+    now, attempt = run_state(monitor), monitor.attempt
     return {
         "run": str(monitor.run.path),
         **asdict(now),
@@ -164,16 +164,16 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
         "restarts": attempt.restarts if attempt else None,
         "job": job_of(monitor),
         "elastic": [{"searcher": index, **asdict(owner)} for index, owner in monitor.elastic.items()],
-        "step": data.step,
+        "step": monitor.step,
         "steps": monitor.config.train.steps,
         "seconds_left": monitor.eta if now.state == "training" else None,
-        "summary": asdict(summary_of(data, monitor.config)),
-        "last_step": data.trainer.latest,
+        "summary": asdict(summary_of(monitor)),
+        "last_step": monitor.trainer.latest,
         "searcher_tokens_per_second": monitor.rates,
-        "checkpoint_step": number(data.trainer.checkpoint, "step"),
+        "checkpoint_step": number(monitor.trainer.checkpoint, "step"),
         "checkpoint_age_seconds": monitor.checkpoint_age,
         "silence_seconds": monitor.silence,
-        "faults": data.faults,
+        "faults": monitor.faults,
     }
 
 
@@ -185,16 +185,16 @@ def plain_line(monitor: RunMonitor) -> str:
     now, steps = run_state(monitor), monitor.config.train.steps
     parts = [f"[{duration(monitor.elapsed)}] {now.words}"]
     if now.state == "training":
-        parts.append(f"step {monitor.data.step}/{steps}")
-    if monitor.data.step and (monitor.phase or now.over):
+        parts.append(f"step {monitor.step}/{steps}")
+    if monitor.step and (monitor.phase or now.over):
         parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
     worst = [f"alert: {alert.short}" for alert in monitor.alerts[:1]]
-    return " · ".join([*parts, *fault_words(monitor.data.faults), *worst])
+    return " · ".join([*parts, *fault_words(monitor.faults), *worst])
 
 
 def panel(monitor: RunMonitor) -> RenderableType:
     """The state of a run for a terminal: in words, as a bar, the numbers, the facts."""
-    now, step, steps = run_state(monitor), monitor.data.step, monitor.config.train.steps
+    now, step, steps = run_state(monitor), monitor.step, monitor.config.train.steps
     progress = Table.grid(padding=(0, 1))
     times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
     bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
@@ -213,17 +213,15 @@ def panel(monitor: RunMonitor) -> RenderableType:
 
 
 class LiveDisplay:
-    """Follows a run on the console: ``with LiveDisplay(run, config) as display: display.refresh()``.
+    """Follows a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
 
     Looks and draws only inside ``refresh``, so its owner decides when; no thread is started. queue: how
     Slurm sees the run's job, if it may have one.
     """
 
-    def __init__(
-        self, run: RunDir, config: Config, *, console: Console | None = None, queue: Queue | None = None
-    ) -> None:
+    def __init__(self, run: RunDir, *, console: Console | None = None, queue: Queue = lambda _: []) -> None:
         self._console = console or Terminal()
-        self._monitor = RunMonitor(run, config, queue or (lambda _: []))
+        self._monitor = RunMonitor(run, queue)
         self._looked = self._printed = 0.0
         clever = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if clever else None
@@ -267,34 +265,27 @@ class LiveDisplay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def follow(run: RunDir, config: Config, queue: Queue) -> None:
+def follow(run: RunDir, queue: Queue) -> None:
     """Show a run live until it is the user's turn, or the user has seen enough (Ctrl-C)."""
     console = Terminal()
     with contextlib.suppress(KeyboardInterrupt):
-        with LiveDisplay(run, config, console=console, queue=queue) as display:
+        with LiveDisplay(run, console=console, queue=queue) as display:
             now = display.follow()
         if now.command:
             console.print(Text(f"next: {now.command}"), soft_wrap=True)
 
 
-def print_status(
-    run: RunDir,
-    config: Config,
-    queue: Queue,
-    *,
-    as_json: bool = False,
-    console: Console | None = None,
-) -> None:
+def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: Console | None = None) -> None:
     """Print once how a run stands."""
-    monitor = RunMonitor(run, config, queue)
+    monitor = RunMonitor(run, queue)
     monitor.update()
     if as_json:
         print(json.dumps(figures(monitor), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    steps = f"{monitor.data.step}/{monitor.config.train.steps}"
+    steps = f"{monitor.step}/{monitor.config.train.steps}"
     heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
-    values = {**heading, **cells(monitor), **done(monitor.data.counts()), **facts(monitor, now)}
+    values = {**heading, **cells(monitor), **done(monitor.counts()), **facts(monitor, now)}
     for title, value in values.items():
         # Unwrapped: a path or a command broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tba_hpc.config import Config, TrainSection
+from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.report.alerts import alerts
 from tba_hpc.report.data import RunData
@@ -76,14 +76,14 @@ class Summary:
     alerts: list[str]
 
 
-def summarise(run: RunDir, config: Config) -> Summary:
+def summarise(run: RunDir) -> Summary:
     """Take the summary of a run from its files."""
-    return summary_of(RunData.read(run), config)
+    return summary_of(RunData.read(run))
 
 
-def summary_of(data: RunData, config: Config) -> Summary:
+def summary_of(data: RunData) -> Summary:
     """The same from files already read."""
-    test, trends, counts = data.evaluated("test"), data.trends, data.counts()
+    config, test, trends, counts = data.config, data.evaluated("test"), data.trends, data.counts()
     alike, searchers = same_reference(config.train, test), list(data.searchers.values())
     rates = [rate for searcher in searchers if (rate := searcher.at_work.mean) is not None]
     seconds = sum(searcher.seconds for searcher in searchers)

@@ -276,6 +276,11 @@ class RunDir:
         """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
         return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
 
+    def searcher_files(self) -> dict[int, Path]:
+        """Metrics files of the searchers that have one, by index."""
+        indices = _numbers(self.metrics, "searcher-", ".jsonl", digits=4)
+        return {index: self.metrics_file("searcher", index) for index in indices}
+
     def shard_folder(self, searcher: int) -> Path:
         """Where a searcher seals its shards."""
         return self.shards / _folder_of(searcher)

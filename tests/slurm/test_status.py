@@ -25,7 +25,7 @@ sleep 300
 
 
 def look(run: RunDir) -> RunMonitor:
-    monitor = RunMonitor(run, run.config(), job_states)
+    monitor = RunMonitor(run, job_states)
     monitor.update()
     return monitor
 

@@ -434,7 +434,7 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
     try:
         job = slurm.submit(run, script)
         assert cluster.wait(int(job)) == "FAILED"
-        monitor = RunMonitor(run, run.config(), slurm_queue.job_states)
+        monitor = RunMonitor(run, slurm_queue.job_states)
         monitor.update()
         assert run_state(monitor).words == f"job {job} failed without a word: do its nodes see {run.path}?"
         public = cluster.root / "batch.log"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tba_hpc.report.data import read_evaluations, searcher_files, series
+from tba_hpc.report.data import read_evaluations, series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, number, read_metrics, step_records
 
@@ -81,7 +81,7 @@ def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
     run the trainer waits for them.
     """
     trainer = read_metrics(run.metrics_file("trainer"))
-    searchers = [read_metrics(path) for path in searcher_files(run)]
+    searchers = [read_metrics(path) for path in run.searcher_files().values()]
     steps = step_records(trainer)
     reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in steps}
     start, lost, points = clock_start(trainer, searchers), 0.0, []

@@ -14,7 +14,7 @@ from lab.curves import tokens_per_second
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, slug
 from tba_hpc.config import Config
-from tba_hpc.report.data import searcher_files, series
+from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 
@@ -89,7 +89,7 @@ class Paced:
     def read(cls, run: RunDir) -> Paced:
         """Of a finished run."""
         steps = step_records(read_metrics(run.metrics_file("trainer")))
-        searchers = [read_metrics(path) for path in searcher_files(run)]
+        searchers = [read_metrics(path) for path in run.searcher_files().values()]
         done = list(zip(series(steps, "time"), series(steps, "step"), strict=True))
         done = done[len(done) // WARM :]
         age = statistics.fmean(series(steps, "staleness/mean"))

@@ -124,12 +124,12 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
 
 
 WAYS = {
-    "summary": "from tba_hpc.report.summary import summarise; summarise(run, run.config())",
+    "summary": "from tba_hpc.report.summary import summarise; summarise(run)",
     "summary and report": "from tba_hpc.report.page import write_report; write_report(run)",
-    "status": "from tba_hpc.report.run_state import RunMonitor as M; m = M(run, run.config()); m.update()\n"
+    "status": "from tba_hpc.report.run_state import RunMonitor as M; m = M(run); m.update()\n"
     "from tba_hpc.report.status import figures; figures(m)",
     "a second look of the status": "from tba_hpc.report.run_state import RunMonitor as M\n"
-    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.alerts",
+    "m = M(run); m.update(); began = time.monotonic(); m.update(); m.alerts",
 }
 """What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
 

@@ -17,7 +17,6 @@ import yaml
 from slurm_testbed import faults, hosts
 from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.hosts import Hosts
-from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.metrics import MetricsTail, Record, number
@@ -74,8 +73,8 @@ class History:
         """Read what is new."""
         self.events = read_events(self.run)
         self.trainer += self._new(self.run.metrics_file("trainer"))
-        for path in searcher_files(self.run):
-            self.searchers.setdefault(index_of(path), []).extend(self._new(path))
+        for index, path in self.run.searcher_files().items():
+            self.searchers.setdefault(index, []).extend(self._new(path))
 
     def _new(self, path: Path) -> list[Record]:
         return self._tails.setdefault(path, MetricsTail(path)).new()

@@ -13,7 +13,6 @@ import numpy as np
 from tba_hpc.config import Config
 from tba_hpc.core.types import make_uid
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
-from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -203,11 +202,11 @@ class Evidence:
 def _seals(run: RunDir) -> Seals:
     """Sizes of all seals under an index; more than one: the file of the one before had vanished."""
     seals = defaultdict[ShardKey, list[ShardSize]](list)
-    for path in searcher_files(run):
+    for searcher, path in run.searcher_files().items():
         for record in MetricsTail(path).records():
             if record.get("event") == "sealed":
                 size = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
-                seals[index_of(path), whole(record, "shard")].append(size)
+                seals[searcher, whole(record, "shard")].append(size)
     return seals
 
 

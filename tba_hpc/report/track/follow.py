@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.report.data import searcher_files
 from tba_hpc.report.track.sinks import Point, Sink, TensorBoardSink, WandbSink, wandb_mode
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import evaluations_on_disk, find_evaluation
@@ -121,7 +120,7 @@ class News:
         """What is new: of the trainer, of all searchers together, and whole evaluations."""
         points = list(self._of_trainer())
         fresh: dict[int, list[Record]] = defaultdict(list)
-        for path in searcher_files(self._run):
+        for path in self._run.searcher_files().values():
             for record in self._records(path):
                 if "search/version" in record:
                     fresh[int(number(record, "search/version", 0))].append(record)
