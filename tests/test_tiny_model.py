@@ -5,14 +5,12 @@ That vLLM answers as transformers does is ``test_evaluate.py``'s.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
+import make_tiny_model as tool
 import numpy as np
 import one_file_tba
 import pytest
@@ -26,23 +24,11 @@ from tba_hpc.tasks.arithmetic import Problem, draw_problems, is_correct
 from tba_hpc.tasks.word_problems import GSM8K
 
 REPOSITORY = Path(__file__).parents[1]
-TOOL = REPOSITORY / "tools" / "make_tiny_model.py"
 CONFIGS = REPOSITORY / "configs"
 GSM8K_DATA = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 FEW_STEPS = 30
 
 
-def load_tool() -> ModuleType:
-    """tools/ is no package: its files are scripts."""
-    spec = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 VALIDATION = tool.VALIDATION
 
 
