@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.checks import cluster, machine, slurm_checks, trial
-from tba_hpc.checks.cluster import SlurmFacts
+from tba_hpc.checks import machine, slurm_checks, trial
 from tba_hpc.checks.config_checks import check_resources
-from tba_hpc.checks.facts import Check, Facts, Finding, judge
+from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge
 from tba_hpc.checks.library import Library
 from tba_hpc.checks.lists import LOGIN_NODE
 from tba_hpc.config import parse_config
@@ -77,11 +76,7 @@ tmpfs /dev/shm tmpfs rw 0 0
 server:/home /my\040home nfs4 rw,vers=4.2 0 0
 """
 
-ASKED = SlurmFacts(
-    settings=cluster.parse_settings(CONFIG),
-    partitions=cluster.parse_partitions(PARTITIONS),
-    mpi=cluster.parse_mpi(MPI),
-)
+ASKED = SlurmFacts.of(CONFIG, PARTITIONS, MPI)
 A100 = (("NVIDIA A100-SXM4-40GB",) * 2, "570.133.20", "12.8", "")
 
 
@@ -104,7 +99,7 @@ def test_slurms_texts_are_read() -> None:
     assert ASKED.partition(None) == ASKED.partitions["main"] and ASKED.partition("gpuu") is None
     assert ASKED.mpi == {"pmix", "none", "cray_shasta", "pmi2", "pmix_v4", "pmix_v3"}
     older = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
-    assert cluster.parse_mpi(older) == {"none", "pmi2", "pmix_v3"}
+    assert SlurmFacts.of("", "", older).mpi == {"none", "pmi2", "pmix_v3"}
 
 
 def test_memory_is_in_mebibytes() -> None:

@@ -13,8 +13,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from tba_hpc.checks import machine, mpi_checks, trial
-from tba_hpc.checks.cluster import SlurmFacts
-from tba_hpc.checks.facts import NO_SITE, Facts, Finding, job_environment, judge, ok, problem, warning
+from tba_hpc.checks.facts import (
+    NO_SITE,
+    Facts,
+    Finding,
+    SlurmFacts,
+    job_environment,
+    judge,
+    ok,
+    problem,
+    warning,
+)
 from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site

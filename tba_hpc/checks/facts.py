@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tba_hpc.checks.cluster import SlurmFacts
 from tba_hpc.checks.library import Library
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.launch.slurm_queue import ask, fields
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -49,6 +50,51 @@ def warning(name: str, found: str, remedy: str) -> Finding:
 def problem(name: str, found: str, remedy: str) -> Finding:
     """A run would fail."""
     return Finding(name, "problem", found, remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmFacts:
+    """settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins."""
+
+    settings: Mapping[str, str]
+    partitions: Mapping[str, Mapping[str, str]]
+    mpi: frozenset[str]
+
+    @classmethod
+    def look(cls) -> SlurmFacts:
+        """Ask the cluster that this machine belongs to. Raises SlurmError."""
+        return cls.of(
+            ask("scontrol", "show", "config"),
+            ask("scontrol", "--oneliner", "--all", "show", "partition"),
+            ask("srun", "--mpi=list"),
+        )
+
+    @classmethod
+    def of(cls, settings: str, partitions: str, mpi: str) -> SlurmFacts:
+        """From what Slurm prints: ``Key = value`` lines; a line for each partition; plugins, one a line.
+
+        After these come the versions of pmix, which are plugins too.
+        """
+        found = [fields(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
+        lines = [line.removeprefix("srun:").strip() for line in mpi.splitlines()]
+        versions = [line.partition("available:")[2].replace(",", " ").split() for line in lines]
+        return cls(
+            settings={k: v.strip() for k, v in re.findall(r"^(\S+)\s*=(.*)$", settings, re.MULTILINE)},
+            partitions={partition["PartitionName"]: partition for partition in found},
+            mpi=frozenset(line for line in lines if re.fullmatch(r"\w+", line)).union(*versions),
+        )
+
+    def partition(self, name: str | None) -> Mapping[str, str] | None:
+        """A partition, or the default one; None if there is none of that name."""
+        if name:
+            return self.partitions.get(name)
+        return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)
+
+    def used(self, site: Site) -> tuple[Mapping[str, str], ...]:
+        """The partitions that a job on ``site`` would use; Slurm itself refuses those that do not exist."""
+        roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
+        names = dict.fromkeys(role.partition or site.partition for role in roles)
+        return tuple(found for name in names if (found := self.partition(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tba_hpc.checks import config_checks, machine, mpi_checks, slurm_checks
-from tba_hpc.checks.cluster import SlurmFacts
-from tba_hpc.checks.facts import Facts, job_environment
+from tba_hpc.checks.facts import Facts, SlurmFacts, job_environment
 from tba_hpc.config import Config
 from tba_hpc.launch.plan import Plan, Site
 
