@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recorded import happen, new_run, step, write
 
-from tba_hpc.commands import demand
+from tba_hpc.commands import elastic
 from tba_hpc.launch import LaunchError
 
 
@@ -22,14 +22,14 @@ from tba_hpc.launch import LaunchError
     ],
 )
 def test_number_of_jobs_follows_waiting_and_age(share: float, age: float, jobs: int) -> None:
-    assert demand.wanted(3, share, age, sync_every=2) == jobs
+    assert elastic.wanted(3, share, age, sync_every=2) == jobs
 
 
 def test_figures_are_of_the_steps_since_the_last_look() -> None:
     records = [step(n, 0.0, seconds=2.0) | {"time/learn_seconds": 1.5} for n in (1, 2)]
-    assert demand.figures([{"event": "merged"}, *records], waits=True) == (0.25, 2.0)  # type: ignore[list-item]
-    assert demand.figures([], waits=True) == (1.0, 0.0)
-    assert demand.wanted(3, *demand.figures([], waits=False), sync_every=1) == 3, "it is in a long step"
+    assert elastic.figures([{"event": "merged"}, *records], waits=True) == (0.25, 2.0)  # type: ignore[list-item]
+    assert elastic.figures([], waits=True) == (1.0, 0.0)
+    assert elastic.wanted(3, *elastic.figures([], waits=False), sync_every=1) == 3, "it is in a long step"
 
 
 class Cluster:
@@ -39,10 +39,10 @@ class Cluster:
         self.run, self.sent, self.queue = new_run(folder), 0, dict[str, str]()
         self.stay, self.comment, self.looks = True, str(self.run.path), 0
         happen(self.run, 1.0, "start", attempt="attempt-001", trainers=1, searchers=2)
-        monkeypatch.setattr(demand.time, "sleep", self.look)
-        monkeypatch.setattr(demand, "ask", self.ask)
-        monkeypatch.setattr(demand.slurm, "send", self.send)
-        monkeypatch.setattr(demand, "job_states", lambda _: [])
+        monkeypatch.setattr(elastic.time, "sleep", self.look)
+        monkeypatch.setattr(elastic, "ask", self.ask)
+        monkeypatch.setattr(elastic.slurm, "send", self.send)
+        monkeypatch.setattr(elastic, "job_states", lambda _: [])
 
     def look(self, _: float) -> None:
         self.looks += 1
@@ -63,7 +63,7 @@ class Cluster:
         return "".join([*rows, "99|RUNNING|/another\n"])
 
     def follow(self) -> None:
-        demand.follow_demand(self.run, self.run.config(), "script", "x", least=1, most=3)
+        elastic.follow_demand(self.run, self.run.config(), "script", "x", least=1, most=3)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_demand_is_met_job_by_job_within_its_bounds(
             case "end":
                 run.mark_finished()
 
-    monkeypatch.setattr(demand.time, "sleep", look)
+    monkeypatch.setattr(elastic.time, "sleep", look)
     cluster.follow()
     counts = [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
     assert counts == [
@@ -115,7 +115,7 @@ def test_jobs_that_cannot_be_found_again_are_not_sent_again(cluster: Cluster) ->
 def test_the_run_may_be_named_by_another_path(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(cluster.run.path)
     cluster.comment, cluster.queue = str(tmp_path / "link"), {"7_0": "RUNNING"}
-    assert demand.searcher_jobs(cluster.run, "x") == [("7_0", "RUNNING")]
+    assert elastic.searcher_jobs(cluster.run, "x") == [("7_0", "RUNNING")]
 
 
 @pytest.mark.parametrize("event", ["stopped", "refused", "failed", "gone"])
@@ -125,7 +125,7 @@ def test_searchers_leave_a_run_that_has_ended(
     cluster.queue = {"7_0": "RUNNING"}
     if event == "gone":
         happen(cluster.run, 2.0, "allocated", job="5", nodes="node1")
-        monkeypatch.setattr(demand, "job_states", lambda _: [{"job": "5", "state": "FORGOTTEN"}])
+        monkeypatch.setattr(elastic, "job_states", lambda _: [{"job": "5", "state": "FORGOTTEN"}])
     else:
         happen(cluster.run, 2.0, event)
     cluster.follow()

@@ -17,7 +17,7 @@ import pytest
 from recorded import write
 from slurm_testbed.cluster import Cluster
 
-from tba_hpc.commands import demand
+from tba_hpc.commands import elastic
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import plan, searchers_of_a_node
@@ -218,15 +218,18 @@ def test_demand_orders_and_cancels_jobs_of_searchers(
 ) -> None:
     run, script = _searchers(tmp_path, nodes=1)
     log_event(run, "start", attempt="attempt-001", trainers=1, searchers=1)
-    monkeypatch.setattr(demand, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 1.0)
     bounds = {"least": 1, "most": 3}
     follow = threading.Thread(
-        target=demand.follow_demand, args=(run, run.config(), script, "searchers"), kwargs=bounds, daemon=True
+        target=elastic.follow_demand,
+        args=(run, run.config(), script, "searchers"),
+        kwargs=bounds,
+        daemon=True,
     )
     follow.start()
 
     def running() -> int:
-        return [state for _, state in demand.searcher_jobs(run, "searchers")].count("RUNNING")
+        return [state for _, state in elastic.searcher_jobs(run, "searchers")].count("RUNNING")
 
     cluster.until(lambda: running() == 1, "the least", 60)
     write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": time.time()}])
