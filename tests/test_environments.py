@@ -89,6 +89,13 @@ class Guess:
         right = messages[-1]["content"] == self.secret
         return ([] if right else "No."), right or not self.left, float(right)
 
+class Ready(Guess):
+    prepared = 0
+
+    @classmethod
+    def prepare(cls):
+        cls.prepared += 1
+
 class Bad(Till):
     def reset(self, bad=None, **row):
         self.bad, self.coins = bad, 0
@@ -674,6 +681,25 @@ def test_a_question_is_put_in_the_template_if_that_has_room_for_one_text(
     task = make_task(own, tokenizer, "Bad", row, template=template)
     text = tokenizer._tokenizer.decode(task.question("1+1?").tokens.tolist())
     assert f"<|im_start|>user\n{shown}<|im_end|>" in text
+
+
+def test_a_row_may_bring_tools_that_its_environment_answers_by_step(own: Path) -> None:
+    schema = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    task = make_task(
+        own, make_tokenizer("hermes"), "Guess", {"secret": "a", "tools": [schema]}, {"secret": "b"}
+    )
+    shown = ['"name": "look"' in make_tokenizer("hermes").decode(one.tokens) for one in task.prompts("train")]
+    assert shown == [True, False]
+    with pytest.raises(ConfigError, match="refuses messages of user, assistant, tool"):
+        make_task(own, make_tokenizer("", FAMILIES["Gemma"]), "Guess", {"secret": "a", "tools": [schema]})
+
+
+def test_a_class_is_prepared_once_by_a_searcher(stage: Callable[..., Stage]) -> None:
+    made = stage("Ready", ["a"], {"secret": "a"})
+    made.play(n=3)
+    import own_worlds
+
+    assert own_worlds.Ready.prepared == 1
 
 
 def test_the_class_is_kept_with_the_run(own: Path, tmp_path: Path) -> None:
