@@ -361,7 +361,9 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 @app.command(rich_help_panel=BEFORE)
 def doctor(
     site: SitePath = None,
-    config: Annotated[Path | None, typer.Option(help="Check this config's models and data, too.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Check this config's models, data and chat template, too.")
+    ] = None,
     run_root: RunRoot = None,
     launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
     wait: Annotated[float, typer.Option(help="Longest wait for that job, seconds.")] = 600.0,
