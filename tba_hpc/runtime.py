@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from tba_hpc.core.prompts import (
 )
 from tba_hpc.core.types import Publication, Request, Shard, Split, WeightLayout
 from tba_hpc.engine.hf_backend import make_backend
-from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import (
     EVERYBODY,
     PendingShards,
@@ -63,14 +63,14 @@ from tba_hpc.loops.elastic import (
 from tba_hpc.loops.ending import end_run
 from tba_hpc.loops.merger import merge_pending
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
-from tba_hpc.loops.restoring import Restored, restore, trainer_metrics, verify_checkpoints
+from tba_hpc.loops.restoring import restore, trainer_metrics, verify_checkpoints
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest
 from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.background import in_background
-from tba_hpc.run.checkpoints import Checkpoints, TrainerState
+from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import insist
@@ -80,7 +80,7 @@ from tba_hpc.run.signals import StopFlag
 from tba_hpc.tasks import load_task
 
 if TYPE_CHECKING:
-    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerFollower
+    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
 log = logging.getLogger(__name__)
 
@@ -113,9 +113,7 @@ def train(run: RunDir, index: int | None) -> None:
                 _lead(run, config, placement, learner)
         else:
             with led():
-                follower = _open_follower(run, placement, learner.layout)
-                learner.follow(follower.slot)
-                follower.close()  # after an error nobody may be there to agree on that
+                _follow(placement, learner)
 
 
 def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
@@ -129,7 +127,8 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
     end_imports()
     saved, metrics = restore(run, config), trainer_metrics(run)
-    state = _merged(config, _pending_shards(run, config).read_all(saved.state.cursors), saved, metrics)
+    pending = _pending_shards(run, config).read_all(saved.state.cursors)
+    state = merge_pending(config, pending, saved, metrics)
     progress = Progress(saved.completed, state.cursors)
     exchange = _open_trainer(run, config, placement, learner.layout, progress)
     note_at_work(run)
@@ -162,20 +161,6 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     checkpoints.pruner.finish(PRUNING_SECONDS)
 
 
-def _merged(
-    config: Config, pending: Iterable[Shard], saved: Restored, metrics: MetricsWriter
-) -> TrainerState:
-    """The state that training begins with: what was saved, and the shards sealed since."""
-    return merge_pending(
-        config,
-        pending,
-        state=saved.state,
-        buffer=saved.buffer,
-        completed=saved.completed,
-        metrics=metrics,
-    )
-
-
 def replay(
     run: RunDir,
     config: Config,
@@ -193,7 +178,7 @@ def replay(
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: more threads sum in another order
         learner = _learner(run, config, 0, 1)
     saved, metrics = restore(run, config), trainer_metrics(run)
-    state = _merged(config, (), saved, metrics)
+    state = merge_pending(config, (), saved, metrics)
     if saved.folder:
         learner.load(saved.folder)
     exchange = ReplayExchange(recording, read, state.cursors)
@@ -254,35 +239,29 @@ def _open_trainer(
             progress=progress,
             evaluated=evaluated,
             timeout=config.launch.disk_seconds,
-            several=config.launch.trainers > 1 and placement.mpi is None,
-            delta=_may_send_delta(config, layout),
         )
 
     if placement.mpi is None:
         return over_files(EVERYBODY)
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
-    world = MpiTrainerExchange.open(placement.mpi, layout, progress=progress)
+    world = MpiTrainerExchange(placement.mpi, layout, progress=progress)
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
     return HybridTrainerExchange(world, elastic, attended=Attendance(run, config))
 
 
-def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
-    """Whether files may hold changes only; nearly all float32 weights change at every step."""
-    alone = config.launch.trainers == 1 or config.one_world
-    return alone and all(slot.dtype != "F32" for slot in layout.slots)
-
-
-def _open_follower(
-    run: RunDir, placement: Placement, layout: WeightLayout
-) -> MpiTrainerFollower | FileTrainerFollower:
+def _follow(placement: Placement, learner: SharedLearner) -> None:
+    """As a trainer rank other than the leader. Over files that one writes all of the weights."""
     if placement.mpi is None:
-        return FileTrainerFollower(run.weights, layout)
+        learner.follow(None)
+        return
     from tba_hpc.exchange.mpi_exchange import MpiTrainerFollower
 
-    return MpiTrainerFollower.open(placement.mpi)
+    follower = MpiTrainerFollower(placement.mpi)
+    learner.follow(follower.slot)
+    follower.close()  # after an error nobody may be there to agree on that
 
 
 # --- Searchers ---
@@ -438,7 +417,7 @@ def _open_searcher(
     if placement.mpi:
         from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
-        return MpiSearcherExchange.open(placement.mpi)
+        return MpiSearcherExchange(placement.mpi)
     return FileSearcherExchange(
         run.weights,
         placement.index,

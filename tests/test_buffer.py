@@ -243,9 +243,9 @@ class History:
         self.naive = Naive(
             per_prompt,
             capacity,
-            near=section.near_duplicates,
+            near=self.kind["duplicates"]["limit"] if section.duplicates.name == "edits" else None,
             deduplicate=section.deduplicate,
-            similarity=section.similarity_limit,
+            similarity=self.kind["duplicates"]["limit"] if section.embedding_model else None,
         )
         self.uses, self.values = Counter[int](), dict[int, float]()
 
@@ -254,7 +254,9 @@ class History:
         shards = []
         for _ in range(int(self.rng.integers(1, 6))):
             items = random_items(self.rng, int(self.rng.integers(0, 25)), self.merged, self.prompts)
-            shards.append([replace(item, request=item.uid // 3) for item in items])
+            asked = [items[i // 3 * 3] for i in range(len(items))]
+            pairs = zip(items, asked, strict=True)
+            shards.append([replace(item, prompt=of.prompt, request=of.uid) for item, of in pairs])
             self.merged += len(items)
             values = soft_values(pack(shards[-1]), 0.5).tolist()
             self.values |= {item.uid: value for item, value in zip(items, values, strict=True)}
@@ -328,26 +330,6 @@ def test_any_history_equals_the_naive_model(kind: dict[str, Any], seed: int) -> 
         assert_equal_states(snapshot(), state)
 
 
-def test_of_near_completions_only_the_best_stays() -> None:
-    """1 2 3 4 and 1 2 3 5 are 1 edit apart, below a quarter of 8; 1 2 6 7 is 2 from both, which is not."""
-    far, low, high = (
-        Item(0, 0, (1, 2, 6, 7), 9.0),
-        Item(1, 0, (1, 2, 3, 4), 0.5),
-        Item(2, 0, (1, 2, 3, 5), 0.75),
-    )
-    real = filled([far, low], duplicates={"name": "edits", "limit": 0.25})
-    assert real.merge(pack([high]), 1) == Merged(0, 1, 0)
-    assert items_of(real.trajectories()) == [far, high]
-    for again in (Item(3, 0, low.tokens, 0.75), Item(4, 0, low.tokens, 0.5)):  # as good is not better
-        assert real.merge(pack([again]), 2) == Merged(0, 1, 0)
-        assert items_of(real.trajectories()) == [far, high]
-    elsewhere = Item(5, 1, low.tokens, 0.5)
-    assert real.merge(pack([elsewhere]), 3) == Merged(1, 0, 0)
-    equal = Item(6, 0, high.tokens, 0.125)  # drawn again, and judged anew
-    assert real.merge(pack([equal]), 4) == Merged(0, 1, 0)
-    assert items_of(real.trajectories()) == [far, elsewhere, equal]
-
-
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
 def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float) -> None:
     """Two at a time, of tokens over all that a vocabulary may have, among them what is no character."""
@@ -378,13 +360,6 @@ def test_memory_is_that_of_what_lives() -> None:
         arrays = chain.from_iterable(groups)
         assert all(array.base is None or array.base.nbytes <= array.nbytes for array in arrays)
         assert sum(len(record) for record, *_ in groups) == len(real)
-
-
-def test_rounds_never_go_back() -> None:
-    real = ReplayBuffer(BufferSection(), 0)
-    real.merge(pack([Item(0, 0, (1,))]), 5)
-    with pytest.raises(AssertionError):
-        real.merge(pack([Item(1, 0, (2,))]), 4)
 
 
 # --- Which prompts ---
@@ -425,15 +400,6 @@ def test_most_on_policy_share_of_groups() -> None:
     assert abs(recent - 0.8 * draws) < 4 * np.sqrt(draws * 0.8 * 0.2)
 
 
-def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -> None:
-    real = filled(prompts_with(8), most_on_policy=1.0)
-    real.merge(pack([Item(5000, 1, (9,))]), 3)
-    real.merge(pack([Item(5001, 2, (9,))]), 3)
-    assert real.merge(pack([]), 4) == Merged(0, 0, 0)
-    for step in range(10):
-        assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {1, 2}
-
-
 def test_all_revisions_of_a_sync_are_recent_and_one_more_continues_the_pass() -> None:
     """Shards that trickle in; three of the four prompts of sync 7 come before the third comes again."""
     real = filled(prompts_with(8), most_on_policy=1.0)
@@ -456,24 +422,6 @@ def test_a_new_revision_begins_a_new_pass_over_what_it_brought() -> None:
         real.merge(pack([Item(900 + prompt, prompt, (9,)) for prompt in range(4)]), 1)
         again += bool(set(before) & set(real.sample(1, groups=2, group_size=1).prompt_id_B.tolist()))
     assert again > 15  # 5 in 6 are expected
-
-
-def test_recent_means_live_and_a_regenerated_duplicate_counts_once() -> None:
-    real = filled([Item(i, i, (i,)) for i in range(4)], most_on_policy=1.0, capacity=4)
-    again = [
-        Item(10, 0, (0,)),
-        Item(11, 0, (0,)),
-        Item(12, 1, (1,)),
-    ]  # duplicates: of revision 0, and of each other
-    assert real.merge(pack(again), 1) == Merged(0, 3, 0)
-    assert sorted(items_of(real.trajectories()), key=lambda item: item.uid) == [
-        Item(2, 2, (2,)),
-        Item(3, 3, (3,)),
-        Item(11, 0, (0,)),
-        Item(12, 1, (1,)),
-    ]
-    for step in range(10):
-        assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {0, 1}
 
 
 def test_a_recent_draw_that_has_run_out_goes_on_among_all() -> None:
@@ -548,34 +496,12 @@ def test_extreme_rewards_leave_finite_probabilities(monkeypatch: pytest.MonkeyPa
         assert {item.uid for item in group} == {0, 1, 2}
 
 
-def test_a_group_is_distinct_while_its_prompt_suffices() -> None:
-    real = filled(prompts_with(5, completions=6), most_on_policy=0.5)
-    for step in range(30):
-        for group in groups_of(real.sample(step, groups=4, group_size=6)):
-            assert len({item.uid for item in group}) == 6
-
-
 def test_too_few_completions_come_all_before_any_repeats() -> None:
     real = filled(prompts_with(3, completions=3), most_on_policy=0.0)
     for step in range(30):
         for group in groups_of(real.sample(step, groups=3, group_size=7)):
             assert len({item.uid for item in group[:3]}) == 3
             assert {item.prompt for item in group} == {group[0].prompt}
-
-
-def test_too_few_recent_completions_repeat_and_none_is_older() -> None:
-    """m = 1, K = 20: of 24 that arrived 6 are distinct, beside 50 older ones. All 6 come, then repeats."""
-    real = filled(prompts_with(1, completions=50), most_on_policy=1.0)
-    arrived = [Item(900 + i, 0, (9, i % 6), float(i % 6)) for i in range(24)]
-    real.merge(pack(arrived), 1)
-    times, draws = Counter[int](), 200
-    for step in range(draws):
-        (group,) = groups_of(real.sample(step, groups=1, group_size=20))
-        assert {item.tokens for item in group[:6]} == {(9, i) for i in range(6)}
-        assert all(item.uid >= 900 for item in group), "0 % older"
-        times.update(item.tokens[1] for item in group[6:])
-    expected = 14 * draws / 6
-    assert sum((times[i] - expected) ** 2 / expected for i in range(6)) < CHI_SQUARE_5
 
 
 def test_recent_groups_equal_the_naive_model() -> None:
@@ -592,26 +518,6 @@ def test_recent_groups_equal_the_naive_model() -> None:
             stored, found = naive.of_prompt(group[0].prompt), set(group)
             recent = {item for item, sync in stored if sync == revision // 2}
             assert found <= recent and len(found) == min(size, len(recent))
-
-
-def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
-    """A sharp policy, S = K = 16: every group holds its prompt's samples, the mode as often as it came."""
-    rng, prompts, size = np.random.default_rng(0), 60, 16
-    policy = np.array([0.45, *[0.55 / 30] * 30])
-    drawn = rng.choice(len(policy), (prompts, size), p=policy)
-    items = [
-        Item(100 * prompt + i, prompt, (int(letter),), float(letter == 0))
-        for prompt, letters in enumerate(drawn)
-        for i, letter in enumerate(letters)
-    ]
-    rest = {"most_on_policy": 0.5, "reward_temperature": None}
-    batch = filled(items, duplicates="none", **rest).sample(0, groups=prompts, group_size=size)
-    assert sorted(batch.version_N.tolist()) == [item.uid for item in items]
-    sampled = np.mean(drawn == 0)
-    assert sampled == pytest.approx(0.45, abs=4 * np.sqrt(0.45 * 0.55 / drawn.size))
-    assert batch.reward_N.mean() == pytest.approx(sampled, rel=1e-6)
-    once = filled(items, **rest).sample(0, groups=prompts, group_size=size)
-    assert once.reward_N.mean() < 0.3
 
 
 def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
@@ -685,34 +591,6 @@ def test_a_value_is_the_log_mean_exp_of_its_requests_rewards(beta: float) -> Non
         mean = sum(math.exp((x - max(mine)) / beta) for x in mine) / len(mine)
         assert value == pytest.approx(max(mine) + beta * math.log(mean), abs=1e-6)
     assert found.dtype == np.float32
-
-
-def test_a_value_counts_completions_that_are_equal_evicted_or_not_drawn() -> None:
-    """Of a request's eight completions, seven of them equal, two live; their value is that of all eight."""
-    real = ReplayBuffer(BufferSection(capacity_per_prompt=3), 0, value_beta=0.5)
-    for request in range(3):
-        rewards = [0.0] * 7 + [float(request)]
-        uids = range(100 * request, 100 * request + 8)
-        real.merge(
-            pack(
-                [
-                    Item(u, 5, (int(u % 100 == 7), request), x, request)
-                    for u, x in zip(uids, rewards, strict=True)
-                ]
-            ),
-            request,
-        )
-    wanted = {r: 0.5 * math.log((7 + math.exp(r / 0.5)) / 8) for r in range(3)}
-    batch = real.sample(0, groups=4, group_size=3)
-    requests = [int(batch.sequences.row(i)[-1]) for i in range(12)]
-    assert set(requests) == {1, 2}  # versions meet in a group
-    assert batch.value_N.tolist() == pytest.approx([wanted[request] for request in requests])
-
-
-def test_without_a_beta_there_are_no_values() -> None:
-    real = ReplayBuffer(BufferSection(), 0)
-    real.merge(pack([Item(0, 0, (1,), 1.0)]), 0)
-    assert real.sample(0, groups=1, group_size=2).value_N.tolist() == [0, 0]
 
 
 # --- Repeating, resuming, cost ---

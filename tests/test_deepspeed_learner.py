@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -389,10 +389,15 @@ def test_a_checkpoint_written_beside_training_is_of_its_moment(
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
 
-def test_publishing_holds_a_bucket_of_parameters_at_a_time(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["mpi", "files"])
+def test_publishing_holds_a_bucket_of_parameters_at_a_time(
+    runs: Runs, tmp_path: Path, transport: str
+) -> None:
     """Under ZeRO-3; and the weights are those of the run that gathers all at once, to the bit."""
     (tmp_path / "store").mkdir()
     config = ZERO_3.config(runs.model(ZERO_3.tied))
+    exchange = config.exchange.model_copy(update={"transport": transport})
+    config = config.model_copy(update={"exchange": exchange})
     processes = [start(_write_by_buckets, tmp_path, rank, config) for rank in range(2)]
     assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
     whole = runs.whole(ZERO_3)
@@ -411,7 +416,7 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     """The steps of ``WHOLE``, and a publish; notes the bytes that are whole at a time."""
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
     deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
     gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
 
@@ -434,7 +439,8 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
         learner.write_weights(shared_window(folder / "window", learner.layout))
         learner.close()
     else:
-        learner.follow(lambda: shared_window(folder / "window", learner.layout))
+        window = partial(shared_window, folder / "window", learner.layout)
+        learner.follow(window if config.one_world else None)
     (folder / f"peaks-{rank}").write_text(json.dumps(peaks))
 
 
@@ -454,7 +460,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_sav
 
 def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
     log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_files = learner._write_files
 
@@ -501,7 +507,7 @@ def _checkpoint_and_die(folder: Path, rank: int, path: Path, config: Config, kil
     """Rank ``killed`` ends as it is about to change the disk for the ``nth`` time after the first save."""
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
     directory = RunDir.open(path)
     if rank == 1:
         if killed == 1:
@@ -556,7 +562,7 @@ def _replace(folder: Path, data: bytes) -> None:
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExchangeError, match=r"trainer rank 0 waited 0 s for trainer ranks \[1, 2\] of 3"):
-        TrainerGroup.join(tmp_path, rank=0, ranks=3, deadline=0.1)
+        TrainerGroup(tmp_path, rank=0, ranks=3, deadline=0.1)
 
 
 def test_a_follower_notices_that_its_leader_died(tmp_path: Path) -> None:
@@ -578,7 +584,7 @@ def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Pa
 
 def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> None:
     log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
     if rank == 0:
         learner._group.tell(Command(command, (str(folder),)))
         os._exit(9)
@@ -587,7 +593,7 @@ def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> Non
 
 def _die_or_hear(folder: Path, rank: int) -> None:
     log_to(folder / f"log-{rank}")
-    group = TrainerGroup.join(folder / "store", rank=rank, ranks=2, deadline=60)
+    group = TrainerGroup(folder / "store", rank=rank, ranks=2, deadline=60)
     if rank == 0:
         group.tell(Command("step", (0.1, -1.5, 3, "text"), {"numbers": np.arange(3)}))
         os._exit(9)
@@ -641,7 +647,7 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
     ranks = config.launch.trainers
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
     batch = make_batch(7)
     batch = replace(batch, logprobs=np.where(batch.action_T, behaviour, np.float32(np.nan)))
@@ -687,7 +693,7 @@ def _note_tokens(folder: Path, rank: int, config: Config) -> None:
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
     ranks, noted = config.launch.trainers, list[list[tuple[int, int, bool]]]()
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
 
     def note(module: torch.nn.Module, arguments: object, keywords: dict[str, torch.Tensor]) -> None:
         rows, width = keywords["input_ids"].shape
@@ -758,7 +764,7 @@ def test_a_model_is_shared_out_while_it_is_loaded(runs: Runs, tmp_path: Path) ->
 
 def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
     log_to(folder / f"log-{rank}")
-    group = TrainerGroup.join(folder / "store", rank=rank, ranks=2, deadline=60)
+    group = TrainerGroup(folder / "store", rank=rank, ranks=2, deadline=60)
     gathered = deepspeed.zero.GatheredParameters
     for number, config in enumerate(configs):
         peaks: list[int] = []
@@ -824,4 +830,4 @@ def test_a_setting_that_deepspeed_knows_is_not_refused() -> None:
 
 def _fail(folder: Path, config: Config) -> None:
     log_to(folder / "log-0")
-    DeepSpeedLearner.create(config, rank=0, ranks=1, store=folder / "store", deadline=60)
+    DeepSpeedLearner(config, rank=0, ranks=1, store=folder / "store", deadline=60)

@@ -298,7 +298,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                     frozen.pop().work(random)
             case "merge":
                 before = len(read_metrics(run.metrics_file("trainer")))
-                merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
+                merger = Merger(buffer, completed, Freshness(config, buffer), metrics)
                 found = list(shards.read(state.cursors))
                 state = merger.merge(state, found, sync=0)
                 for record in read_metrics(run.metrics_file("trainer"))[before:]:
@@ -325,7 +325,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                         holder.work(random)
                     except ExchangeError:  # one that had been frozen came first
                         del holders[searcher]
-    merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
+    merger = Merger(buffer, completed, Freshness(config, buffer), metrics)
     before = len(read_metrics(run.metrics_file("trainer")))
     state = merger.merge(state, list(shards.read(state.cursors)), sync=0)
     for record in read_metrics(run.metrics_file("trainer"))[before:]:
@@ -353,7 +353,7 @@ def test_what_was_answered_before_stays_out_and_is_counted(tmp_path: Path) -> No
     config = config_of(tmp_path)
     run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
     metrics = MetricsWriter(run.metrics_file("trainer"))
-    merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
+    merger = Merger(buffer, completed, Freshness(config, buffer), metrics)
     for searcher, requests in ((0, (0, 2)), (FIRST_ELASTIC, (2, 4))):
         writer = ShardWriter(run, searcher)
         for request_id in requests:
@@ -380,7 +380,7 @@ def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_stil
         for request_id in requests:
             writer.append(*of_version(0, request_id))
         writer.seal()
-        merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
+        merger = Merger(buffer, completed, Freshness(config, buffer), metrics)
         state = merger.merge(state, list(PendingShards(run).read(state.cursors)), sync=0)
     told = [record.get("answered") for record in read_metrics(run.metrics_file("trainer"))]
     assert told == [None, [6]] and len(buffer) == 4

@@ -65,23 +65,6 @@ def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_t
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
 
-def test_a_temperature_divides_the_logits(model: PreTrainedModel) -> None:
-    group = _group([5, 1, 30])
-    found = HfReference(model, chunk_tokens=7, temperature=0.7).logprobs(group)
-    for completion, row in zip(group.completions, found, strict=True):
-        expected = _textbook(model, group.request.prompt.tokens, completion.tokens, 0.7)
-        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
-
-
-def test_a_completion_has_one_value_in_any_company(model: PreTrainedModel) -> None:
-    reference = HfReference(model, chunk_tokens=64)
-    group = _group([3, 40, 12, 7] * 4)
-    together = reference.logprobs(group)
-    for completion, row in zip(group.completions, together, strict=True):
-        (alone,) = reference.logprobs(Group(group.request, (completion,), group.versions[:1]))
-        np.testing.assert_allclose(row, alone, atol=1e-5, rtol=0)
-
-
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
     group = _group([4, 6], prompt_length=1)
     found = HfReference(model, chunk_tokens=64).logprobs(group)
@@ -172,15 +155,3 @@ def test_under_other_weights_it_is_their_model_and_afterwards_itself(
         reference.logprobs_under(weights, [broken])
     np.testing.assert_array_equal(np.concatenate(reference.logprobs(group)), np.concatenate(before))
     np.testing.assert_array_equal(weights.data, data)
-
-
-def test_bfloat16_sums_in_float32(tmp_path: Path) -> None:
-    """A bf16 model's log-probabilities are a proper distribution: float32, summing to one."""
-    model = load_policy(str(make_random_model(tmp_path, tied=False)), "bfloat16")
-    rows = [np.array([token], np.int32) for token in range(VOCABULARY)]
-    completions = tuple(Completion(row, np.zeros(1, np.float32), "length") for row in rows)
-    request = Request(_group([1]).request.prompt, 0, VOCABULARY, Sampling(1.0, 1.0, 1))
-    found = HfReference(model, chunk_tokens=50).logprobs(
-        Group(request, completions, np.zeros((VOCABULARY, 2), np.int32))
-    )
-    assert np.exp(np.concatenate(found).astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)

@@ -42,9 +42,10 @@ from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_arrays
 from tba_hpc.loops.ending import publish_last
 from tba_hpc.loops.merger import merge_pending
 from tba_hpc.loops.online_evaluation import LONGEST_TEXT, OnlineEvaluator
+from tba_hpc.loops.restoring import Restored
 from tba_hpc.loops.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.loops.searcher import Searcher
-from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
+from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer
 from tba_hpc.run.background import at_once
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
@@ -109,20 +110,16 @@ class TrainerParts:
         replays: bool = False,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
-        self.buffer, completed, state = (
-            ReplayBuffer(self.config.buffer, 0, queue=self.config.queue),
-            CompletedRequests(),
-            TrainerState(),
-        )
+        self.buffer = ReplayBuffer(self.config.buffer, 0, queue=self.config.queue)
+        completed, state = CompletedRequests(), TrainerState()
         if folder := latest_checkpoint(self.run):
             state = read_state(folder)
             completed = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
             self.buffer.restore(read_arrays(folder / "buffer.h5"))
             self.learner.load(folder)
         metrics = MetricsWriter(self.run.metrics_file("trainer"))
-        merged = merge_pending(
-            self.config, pending, state=state, buffer=self.buffer, completed=completed, metrics=metrics
-        )
+        saved = Restored(folder, state, completed, self.buffer)
+        merged = merge_pending(self.config, pending, saved, metrics)
         return Trainer(
             self.config,
             learner=self.learner,
@@ -191,6 +188,23 @@ def make_searcher(
     )
 
 
+def go(parts: TrainerParts, generator: TabularGenerator | None = None) -> None:
+    """A whole run with its last evaluation; the searcher has a thread."""
+    config, run = parts.config, parts.run
+    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
+    searcher = make_searcher(config, run, exchange, generator=generator)
+    thread = threading.Thread(target=searcher.run)
+    thread.start()
+    leader = parts.file_exchange()
+    trainer = parts.build(leader)
+    assert trainer.run() and publish_last(trainer)
+    while find_evaluation(run, "test", config.train.steps) is None:
+        time.sleep(0.01)
+    leader.close()
+    thread.join(240)
+    assert not thread.is_alive()
+
+
 def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     """Real loops, two threads, stale replayed data: the policy ends near [π_ref^(1/γ)·exp(r/β)]^(1/T)/Z."""
     tempered = {"target_temperature": {0: 2.0, 100: 1.25}, "reference_temperature": 2.0}
@@ -199,15 +213,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     before = total_variation(parts.learner.policy_PC, target_PC).max()
-    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, attempt="first", deadline=240))
-    thread = threading.Thread(target=searcher.run)
-    thread.start()
-    exchange = parts.file_exchange()
-    finished = parts.build(exchange).run()
-    exchange.close()
-    thread.join(240)
-
-    assert finished and not thread.is_alive()
+    go(parts)
     after = total_variation(parts.learner.policy_PC, target_PC).max()
     assert before > 0.3 and after < 0.03
     steps = step_records(read_metrics(run.metrics_file("trainer")))
@@ -233,17 +239,7 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"steps": 40}, evaluate={"every": 8}, checkpoint={"every": 8})
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    searcher = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
-    thread = threading.Thread(target=make_searcher(config, run, searcher).run)
-    thread.start()
-    exchange = parts.file_exchange()
-    trainer = parts.build(exchange)
-    assert trainer.run() and publish_last(trainer)
-    while find_evaluation(run, "test", 40) is None:
-        time.sleep(0.01)
-    exchange.close()
-    thread.join(240)
-
+    go(parts)
     last = find_evaluation(run, "test", 40)
     first = find_evaluation(run, "test", 0)
     assert first is not None and last is not None
@@ -280,18 +276,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
         tmp_path, exchange={"max_staleness": staleness, "sync_every": 2 if staleness is None else 1}
     )
     run = RunDir.create(config)
-    parts = TrainerParts(config, run)
-    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
-    thread = threading.Thread(target=make_searcher(config, run, exchange, generator=Skewed(nats)).run)
-    thread.start()
-    exchange_of_trainer = parts.file_exchange()
-    trainer = parts.build(exchange_of_trainer)
-    assert trainer.run() and publish_last(trainer)
-    while find_evaluation(run, "test", config.train.steps) is None:
-        time.sleep(0.01)
-    exchange_of_trainer.close()
-    thread.join(240)
-
+    go(TrainerParts(config, run), Skewed(nats))
     searched = read_metrics(run.metrics_file("searcher"))
     found = [float(record["search/engine_gap"]) for record in searched if "search/engine_gap" in record]
     assert found == pytest.approx([nats] * len(found), abs=1e-6) and found
@@ -534,13 +519,6 @@ def test_a_stop_saves_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
     assert checkpoints_after(lambda parts: every in str(latest_checkpoint(run))) == ["step-000000", every]
     assert checkpoints_after(lambda parts: True) == ["step-000000", every]
     assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "resumed"
-
-
-def test_a_step_is_begun_only_where_a_save_still_fits() -> None:
-    assert not is_late(math.inf, step_seconds=1e9, save_seconds=1e9)
-    needed = 7 + 40 + MARGIN_SECONDS
-    assert not is_late(needed, step_seconds=7, save_seconds=40)
-    assert is_late(needed - 0.1, step_seconds=7, save_seconds=40)
 
 
 def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba_hpc.config import Config, ConfigError, LoraSection, parse_config
 from tba_hpc.core.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
 from tba_hpc.engine.vllm_generator import VllmGenerator
-from tba_hpc.exchange.file_exchange import _create_incoming, read_weights
+from tba_hpc.exchange.file_exchange import read_weights, safetensors_header
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, identity, layers_of
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
@@ -177,7 +177,7 @@ def test_a_layout_says_whether_it_is_of_an_adapter() -> None:
 
 def test_it_says_so_over_files_too(tmp_path: Path) -> None:
     layout = WeightLayout.of([("q.lora_A.weight", (1, 3))], "BF16", LoraWeights("abc", 0.1))
-    _create_incoming(tmp_path / "weights", layout, 3)[:] = 7
+    (tmp_path / "weights").write_bytes(safetensors_header(layout, 3) + b"\7" * 6)
     found, file = read_weights(tmp_path / "weights")
     assert found == layout and file.map("r").tolist() == [7] * 6
 

@@ -527,24 +527,6 @@ def test_an_objective_of_ones_own_that_is_none_is_refused(
 # --- Optimal advantage regression ---
 
 
-def test_oapl_by_hand() -> None:
-    """β = 2: log-ratios to the sampler −1 and 1, r − V̂ = 2 and −1; residuals −4 and 3, (16 + 9)/4/2."""
-    logprob = tensor([[-2.0, -4.0]])
-    groups = replace(
-        one_token(logprob.requires_grad_(), tensor([[-9.0, -9.0]]), tensor([[5.0, 1.0]])),
-        behaviour_BKL=tensor([[-1.0, -5.0]])[..., None],
-        value_BK=tensor([[3.0, 2.0]]),
-    )
-    output = oapl(groups, 2.0)
-    assert output.loss.item() == pytest.approx(25 / 4 / 2)
-    assert gradient(oapl, groups, 2.0).flatten().tolist() == pytest.approx([-4 / 2, 3 / 2])
-    assert {name: value.item() for name, value in output.metrics.items()} == {
-        "log_ratio": 0.0,
-        "value": 2.5,
-        "residual": 3.5,
-    }
-
-
 def test_oapls_gradient_on_logits_is_that_of_its_closed_form() -> None:
     """Weighted by the sampler μ: ∂/∂logits = g − π·Σg, where g = μ·[β·log(π/μ) − (r − V̂)]."""
     rng, beta = np.random.default_rng(3), 0.3
@@ -642,13 +624,6 @@ def test_online_dpo_prefers_nothing_where_all_rewards_are_the_same() -> None:
     other = online_dpo(part(even, slice(1, 2)), 0.1)
     assert output.loss.item() == pytest.approx(other.loss.item() / 2)  # what prefers nothing adds 0
     assert output.metrics["margin"].item() == pytest.approx(other.metrics["margin"].item() / 2)
-
-
-def test_online_dpo_by_hand() -> None:
-    """β·(24 − (−30)) with β = 1/54."""
-    output = online_dpo(two_completions(), 1 / 54)
-    assert output.metrics["margin"].item() == pytest.approx(1)
-    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
 
 
 # --- Data that the policy or the reference would hardly have sampled ---

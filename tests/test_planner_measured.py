@@ -157,7 +157,7 @@ def test_a_learner_holds_what_the_planner_says(
 
 def _hold(folder: Path, config: Config, rank: int) -> None:
     """Be a rank: two steps, for the first makes AdamW's state; note what is alive before the optimizer's."""
-    learner = DeepSpeedLearner.create(
+    learner = DeepSpeedLearner(
         config, rank=rank, ranks=config.launch.trainers, store=folder / "store", deadline=DEADLINE
     )
     take = learner._engine.step

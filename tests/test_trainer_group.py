@@ -22,7 +22,7 @@ import numpy as np
 from tba_hpc.learner.trainer_group import TrainerGroup
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-group = TrainerGroup.join(folder, rank=rank, ranks=ranks, deadline=60)
+group = TrainerGroup(folder, rank=rank, ranks=ranks, deadline=60)
 
 print("ready", flush=True)
 sys.stdin.read()

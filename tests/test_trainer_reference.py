@@ -89,7 +89,7 @@ def _train(folder: Path, rank: int, config: Config, way: str) -> None:
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
     references = folder / "references"
-    learner = DeepSpeedLearner.create(
+    learner = DeepSpeedLearner(
         config,
         rank=rank,
         ranks=config.launch.trainers,

@@ -166,10 +166,10 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
     private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
     clock = np.zeros((1 + 2 * rounds, 3))
     if world.role == "trainer":
-        exchange = MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
+        exchange = MpiTrainerExchange(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
         publish(exchange, private, clock, busy_from=1 + rounds)
     else:
-        take(MpiSearcherExchange.open(world), layout.nbytes, clock)
+        take(MpiSearcherExchange(world), layout.nbytes, clock)
     bcast, bcast_shared = limits(world, private, rounds)
     found, busy = (medians(world, clock, part) for part in (slice(1, 1 + rounds), slice(1 + rounds, None)))
     if world.role == "searcher":

@@ -21,7 +21,6 @@ from tba_hpc.config import rules
 from tba_hpc.config.variants import (
     BehaviourIsReference,
     Duplicates,
-    EditDuplicates,
     EmbeddingDuplicates,
     EqualDuplicates,
     FrozenReference,
@@ -218,16 +217,6 @@ class BufferSection(Section):
     def deduplicate(self) -> bool:
         """Whether equal completions of a prompt are stored once."""
         return not isinstance(self.duplicates, NoDuplicates)
-
-    @property
-    def near_duplicates(self) -> float | None:
-        """Share of edited tokens below which completions are duplicates; None if edits do not count."""
-        return self.duplicates.limit if isinstance(self.duplicates, EditDuplicates) else None
-
-    @property
-    def similarity_limit(self) -> float | None:
-        """Cosine of embeddings above which completions are duplicates; None if embeddings do not count."""
-        return self.duplicates.limit if isinstance(self.duplicates, EmbeddingDuplicates) else None
 
     @property
     def embedding_model(self) -> str | None:

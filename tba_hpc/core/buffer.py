@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice, pairwise
-from typing import Any
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
+from tba_hpc.config.variants import EditDuplicates, EmbeddingDuplicates
 from tba_hpc.core.batch import rows_of, take_groups
 from tba_hpc.core.types import (
     LIVE_RECORD,
@@ -81,10 +81,9 @@ class ReplayBuffer:
     """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
 
     queue: whether the oldest are taken first. value_beta: β of the ``soft_values`` that are stored at the
-    merge; None: none are. embed: for
-    ``similarity_limit``; each completion is embedded once, when it comes. duplicates, evicted: so far.
-    replay_ratio: mean over the distinct trajectories of the last batch of the steps that have learned from
-    each, that batch included; 1: all were new.
+    merge; None: none are. embed: for duplicates by embeddings; each completion is embedded once, when it
+    comes. duplicates, evicted: so far. replay_ratio: mean over the distinct trajectories of the last batch of
+    the steps that have learned from each, that batch included; 1: all were new.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ReplayBuffer:
         value_beta: float | None = None,
         embed: Embed | None = None,
     ) -> None:
-        assert (embed is None) == (config.similarity_limit is None), "a limit is one of embeddings"
+        assert (embed is None) == (config.embedding_model is None), "a limit is one of embeddings"
         self._config = config
         self._queue = queue
         self._embed = embed
@@ -112,9 +111,7 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._groups: dict[int, Columns] = {}  # by number, oldest first, each beside its prompt alone
         self._numbers, self._serials = count(), count()
-        self._oldest = 0  # no group has a lower number
         self._live: dict[int, dict[int, int]] = {}  # per prompt: completion to group, oldest first
-        self._requests = Counter[int]()  # groups of each
         self._kinds = Counter[tuple[int, int]]()  # trajectories of each
         self._used_up: set[int] = set()  # groups with trajectories that are; some may have left
         self._everyone, self._recent = _Draw(), _Draw()
@@ -131,7 +128,7 @@ class ReplayBuffer:
     @property
     def requests(self) -> int:
         """Requests that have live trajectories."""
-        return len(self._requests)
+        return len(self._groups)
 
     @property
     def unlearned(self) -> int:
@@ -168,10 +165,10 @@ class ReplayBuffer:
 
         sync: numbers what arrives between two publishes; None: each revision is one. The live trajectories of
         the last sync that brought any are the "most recent" ones. A completion equal to a live one of its
-        prompt replaces it, and is as young as it arrived, unless ``deduplicate`` is off. With
-        ``near_duplicates`` or ``similarity_limit``, one that is near to live ones of its prompt replaces them
-        if its reward is higher than all of theirs, and else is not stored. Then the oldest leave: of a prompt
-        above ``capacity_per_prompt``, and of all above ``capacity``.
+        prompt replaces it, and is as young as it arrived, unless duplicates are kept. If they are found by
+        edits or embeddings, one that is near to live ones of its prompt replaces them if its reward is higher
+        than all of theirs, and else is not stored. Then the oldest leave: of a prompt above
+        ``capacity_per_prompt``, and of all above ``capacity``.
         """
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
@@ -223,7 +220,8 @@ class ReplayBuffer:
         prompt, keys = _prompt_of(group), self._keys(group)
         live = self._live.get(prompt, {})
         dropped = 0
-        if self._compares_all or len(set(keys)) < len(keys) or not live.keys().isdisjoint(keys):
+        near = isinstance(self._config.duplicates, EditDuplicates | EmbeddingDuplicates)
+        if near or len(set(keys)) < len(keys) or not live.keys().isdisjoint(keys):
             stay, dropped = self._resolve(group, keys)
             group, keys = group.take(stay), [keys[row] for row in stay.tolist()]
         if len(group):
@@ -237,7 +235,6 @@ class ReplayBuffer:
         number, prompt = next(self._numbers), _prompt_of(group)
         self._groups[number] = group.columns
         self._live.setdefault(prompt, {}).update(dict.fromkeys(keys, number))
-        self._requests[int(group.record["request_id"][0])] += 1
         self._kinds.update(_kinds(group.record))
         self._note_used_up(number)
 
@@ -252,10 +249,6 @@ class ReplayBuffer:
         return [
             hash(data[4 * start : 4 * end]) for start, end in pairwise(group.completions.offsets.tolist())
         ]
-
-    @property
-    def _compares_all(self) -> bool:
-        return self._config.near_duplicates is not None or self._config.similarity_limit is not None
 
     def _resolve(self, group: Trajectories, keys: Sequence[int]) -> tuple[np.ndarray, int]:
         """Rows of a new group that stay, int64; and how many trajectories, new or old, were dropped."""
@@ -286,24 +279,21 @@ class ReplayBuffer:
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
         """bool [M, N]: which of the group are near which of all live ones of its prompt, the group included.
 
-        By edit distance below ``near_duplicates`` of both lengths together, or cosine above
-        ``similarity_limit``.
+        By edit distance below a share of both lengths together, or by cosine above a limit.
         """
         together, first = [*older, group], sum(map(len, older))
-        share, limit = self._config.near_duplicates, self._config.similarity_limit
-        if share is not None:
-            words = [word for one in together for word in _words(one.actions)]
-            length_N = np.array([len(word) for word in words])
-            bound = share * (length_N[first:, None] + length_N)
-            most, score = int(bound.max()), Levenshtein.distance
-            near: np.ndarray = (
-                cdist(words[first:], words, scorer=score, score_cutoff=most, dtype=np.int32) < bound
-            )
-        elif limit is not None:
-            near = group.record["embedding"] @ joined([one.record["embedding"] for one in together]).T > limit
-        else:
-            near = np.zeros((len(group), first + len(group)), np.bool_)
-        return near
+        match self._config.duplicates:
+            case EditDuplicates(limit=share):
+                words = [word for one in together for word in _words(one.actions)]
+                length_N = np.array([len(word) for word in words])
+                bound = share * (length_N[first:, None] + length_N)
+                most, score = int(bound.max()), Levenshtein.distance
+                edits = cdist(words[first:], words, scorer=score, score_cutoff=most, dtype=np.int32)
+                return np.less(edits, bound)
+            case EmbeddingDuplicates(limit=cosine):
+                everyone = joined([one.record["embedding"] for one in together])
+                return np.greater(group.record["embedding"] @ everyone.T, cosine)
+        return np.zeros((len(group), first + len(group)), np.bool_)
 
     # --- Leaving ---
 
@@ -319,14 +309,15 @@ class ReplayBuffer:
         kinds = list(_kinds(group.record))
         for row in gone:
             del live[keys[row]]
-            _subtract(self._kinds, kinds[row])
+            self._kinds[kinds[row]] -= 1
+            if not self._kinds[kinds[row]]:
+                del self._kinds[kinds[row]]
         if not live:
             del self._live[prompt]
         if len(gone) < len(group):
             self._groups[number] = group.take((~leaves).nonzero()[0]).columns
         else:
             del self._groups[number]
-            _subtract(self._requests, int(group.record["request_id"][0]))
         return len(gone)
 
     def _evict_excess(self, touched: Iterable[int]) -> int:
@@ -335,20 +326,12 @@ class ReplayBuffer:
         for prompt in touched:
             if (excess := len(self._live.get(prompt, ())) - limit) > 0:
                 self._evict_oldest(self._numbers_of(prompt), excess)
-        self._evict_oldest(self._from_oldest(), len(self) - self._config.capacity)
+        excess = max(0, len(self) - self._config.capacity)
+        self._evict_oldest(list(islice(self._groups, excess)), excess)
         return self.evicted - before
-
-    def _from_oldest(self) -> Iterator[int]:
-        """Numbers of groups, oldest first, while those before leave."""
-        while True:
-            if self._oldest in self._groups:
-                yield self._oldest
-            self._oldest += 1
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
         """Evict ``excess`` trajectories, the first of the first groups."""
-        if excess <= 0:
-            return
         for number in numbers:
             gone = self._remove(number, np.arange(len(self._groups[number][0])) < excess)
             self.evicted += gone
@@ -581,12 +564,6 @@ def _prompt_of(group: Trajectories) -> int:
 
 def _kinds(record: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(record["version_oldest"].tolist(), record["reference"].tolist(), strict=True)
-
-
-def _subtract(counts: Counter[Any], one: object) -> None:
-    counts[one] -= 1
-    if not counts[one]:
-        del counts[one]
 
 
 def _words(rows: Ragged) -> list[str]:

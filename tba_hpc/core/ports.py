@@ -234,22 +234,6 @@ class Reference(Protocol):
         """Become the policy of ``step``, which the trainer has exported."""
 
 
-class ShardSink(Protocol):
-    """Where a searcher's scored groups go until they are sealed. Called in one thread, not the main one."""
-
-    @property
-    def age(self) -> float:
-        """Seconds that the oldest unsealed completion has waited; 0 without one."""
-
-    def append(
-        self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray], *, reference: int
-    ) -> None:
-        """Add a group to the open shard; ``reference``: whose log-probabilities ``ref_logprobs`` are."""
-
-    def seal(self) -> Shard | None:
-        """Make the open shard durable and return it; None if it is empty."""
-
-
 class Learner(Protocol):
     """The policy under training. Only the leading trainer rank holds one; the others follow.
 
@@ -303,11 +287,11 @@ class Learner(Protocol):
 class SharedLearner(Learner, Protocol):
     """A learner of which every trainer rank holds a part."""
 
-    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
         """Obey the leader until it closes the learner.
 
         ``slot`` is called once per ``write_weights`` of the leader: the buffer, uint8 [layout.nbytes], that
-        this rank's part of the weights goes into.
+        this rank's part of the weights goes into. None: the leader writes them all (not Config.one_world).
         """
 
 

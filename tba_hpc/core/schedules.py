@@ -40,12 +40,7 @@ def _decay(config: LearningRate, share: float) -> float:
         case "linear":
             return share
         case "cosine":
-            return _half_cosine(share)
-
-
-def _half_cosine(share: float) -> float:
-    """From 0 to 1 as ``share`` does, level at both ends."""
-    return (1 - math.cos(math.pi * share)) / 2
+            return (1 - math.cos(math.pi * share)) / 2
 
 
 def beta(train: TrainSection, step: int) -> float:

@@ -33,7 +33,7 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
     alike = _alike(config)
     if not alike:
         return None
-    name = max(alike, key=lambda name: _product(alike[name]))
+    name = max(alike, key=lambda name: alike[name].train.learning_rate.peak * expected_age(alike[name]))
     tuned, tuned_age = alike[name].train.learning_rate.peak, expected_age(alike[name])
     if rate * age <= tuned * tuned_age * (1 + 1e-9):
         return None
@@ -44,10 +44,6 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
     )
     bound = "exchange.sync_every" if config.exchange.max_staleness is None else "exchange.max_staleness"
     return found, f"lower the rate to {tuned * tuned_age / age:.2g}, or {bound}"
-
-
-def _product(config: Config) -> float:
-    return config.train.learning_rate.peak * expected_age(config)
 
 
 def _alike(config: Config) -> dict[str, Config]:

@@ -50,7 +50,7 @@ class HfBackend:
         """A rank of the group that meets in ``store``. Raises ExchangeError, too."""
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
-        return DeepSpeedLearner.create(
+        return DeepSpeedLearner(
             self.config,
             rank=rank,
             ranks=ranks,

@@ -41,7 +41,7 @@ from tba_hpc.engine.engine_channel import (
     Refused,
     Submit,
 )
-from tba_hpc.learner.adapter import Adapter, identity, layers_of
+from tba_hpc.learner.adapter import Adapter, identity, layers_of, tensors_in
 from tba_hpc.run.listeners import stop_listening
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ BEAT_SECONDS = 0.02
 
 CPU_KV_CACHE_MB = 512
 """KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
-
-TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -320,7 +318,7 @@ class WeightLoader:
         """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
         given = WeightLayout.from_json(layout)
-        tensors = _tensors(given, map_weights(path, given.nbytes, offset))
+        tensors = tensors_in(map_weights(path, given.nbytes, offset), given)
         if given.lora:
             assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
@@ -470,13 +468,6 @@ def _finished(output: RequestOutput) -> Finished:
 
 def _flat(rows: list, dtype: type) -> np.ndarray:
     return np.fromiter(chain.from_iterable(rows), dtype)
-
-
-def _tensors(layout: WeightLayout, data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the flat buffer under the tensors' Hugging Face names; nothing is copied."""
-    for slot in layout.slots:
-        flat = torch.from_numpy(data[slot.start : slot.end])
-        yield slot.name, flat.view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
 
 
 def _repack_output_layers(model: torch.nn.Module) -> None:

@@ -16,9 +16,6 @@ every change of the cursors: so no shard is pruned that it does not count.
 
 A file system may forget an open file, show one late, or be full for a while: both ends retry until the
 timeout. What could not be flushed may be lost, and a second flush would not say so: it is written again.
-
-Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
-under mmap (Lustre, GPFS; not NFS).
 """
 
 from __future__ import annotations
@@ -45,14 +42,11 @@ from safetensors import SafetensorError, safe_open
 from tba_hpc.config import ConfigError, is_elastic
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress
-from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
-from tba_hpc.exchange.weight_changes import apply_changes, find_changes
+from tba_hpc.exchange.weight_changes import DeltaMemory, apply_changes
 from tba_hpc.run.files import (
-    FULL_DISK,
     NO_LINKS,
-    DiskFullError,
-    fsync,
     insist,
     listing,
     passes,
@@ -86,14 +80,7 @@ PROGRESS = "progress"
 WEIGHTS, CHANGES = ".safetensors", ".changes"
 """Suffixes of whole weights, and of what has changed."""
 
-LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Most files of changes in a row, and most of their bytes, as a share of the weights': a searcher that joins
-reads them all."""
-
 PAGE = 4096
-
-INCOMING = "incoming.tmp"
-"""Name of the weights while they are being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +139,8 @@ class FileTrainerExchange:
 
     folder: where weights go. attempt: its name; no two trainers of a run have the same. read_pending: all
     readable shards at or beyond the cursors, in order. progress: how far the run is. evaluated: whether the
-    evaluation of a split with the weights of a version is complete. several: whether other trainer ranks
-    write their parts of the weights, each right into the file; otherwise weights stay in memory until they
-    are on disk. delta: whether weights may be stored as what has changed, unless ``several`` write. timeout:
-    how long a full disk is waited for, s.
+    evaluation of a split with the weights of a version is complete. timeout: how long a full disk is waited
+    for, s.
     """
 
     def __init__(
@@ -167,8 +152,6 @@ class FileTrainerExchange:
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
-        several: bool = False,
-        delta: bool = False,
         timeout: float = 0.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,9 +160,7 @@ class FileTrainerExchange:
         self._read_pending = read_pending
         self._evaluated = evaluated
         self._insist = partial(insist, seconds=timeout)
-        self._several = several
-        self._delta = DeltaMemory(layout.nbytes) if delta else None
-        self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
+        self._memory = DeltaMemory(layout)
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
         self._manifest = self._first_manifest(attempt, progress.cursors)
@@ -189,21 +170,12 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Write a weights file; see ports.TrainerExchange. A thread makes it durable and lists it.
-
-        With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``; ``write`` must return only when all have written.
-        Raises DiskFullError, and OSError if what several ranks have written could not be made durable.
-        """
+        """Copy the weights; see ports.TrainerExchange. A thread writes the file and lists it."""
         if not self.idle:
             return False
-        if self._several:
-            write(self._insist(lambda: self._incoming(publication.version)))
-            self._round = self._worker.submit(self._flush_and_sync, publication)
-            return True
-        memory = self._delta.incoming if self._delta else self._memory
-        write(memory)
-        return self.pass_on(publication, memory)
+        weights = self._memory.incoming
+        write(weights)
+        return self.pass_on(publication, weights)
 
     def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
         """Like ``publish``, with weights, uint8 [layout.nbytes], that must not change until ``idle``."""
@@ -221,14 +193,12 @@ class FileTrainerExchange:
         return self._round is None
 
     def gather(self) -> bool:
-        """Look for new shards in the thread; see ports.TrainerExchange."""
         if not self.idle:
             return False
         self._round = self._worker.submit(self._sync, None)
         return True
 
     def collect(self) -> list[Shard]:
-        """Shards found since the last call, each exactly once, in order per searcher."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     @property
@@ -237,7 +207,6 @@ class FileTrainerExchange:
         return self._stop_requested
 
     def close(self) -> list[Shard]:
-        """Finish the round under way, end the run for the searchers, return the last shards."""
         if not self._manifest.closed:
             self._worker.shutdown()
             assert self.idle
@@ -248,54 +217,31 @@ class FileTrainerExchange:
 
     # --- Weights ---
 
-    def _incoming(self, version: int) -> np.ndarray:
-        """Where the next weights go, uint8 [layout.nbytes]. Raises DiskFullError."""
-        return _create_incoming(self._folder / INCOMING, self._layout, version)
-
-    def _entry(self, publication: Publication) -> Entry:
-        sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
-        return Entry(sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
-
     def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
         """Write weights, or what of them has changed, and make that visible."""
         changes = None
-        # Weights that are kept or waited for are whole.
-        if self._delta and publication.evaluate is None and not publication.final:
-            changes = self._delta.changes(weights)
-        entry = self._entry(publication)
+        if publication.evaluate is None and not publication.final:  # those are kept or waited for, so whole
+            changes = self._memory.changes(weights)
+        sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
+        name = f"step-{publication.version:06d}"
+        pieces: list[bytes | memoryview]
         if changes is None:
-            self._write_whole(publication.version, weights)
+            entry = Entry(sequence, name + WEIGHTS, publication)
+            pieces = [safetensors_header(self._layout, publication.version), weights.data]
         else:
-            name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
-            self._insist(lambda: publish(self._folder / name, changes.data))
-            entry = replace(entry, file=name, changes=True, checksum=crc32(changes.data))
-        if self._delta:
-            self._delta.keep(weights, changes)
+            name += f"-{sequence}{CHANGES}"
+            entry = Entry(sequence, name, publication, changes=True, checksum=crc32(changes.data))
+            pieces = [changes.data]
+        self._insist(lambda: publish(self._folder / entry.file, *pieces))
+        self._memory.keep(weights, changes)
         self._sync(entry)
-
-    def _write_whole(self, version: int, weights: np.ndarray) -> None:
-        """Write weights durably; all of them again if they cannot be flushed."""
-
-        def write() -> None:
-            np.copyto(self._incoming(version), weights)
-            fsync(self._folder / INCOMING)
-
-        self._insist(write)
-
-    def _flush_and_sync(self, publication: Publication) -> None:
-        """Make visible what several ranks have written. Raises OSError: it takes all to write it again."""
-        fsync(self._folder / INCOMING)
-        self._sync(self._entry(publication))
 
     # --- A round ---
 
     def _sync(self, new: Entry | None) -> None:
-        """Make the incoming weights visible, find new shards, tell the searchers."""
+        """List new weights, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
-            if not new.changes:  # they are durable already
-                self._insist(lambda: (self._folder / INCOMING).replace(self._folder / new.file))
-                self._insist(lambda: fsync(self._folder))
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
         if self._manifest.cursors != before.cursors:
@@ -357,9 +303,8 @@ class FileTrainerExchange:
         Elastic searchers may still be at work.
         """
         for name in listing(self._folder):
-            cut_short = name.endswith(".tmp") and name != INCOMING
-            held = name.startswith(HELD) and not is_elastic(_holder(name))
-            if name.startswith(STOP) or cut_short or held:
+            held = name.startswith(HELD) and not is_elastic(int(name.removeprefix(HELD).split("-")[0]))
+            if name.startswith(STOP) or name.endswith(".tmp") or held:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
@@ -381,63 +326,11 @@ class FileTrainerExchange:
         return manifest
 
 
-class DeltaMemory:
-    """What a trainer remembers of weights, so that the next can be given as what has changed.
-
-    incoming: memory for the next, uint8 [nbytes].
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.incoming, self._last = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-        self._known = False  # whether these are what was published last
-        self._sizes: list[int] = []  # of the changes since whole weights
-
-    def changes(self, weights: np.ndarray) -> np.ndarray | None:
-        """What turns the last weights into these, None if these are better given whole."""
-        if not self._known or len(self._sizes) == LONGEST_CHAIN:
-            return None
-        changes = find_changes(weights, self._last)
-        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
-            return None
-        return changes
-
-    def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
-        """Remember what has been written, whole or as changes."""
-        self._sizes = [] if changes is None else [*self._sizes, len(changes)]
-        if weights is self.incoming:
-            self.incoming, self._last = self._last, self.incoming
-        elif changes is None:
-            np.copyto(self._last, weights)
-        else:
-            apply_changes(changes, self._last)
-        self._known = True
-
-
-def _holder(name: str) -> int:
-    """Number of the searcher that holds weights by a name of its own."""
-    return int(name.removeprefix(HELD).split("-")[0])
-
-
 def _of_an_attempt_before(publication: Publication) -> Publication:
     """Without what this attempt may have taken back: what searchers may do with the weights."""
     budget_end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
     return replace(publication, evaluate=None, reference=reference, budget_end=budget_end, final=False)
-
-
-class FileTrainerFollower:
-    """A trainer rank other than the leader: it writes its run of ``layout.parts`` into the same file."""
-
-    def __init__(self, folder: Path, layout: WeightLayout) -> None:
-        self._path = folder / INCOMING
-        self._layout = layout
-
-    def slot(self) -> np.ndarray:
-        """uint8 [layout.nbytes] of the file that the leader has just created. Call once per publish."""
-        return _map_data(self._path, self._layout)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class FileSearcherExchange:
@@ -562,7 +455,6 @@ class FileSearcherExchange:
 
     @property
     def pending(self) -> int:
-        """Shards offered and not yet found by the trainer."""
         self._look()
         merged = self._manifest.cursors.get(self._searcher, 0) if self._manifest else 0
         self._offered = [index for index in self._offered if index >= merged]
@@ -570,7 +462,6 @@ class FileSearcherExchange:
 
     @property
     def closed(self) -> bool:
-        """Whether the trainer has ended the run and every published weight has been polled."""
         self._look()
         return self._ended and self._next_entry() is None
 
@@ -726,27 +617,20 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
         raise error
 
 
-_WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
-
-
 def read_weights(path: Path, own_name: Path | None = None) -> tuple[WeightLayout, WeightFile]:
     """Layout and data of a safetensors file, verified by its library. own_name: goes with the data.
 
     Raises DamagedError, OSError.
     """
-    slots, start = [], 0
     try:
         with safe_open(path, framework="numpy") as opened:
             lora = json.loads((opened.metadata() or {}).get("lora", "null"))
-            for name in opened.offset_keys():
-                tensor = opened.get_slice(name)
-                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
-                slots.append(WeightSlot(name, dtype, shape, start, end))
-                start = end
+            tensors = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            shapes = [(name, tuple(tensor.get_shape())) for name, tensor in tensors.items()]
+            (dtype,) = {tensor.get_dtype() for tensor in tensors.values()}
+            layout = WeightLayout.of(shapes, dtype, lora and LoraWeights(**lora))
     except (SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
-    layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
     file = WeightFile.open(path, layout.nbytes)
     if own_name:
         weakref.finalize(file, _remove_name, own_name)
@@ -758,31 +642,7 @@ def _remove_name(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _map_data(path: Path, layout: WeightLayout) -> np.ndarray:
-    """The tensors' bytes at the end of a safetensors file, to be written."""
-    offset = path.stat().st_size - layout.nbytes
-    return np.memmap(path, np.uint8, "r+", offset, shape=(layout.nbytes,))
-
-
-def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarray:
-    """A file of full size with its header written; returns its mapped data. Raises DiskFullError."""
-    header = _safetensors_header(layout, version)
-    with path.open("wb") as file:
-        try:
-            # Room for all of it now: a disk that fills up under mmap would kill the process.
-            os.posix_fallocate(file.fileno(), 0, len(header) + layout.nbytes)
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-            raise DiskFullError(
-                f"cannot write weights of {layout.nbytes / 1e6:.1f} MB to {path.parent}: "
-                f"{os.strerror(error.errno)}; free space or raise the quota, then start the same run again"
-            ) from None
-        file.write(header)
-    return _map_data(path, layout)
-
-
-def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
+def safetensors_header(layout: WeightLayout, version: int) -> bytes:
     """Length of the JSON as 8 bytes, then the JSON, padded with spaces so that the data are aligned."""
     tensors = {
         slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}

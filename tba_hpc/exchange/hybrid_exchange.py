@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_hpc.core.ports import TrainerExchange
 from tba_hpc.core.types import Publication, Shard, WeightUpdate
 from tba_hpc.exchange.file_exchange import FileTrainerExchange
 
-
-class KeepsWeights(TrainerExchange, Protocol):
-    """The exchange with those who stay, which has the weights that it has published at hand."""
-
-    def arrived(self) -> tuple[int, WeightUpdate] | None:
-        """What was published last, once that is over; see ``MpiTrainerExchange``."""
+if TYPE_CHECKING:
+    from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
 
 class HybridTrainerExchange:
@@ -33,7 +28,7 @@ class HybridTrainerExchange:
     """
 
     def __init__(
-        self, world: KeepsWeights, files: FileTrainerExchange, *, attended: Callable[[], bool]
+        self, world: MpiTrainerExchange, files: FileTrainerExchange, *, attended: Callable[[], bool]
     ) -> None:
         self._world = world
         self._files = files
@@ -44,7 +39,6 @@ class HybridTrainerExchange:
         self._closed = False
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Publish to the world, from which the weights go on; see ports.TrainerExchange."""
         self._pass_on()
         started = self._world.publish(publication, write)
         self._publishes += started
@@ -57,13 +51,11 @@ class HybridTrainerExchange:
         return all(started) and (self._passed_on == self._publishes - 1 or not self._attended())
 
     def collect(self) -> list[Shard]:
-        """Shards of both sides."""
         self._pass_on()
         return self._world.collect() + self._files.collect()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a searcher of the world has asked to stop the run."""
         return self._world.stop_requested
 
     def close(self) -> list[Shard]:

@@ -44,7 +44,6 @@ from tba_hpc.exchange.mpi_world import (
     LEADER,
     LONGEST_PAUSE,
     MpiWorld,
-    NodeMemory,
     Pending,
     Tag,
 )
@@ -144,11 +143,16 @@ class ExchangeThread:
 
 
 class MpiTrainerExchange:
-    """The leader's end. Of its calls only ``close`` waits; see the module for a round."""
+    """The leader's end. Of its calls only ``close`` waits; see the module for a round.
 
-    def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
+    It is made once all ranks are set up, and tells them ``progress``. Raises ExchangeError naming who is not.
+    """
+
+    def __init__(
+        self, world: MpiWorld, layout: WeightLayout, *, progress: Progress, bucket_mb: int = BUCKET_MB
+    ) -> None:
         self._world = world
-        self._memory = memory
+        self._memory = memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb)
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
         self._published: Publication | None = None  # with the last of these
@@ -160,16 +164,6 @@ class MpiTrainerExchange:
             "exchange: %d ranks on %d nodes, %.1f MB of weights",
             *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
         )
-
-    @classmethod
-    def open(
-        cls, world: MpiWorld, layout: WeightLayout, *, progress: Progress, bucket_mb: int = BUCKET_MB
-    ) -> MpiTrainerExchange:
-        """Connect to ranks that are all set up, and tell them ``progress``.
-
-        Raises ExchangeError naming who is not set up.
-        """
-        return cls(world, world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb))
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
@@ -193,14 +187,12 @@ class MpiTrainerExchange:
         return write, WeightUpdate(self._published, self._memory.layout, file.map("r"), file)
 
     def gather(self) -> bool:
-        """Start a round without weights; see ports.TrainerExchange."""
         if not self._thread.finished:
             return False
         self._start(Purpose.GATHER)
         return True
 
     def collect(self) -> list[Shard]:
-        """Shards that arrived since the last call, each exactly once, in order per searcher."""
         self._thread.check()
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
@@ -210,7 +202,6 @@ class MpiTrainerExchange:
         return self._stop_requested
 
     def close(self) -> list[Shard]:
-        """Finish the round under way, fetch the shards offered until now, let everybody go."""
         if not self._closed:
             self._closed = True
             self._thread.wait()
@@ -291,11 +282,15 @@ class MpiTrainerExchange:
 
 
 class _Peer:
-    """A rank that answers the leader's rounds; as it stands, one without shards that shows nothing."""
+    """A rank that answers the leader's rounds; as it stands, one without shards that shows nothing.
 
-    def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
+    Made once it is ready for weights. progress: how far the run is. Raises ExchangeError.
+    """
+
+    def __init__(self, world: MpiWorld) -> None:
         self._world = world
-        self._memory = memory
+        self._memory, progress = world.connect()
+        self._progress = Progress.from_bytes(progress)
         self._thread = ExchangeThread()
         self._thread.start(self._serve)
 
@@ -369,12 +364,6 @@ class MpiTrainerFollower(_Peer):
 
     _writes = 0
 
-    @classmethod
-    def open(cls, world: MpiWorld) -> MpiTrainerFollower:
-        """Connect to the leader. Raises ExchangeError."""
-        memory, _ = world.connect()
-        return cls(world, memory)
-
     def slot(self) -> np.ndarray:
         """uint8 [layout.nbytes]: where the next published weights go. Call once per publish of the leader."""
         self._thread.check()
@@ -389,8 +378,7 @@ class MpiTrainerFollower(_Peer):
 class MpiSearcherExchange(_Peer):
     """A searcher's end. No call waits; each shows that the main thread lives."""
 
-    def __init__(self, world: MpiWorld, memory: NodeMemory, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, world: MpiWorld) -> None:
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
         self._offered: list[np.ndarray] = []
         self._in_transit = 0
@@ -399,13 +387,7 @@ class MpiSearcherExchange(_Peer):
         self._unseen: WeightUpdate | None = None
         self._holding = False  # whether the main thread has taken weights, and not called since
         self._last_call = 0.0
-        super().__init__(world, memory)
-
-    @classmethod
-    def open(cls, world: MpiWorld) -> MpiSearcherExchange:
-        """Connect to the leader, with an engine that is ready for weights. Raises ExchangeError."""
-        memory, progress = world.connect()
-        return cls(world, memory, Progress.from_bytes(progress))
+        super().__init__(world)
 
     def progress(self) -> Progress:
         """How far the run was when the ranks connected."""
@@ -428,20 +410,17 @@ class MpiSearcherExchange(_Peer):
             return update
 
     def request_stop(self) -> None:
-        """Ask the trainer, in the next round, to stop the run."""
         self._stop = True
         self._called()
 
     @property
     def pending(self) -> int:
-        """Shards offered and not yet fetched."""
         self._called()
         with self._lock:
             return len(self._offered) + self._in_transit
 
     @property
     def closed(self) -> bool:
-        """Whether the trainer has ended the run and every published weight has been polled."""
         self._called()
         with self._lock:
             return self._thread.finished and self._unseen is None

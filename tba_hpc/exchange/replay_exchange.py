@@ -131,12 +131,10 @@ class ReplayExchange:
         return True
 
     def gather(self) -> bool:
-        """The trainer waits."""
         self._waits = True
         return True
 
     def collect(self) -> list[Shard]:
-        """What had come by now."""
         due: list[ShardKey] = []
         while self._left and (self._is_due(self._left[-1]) or (self._waits and not due)):
             due += self._left.pop().shards
@@ -153,5 +151,4 @@ class ReplayExchange:
         return self._waits and not self._left
 
     def close(self) -> list[Shard]:
-        """Nothing is under way."""
         return []

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tba_hpc.core.types import WeightLayout
+
 WORD, BLOCK = 2, 256
 """Bytes of a word; words of a block, so that a uint8 can say where one lies."""
 
@@ -30,8 +32,46 @@ SAMPLES, SAMPLE = 64, 4096
 MOST = 0.25
 """Of the bytes of the weights: more changes are not worth their making."""
 
+LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
+"""Most changes in a row, and most of their bytes, as a share of the weights': who joins reads them all."""
+
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """That look for changes together; numpy releases Python's lock."""
+
+
+class DeltaMemory:
+    """What a trainer remembers of weights, so that the next can be given as what has changed.
+
+    incoming: memory for the next, uint8 [nbytes]. Float32 weights are always given whole: nearly all of them
+    change at every step.
+    """
+
+    def __init__(self, layout: WeightLayout) -> None:
+        self.incoming = np.zeros(layout.nbytes, np.uint8)
+        halves = all(slot.dtype != "F32" for slot in layout.slots)
+        self._last = np.zeros(layout.nbytes, np.uint8) if halves else None
+        self._sizes: list[int] | None = None  # of the changes since whole weights; None before these
+
+    def changes(self, weights: np.ndarray) -> np.ndarray | None:
+        """What turns the last weights into these, None if these are better given whole."""
+        if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
+            return None
+        changes = find_changes(weights, self._last)
+        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
+            return None
+        return changes
+
+    def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
+        """Remember what has been written, whole or as changes."""
+        if self._last is None:
+            return
+        self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
+        if weights is self.incoming:
+            self.incoming, self._last = self._last, self.incoming
+        elif changes is None:
+            np.copyto(self._last, weights)
+        else:
+            apply_changes(changes, self._last)
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:

@@ -1,19 +1,26 @@
-"""A LoRA adapter as it travels: what it adds to which weights, and of which base (arXiv 2106.09685, §4.1)."""
+"""Weights and LoRA adapters as they travel: what one adds to which weights, and of which base.
+
+See arXiv 2106.09685, §4.1.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tba_hpc.core.types import WeightLayout
+from tba_hpc.core.types import WeightLayout, WeightSlot
+
+DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""By safetensors' name."""
 
 FOLDER = "adapter"
 """Of an exported policy: the adapter alone, as peft.PeftModel.from_pretrained takes it."""
@@ -68,6 +75,16 @@ def layers_of(layout: WeightLayout) -> list[str]:
 
 def _layers(names: Iterable[str]) -> list[str]:
     return [name.removesuffix(A) for name in names if name.endswith(A)]
+
+
+def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
+    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    return torch.from_numpy(buffer[slot.start : slot.end]).view(DTYPE[slot.dtype]).view(slot.shape)
+
+
+def tensors_in(buffer: np.ndarray, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a layout, under their names; nothing is copied."""
+    return ((slot.name, tensor_in(buffer, slot)) for slot in layout.slots)
 
 
 class Adaptable:

@@ -37,12 +37,11 @@ class AveragedReference:
         model = load_policy(config.model.path, config.model.dtype).eval().requires_grad_(False)
         self._logprobs = PolicyLogprobs.of(model, config.model)
         self._parameters = dict(model.named_parameters())
-        self._average = {slot.name: self._kept(self._parameters[slot.name].data) for slot in self.slots}
+        initial = {slot.name: self._parameters[slot.name].data.float() for slot in self.slots}
+        pinned = group.device.type == "cuda"
+        self._average = {name: one.pin_memory() if pinned else one for name, one in initial.items()}
         for parameter in self._parameters.values():
             parameter.data = torch.empty(0, dtype=self._dtype)
-
-    def _kept(self, weight: Tensor) -> Tensor:
-        return weight.float().pin_memory() if self._group.device.type == "cuda" else weight.float()
 
     @property
     def slots(self) -> tuple[WeightSlot, ...]:

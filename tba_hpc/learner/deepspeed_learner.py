@@ -49,6 +49,7 @@ from tba_hpc.core.types import (
     WeightSlot,
     spans,
 )
+from tba_hpc.learner.adapter import tensor_in, tensors_in
 from tba_hpc.learner.averaged_reference import AveragedReference
 from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused
 from tba_hpc.learner.hf_model import (
@@ -56,7 +57,6 @@ from tba_hpc.learner.hf_model import (
     load_policy,
     load_tokenizer,
     require_one_vocabulary,
-    tensor_in,
     use_tensor_cores,
 )
 from tba_hpc.learner.hf_reference import HfReference, load_reference
@@ -91,6 +91,9 @@ PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 BUCKET_BYTES = 256 << 20
 """Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
 
+NOWHERE = np.empty(0, np.uint8)
+"""Where a rank writes the weights if the leader writes all."""
+
 CONVERTERS = 4
 """Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
 
@@ -113,20 +116,38 @@ class DeepSpeedLearner:
     Weights are float32, or bfloat16 with float32 master weights and gradient accumulation. With LoRA an
     adapter's alone are trained, published and checkpointed. The port's methods are called on the leader (rank
     0), while the others are inside ``follow``; all ranks then act together.
+
+    rank, ranks, store, deadline, start_deadline: see TrainerGroup. references: where policies that become the
+    reference are exported, if the trainer computes it. Raises ConfigError for a model that cannot be trained,
+    ExchangeError naming the ranks that did not come.
     """
 
     @_without_a_compiler()
     def __init__(
-        self, config: Config, group: TrainerGroup, references: Callable[[int], Path] | None = None
+        self,
+        config: Config,
+        *,
+        rank: int,
+        ranks: int,
+        store: Path,
+        deadline: float,
+        start_deadline: float | None = None,
+        references: Callable[[int], Path] | None = None,
     ) -> None:
         self._config = config
-        self._group = group
+        self._group = group = TrainerGroup(
+            store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
+        )
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._tokenizer = load_tokenizer(config.model.path)
         use_tensor_cores(group.device)
         self._policy = _load_policy(config)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
-        self._lora = _adapt(self._policy, config)
+        self._lora: Lora | None = None
+        if config.model.lora:
+            from tba_hpc.learner.lora import Lora
+
+            self._lora = Lora(self._policy, config.model.lora, path=config.model.path, seed=config.run.seed)
         self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
         self.layout = self._whole = _layout(self._parameters, config)
         if self._lora:
@@ -162,27 +183,9 @@ class DeepSpeedLearner:
         return load_reference(self._config, references)
 
     @classmethod
-    def create(
-        cls,
-        config: Config,
-        *,
-        rank: int,
-        ranks: int,
-        store: Path,
-        deadline: float,
-        start_deadline: float | None = None,
-        references: Callable[[int], Path] | None = None,
-    ) -> DeepSpeedLearner:
-        """Join the group of trainer ranks and load the policy; every trainer rank calls it.
-
-        store, deadline, start_deadline: see TrainerGroup.join. references: where policies that become the
-        reference are exported, if the trainer computes it. Raises ConfigError for a model that cannot be
-        trained, ExchangeError naming the ranks that did not come.
-        """
-        group = TrainerGroup.join(
-            store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
-        )
-        return cls(config, group, references)
+    def create(cls, config: Config, **options: Any) -> DeepSpeedLearner:
+        """As the constructor."""
+        return cls(config, **options)
 
     # --- The port, see ports.Learner: called on the leader ---
 
@@ -202,18 +205,15 @@ class DeepSpeedLearner:
             return self._refer(even, step)[: len(batch.ref_logprobs)]
 
     def write_weights(self, out: np.ndarray) -> None:
-        """Copy this rank's part of the weights into ``out``; returns when all ranks have written theirs."""
         with self._all("write"):
             self._write(out)
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see."""
         (folder / TAG).mkdir()  # by all ranks together it would be too late to find no room
         with self._all("save", folder):
             return self._save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote."""
         if self._lora:
             self._lora.require_base(folder)
         if self._average:
@@ -222,12 +222,10 @@ class DeepSpeedLearner:
             self._load(folder)
 
     def export(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` and ``vllm serve`` load."""
         with self._all("export", folder):
             self._export(folder)
 
     def close(self) -> None:
-        """Let the following ranks go."""
         self._group.tell(Command("close"))
         self._close()
 
@@ -243,21 +241,21 @@ class DeepSpeedLearner:
 
     # --- The other ranks ---
 
-    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
         """Obey the leader until it closes the group. Raises ExchangeError if it is gone."""
         while (command := self._group.hear()).name != "close":
             with self._group.together():
                 self._obey(command, slot)
         self._close()
 
-    def _obey(self, command: Command, slot: Callable[[], np.ndarray]) -> None:
+    def _obey(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
         match command.name, *command.arguments:
             case "step", learning_rate, beta:
                 self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
             case "refer", step:
                 self._refer(batches.from_arrays(command.arrays), int(step))
             case ("write",):
-                self._write(slot())
+                self._write(slot() if slot else NOWHERE)
             case "save", folder:
                 self._save_along(Path(str(folder)))
             case "load", folder:
@@ -402,7 +400,10 @@ class DeepSpeedLearner:
         return torch.from_numpy(array).to(self._group.device)
 
     def _write(self, out: np.ndarray) -> None:
-        self._copy(self.layout, self.layout.parts(self._group.ranks)[self._group.rank], out)
+        """Each rank its part if all write into one world's memory, else the leader all of it."""
+        parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
+        mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
+        self._copy(self.layout, mine, out)
         self._group.barrier()
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
@@ -502,7 +503,7 @@ class DeepSpeedLearner:
         self._copy(self._whole, slots, whole)
         if self._group.leads:
             with _replacing(folder) as temporary:
-                tensors = {slot.name: tensor_in(whole, slot) for slot in slots}
+                tensors = dict(tensors_in(whole, self._whole))
                 if self._lora:
                     self._lora.save(tensors, temporary)
                 else:
@@ -540,15 +541,6 @@ def _unwritable(folder: Path) -> Iterator[None]:
             f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
             "the same run again: it goes on from the checkpoint before"
         ) from error
-
-
-def _adapt(policy: PreTrainedModel, config: Config) -> Lora | None:
-    """The adapter to be trained, put into the policy, or None. Raises ConfigError."""
-    if config.model.lora is None:
-        return None
-    from tba_hpc.learner.lora import Lora
-
-    return Lora(policy, config.model.lora, path=config.model.path, seed=config.run.seed)
 
 
 def _layout(

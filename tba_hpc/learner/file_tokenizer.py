@@ -73,11 +73,9 @@ class FileTokenizer:
         return "".join(message["content"] for message in messages)
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Tokens int32 [T]."""
         return self.encode(text)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist()))
 
 

@@ -26,14 +26,12 @@ from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype, ModelSection
 from tba_hpc.core.ports import Message
-from tba_hpc.core.types import WeightSlot
 from tba_hpc.learner.file_tokenizer import NO_END
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, share_prompts
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
@@ -56,10 +54,6 @@ class HfTokenizer:
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` as a user's message, by the chat template, up to the model's answer.
-
-        Raises ConfigError if the tokenizer has no chat template.
-        """
         return self.encode_rendered(self.render([{"role": "user", "content": text}], tools=(), ask=True))
 
     def render(
@@ -92,7 +86,6 @@ class HfTokenizer:
             ) from None
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of rendered text: nothing is added at its start or end."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     @property
@@ -101,7 +94,6 @@ class HfTokenizer:
         return self._tokenizer.chat_template is not None
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
@@ -195,12 +187,6 @@ def _without_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
-    flat = torch.from_numpy(buffer[slot.start : slot.end])
-    return flat.view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
 
 
 def stored_dtype(path: str) -> Dtype:

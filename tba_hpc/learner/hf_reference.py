@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from tba_hpc.config import Config
 from tba_hpc.core.types import Completion, Group, WeightUpdate
-from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter
-from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, tensor_in, use_tensor_cores
+from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, tensors_in
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cores
 
 
 class HfReference:
@@ -80,8 +80,7 @@ class HfReference:
             finally:
                 self._swap(weights)
             return
-        tensors = ((slot.name, tensor_in(weights.data, slot)) for slot in weights.layout.slots)
-        self._adaptable.put_on(Adapter.of(tensors, lora.scale))
+        self._adaptable.put_on(Adapter.of(tensors_in(weights.data, weights.layout), lora.scale))
         try:
             yield
         finally:
@@ -90,8 +89,8 @@ class HfReference:
     @torch.no_grad()
     def _swap(self, weights: WeightUpdate) -> None:
         parameters = dict(self.model.named_parameters())
-        for slot in weights.layout.slots:
-            ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
+        for name, theirs in tensors_in(weights.data, weights.layout):
+            ours = parameters[name]
             before = ours.clone()
             ours.copy_(theirs)
             theirs.copy_(before)

@@ -64,63 +64,38 @@ class Command:
 class TrainerGroup:
     """One rank's view of the group; one per process, because torch.distributed is.
 
-    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine. others:
-    sockets that listened before the group did.
+    Made by meeting the other ranks in ``store``: an existing, private, shared folder, empty before this
+    attempt. start_deadline: longest wait for another rank there, s; deadline: in any collective, and by
+    default there. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
+    ExchangeError naming who is missing.
+
+    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        ranks: int,
-        local_ranks: int,
-        device: torch.device,
-        deadline: float,
-        others: set[int],
-        entries: FolderStore,
+        self, store: Path, *, rank: int, ranks: int, deadline: float, start_deadline: float | None = None
     ) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.local_ranks = local_ranks
-        self.device = device
-        self._others = others
-        self._entries = entries  # torch keeps no reference to the Python object
-        self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
-        self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
-        stop_listening(less=others)  # before there are sockets of NCCL's, which go on taking connections
-
-    @classmethod
-    def join(
-        cls, store: Path, *, rank: int, ranks: int, deadline: float, start_deadline: float | None = None
-    ) -> TrainerGroup:
-        """Meet the other ranks in ``store``: an existing, private, shared folder, empty before this attempt.
-
-        start_deadline: longest wait for another rank here, s; deadline: in any collective, and by default
-        here. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
-        ExchangeError naming who is missing.
-        """
         hosts = _meet(store, rank, ranks, start_deadline or deadline)
-        local_rank, local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+        local_rank, self.local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
             os.environ |= ON_ONE_MACHINE
-        device = torch.device("cpu")
+        self.device = torch.device("cpu")
         if gpus := torch.cuda.device_count():  # 1 if the launcher shows each rank only its own
             local_rank %= gpus
-            device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(device)
-        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks)
-        others = own_listeners()
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
+        self._others = own_listeners()  # before the group has any
         (store / "group").mkdir(exist_ok=True)
-        entries = FolderStore(store / "group", deadline=deadline)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=entries,
-            timeout=timedelta(seconds=deadline),
-            rank=rank,
-            world_size=ranks,
-        )
-        places = {"rank": rank, "ranks": ranks, "local_ranks": local_ranks}
-        return cls(**places, device=device, deadline=deadline, others=others, entries=entries)
+        self._entries = FolderStore(store / "group", deadline=deadline)  # torch keeps no reference to it
+        timeout = timedelta(seconds=deadline)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
+        self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
+        self._texts = dist.new_group(backend="gloo", timeout=timeout)
+        stop_listening(less=self._others)  # before NCCL has sockets, which go on taking connections
 
     def refuse_strangers(self) -> None:
         """Take no more connections at the ports that gloo has opened for other groups since.

@@ -75,13 +75,9 @@ class Freshness:
         if not self._config.selective:
             return 0
         used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
-        if not self._has_stale(step):
+        if not self.is_stale(self._buffer.kinds, step).any():  # these are few
             return used_up
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
-
-    def _has_stale(self, step: int) -> bool:
-        """Looks at the kinds of trajectories, which are few."""
-        return self._config.selective and bool(self.is_stale(self._buffer.kinds, step).any())
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
         """bool [N] of RECORD [N], or of its KIND: which trajectories ``step`` must not learn from."""

@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_hpc.config import Config, is_elastic
+from tba_hpc.config import Config
 from tba_hpc.core.buffer import Merged, ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.core.types import Shard, Trajectories
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.metrics import MetricsWriter, Value
+
+if TYPE_CHECKING:
+    from tba_hpc.loops.restoring import Restored
 
 MERGED_AT_ONCE = 32
 """Pending shards in memory at a time: with the decoding of one after the other, that is little."""
@@ -38,14 +42,10 @@ class Sifted:
 class Merger:
     """Changes the buffer; every method takes the trainer's state before and returns the one after."""
 
-    config: Config
     buffer: ReplayBuffer
     completed: CompletedRequests
     freshness: Freshness
     metrics: MetricsWriter
-
-    def __post_init__(self) -> None:
-        self._rivals = self.config.launch.elastic > 0  # two searchers may have asked for the same request
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
         """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
@@ -56,7 +56,7 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        sifted = self._sift_all(state, shards)
+        sifted = [self._sift(shard) for shard in shards]
         merged = [self.buffer.merge(some.kept, revision, sync=sync) for some in sifted]
         self.metrics.log(
             *(
@@ -84,15 +84,6 @@ class Merger:
         self.metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
-    def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
-        """As ``_sift`` of each; at once if nothing can stay out, as in most runs."""
-        searchers = (*state.cursors, *(shard.searcher for shard in shards))
-        self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a start with elastic ones
-        if self._rivals:
-            return [self._sift(shard) for shard in shards]
-        self.completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        return [Sifted(shard.trajectories) for shard in shards]
-
     def _sift(self, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
         record = shard.trajectories.record
@@ -105,22 +96,17 @@ class Merger:
 
 
 def merge_pending(
-    config: Config,
-    pending: Iterable[Shard],
-    *,
-    state: TrainerState,
-    buffer: ReplayBuffer,
-    completed: CompletedRequests,
-    metrics: MetricsWriter,
+    config: Config, pending: Iterable[Shard], saved: Restored, metrics: MetricsWriter
 ) -> TrainerState:
-    """Begin an attempt at ``state``: merge what an earlier one left, a few shards in memory at a time.
+    """Begin an attempt: merge what an earlier one left, a few shards in memory at a time.
 
-    ``pending``: shards sealed beyond the cursors. Returns the state after.
+    ``pending``: shards sealed beyond the cursors of ``saved``. Returns the state after.
     """
+    state, buffer = saved.state, saved.buffer
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
     freshness = Freshness(config, buffer)
     freshness.update_reference(state.step)
-    merger = Merger(config, buffer, completed, freshness, metrics)
+    merger = Merger(buffer, saved.completed, freshness, metrics)
     shards, version = iter(pending), state.step
     state = merger.evict_stale(state)
     while some := list(islice(shards, MERGED_AT_ONCE)):

@@ -16,14 +16,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, ShardSink, Task
+from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, Task
 from tba_hpc.core.task_contract import checked_correct, checked_rewards, class_name
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
+
+if TYPE_CHECKING:
+    from tba_hpc.exchange.hdf5_shards import ShardWriter
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +162,7 @@ class Scorer:
         self,
         task: Task,
         reference: Reference,
-        shards: ShardSink,
+        shards: ShardWriter,
         *,
         seal_seconds: float,
         most_rejected: int = MOST_REJECTED,

@@ -81,7 +81,8 @@ class Searcher:
             self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
-            self._log_if_due()
+            if time.monotonic() - self._logged >= self.log_seconds:
+                self._log()
         # A resume merges what was generated after the last sync.
         self._hand_over(self.scorer.close())
         self._log()
@@ -194,10 +195,6 @@ class Searcher:
         if self.stop_asked():
             self.exchange.request_stop()
             self.evaluator.abandon()
-
-    def _log_if_due(self) -> None:
-        if time.monotonic() - self._logged >= self.log_seconds:
-            self._log()
 
     def _log(self) -> None:
         tally, self._tally = self._tally, Tally()

@@ -67,7 +67,7 @@ class Trainer:
         self.job_end += time.monotonic() - time.time()  # whatever the clock is set to meanwhile
         self._evaluated = self.state.step
         self._freshness = Freshness(self.config, self.buffer, replays=self.replays)
-        self._merger = Merger(self.config, self.buffer, self.completed, self._freshness, self.metrics)
+        self._merger = Merger(self.buffer, self.completed, self._freshness, self.metrics)
         self._step_log = StepLog(self.config.train, self.buffer, self.metrics, version=self.state.step)
         self._saving = Saving(
             self.config,
@@ -119,9 +119,9 @@ class Trainer:
 
     @property
     def _is_late(self) -> bool:
-        left, saves = self.job_end - time.monotonic(), 2 if self._saving.under_way else 1
-        save_seconds = saves * self._saving.seconds
-        return is_late(left, step_seconds=self._step_log.longest_step, save_seconds=save_seconds)
+        saves = 2 if self._saving.under_way else 1
+        needed = self._step_log.longest_step + saves * self._saving.seconds + MARGIN_SECONDS
+        return self.job_end - time.monotonic() < needed
 
     # --- Publish ---
 
@@ -264,8 +264,3 @@ class Trainer:
     def log_event(self, event: str) -> None:
         """Leave an event of the run in the trainer's metrics; see ``metric_table`` for their names."""
         self.metrics.log(state_event(event, self.state, self.buffer))
-
-
-def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:
-    """Whether ``left`` seconds are too few for one more step and a save after it."""
-    return left < step_seconds + save_seconds + MARGIN_SECONDS

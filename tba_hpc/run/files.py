@@ -49,8 +49,8 @@ def is_for_room(error: BaseException | None) -> bool:
     return False
 
 
-def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> None:
-    """Make ``data`` visible as ``path``, whole and durable, or not at all.
+def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> None:
+    """Make ``pieces`` visible as ``path``, whole and durable, or not at all.
 
     Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; if it must not,
     FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises DiskFullError
@@ -60,7 +60,7 @@ def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> No
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         if replace:
@@ -72,8 +72,8 @@ def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> No
         if error.errno not in FULL_DISK:
             raise
         raise DiskFullError(
-            f"cannot write {path} ({len(data)} bytes): {os.strerror(error.errno)}; free space or raise the "
-            "quota, then start the same run again: nothing sealed before is lost"
+            f"cannot write {path} ({sum(map(len, pieces))} bytes): {os.strerror(error.errno)}; free space or "
+            "raise the quota, then start the same run again: nothing sealed before is lost"
         ) from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -33,7 +33,6 @@ from tba_hpc.exchange.file_exchange import (
     ElasticSearcherExchange,
     FileSearcherExchange,
     FileTrainerExchange,
-    FileTrainerFollower,
 )
 from tba_hpc.exchange.hdf5_shards import PendingShards, with_image, write_shard
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
@@ -42,8 +41,6 @@ from tba_hpc.run.directory import RunDir
 SEARCHERS = 2
 TRAINERS = {
     "files": 1,
-    "files-delta": 1,
-    "files-two-trainers": 2,
     "mpi": 1,
     "mpi-nodes-two-trainers": 2,
 }
@@ -414,9 +411,7 @@ def seal(run: RunDir, shard: Shard) -> None:
     write_shard(run.shard_file(shard.searcher, shard.index), shard)
 
 
-def open_board(
-    run: RunDir, shards: PendingShards, *, delta: bool, several: bool = False
-) -> FileTrainerExchange:
+def open_board(run: RunDir, shards: PendingShards) -> FileTrainerExchange:
     """The trainer's end over files."""
     return FileTrainerExchange(
         run.weights,
@@ -425,8 +420,6 @@ def open_board(
         read_pending=shards.read,
         progress=Progress(),
         evaluated=lambda split, version: False,
-        several=several,
-        delta=delta,
     )
 
 
@@ -445,27 +438,22 @@ def run_visitor(scenario: str, folder: Path) -> None:
     SCENARIOS[scenario][1](SearcherSide(exchange, 1, flags, partial(seal, run)))
 
 
-def run_files(scenario: str, folder: Path, rank: int, trainers: int, *, delta: bool) -> None:
+def run_files(scenario: str, folder: Path, rank: int) -> None:
     """This process's part over the file system."""
     run, flags = make_run(folder), Flags(folder)
     lead, search = SCENARIOS[scenario]
     if rank == 0:
         shards = PendingShards(run, timeout=PATIENCE)
-        trainer = open_board(run, shards, delta=delta, several=trainers > 1)
+        trainer = open_board(run, shards)
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
-        lead(TrainerSide(trainer, flags, trainers))
+        lead(TrainerSide(trainer, flags, trainers=1))
         if scenario == "weights":
-            ends = {path.suffix for path in run.weights.glob("step-*")}
-            assert ends == ({CHANGES, WEIGHTS} if delta else {WEIGHTS}), ends
-    elif rank < trainers:
-        follower = FileTrainerFollower(run.weights, LAYOUT)
-        follow(follower.slot, flags, trainers, rank)
-        follower.close()
+            assert {path.suffix for path in run.weights.glob("step-*")} == {CHANGES, WEIGHTS}
     else:
-        searcher = FileSearcherExchange(run.weights, rank - trainers, attempt="first", deadline=PATIENCE)
-        flags.set(f"open-{rank - trainers}")
-        search(SearcherSide(searcher, rank - trainers, flags, partial(seal, run)))
+        searcher = FileSearcherExchange(run.weights, rank - 1, attempt="first", deadline=PATIENCE)
+        flags.set(f"open-{rank - 1}")
+        search(SearcherSide(searcher, rank - 1, flags, partial(seal, run)))
 
 
 def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
@@ -486,23 +474,21 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         else mpi_world.split_by_memory,
     )
     if rank == 0:
-        trainer: TrainerExchange = mpi_exchange.MpiTrainerExchange.open(
+        trainer: TrainerExchange = mpi_exchange.MpiTrainerExchange(
             world, LAYOUT, bucket_mb=1, progress=Progress()
         )
         if transport == BOTH:
             run = make_run(folder)
-            board = open_board(run, PendingShards(run, timeout=PATIENCE, among=range(1, 2)), delta=True)
+            board = open_board(run, PendingShards(run, timeout=PATIENCE, among=range(1, 2)))
             flags.wait("open-1")
             trainer = HybridTrainerExchange(trainer, board, attended=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
-        follower = mpi_exchange.MpiTrainerFollower.open(world)
+        follower = mpi_exchange.MpiTrainerFollower(world)
         follow(follower.slot, flags, trainers, rank)
         follower.close()
     else:
-        search(
-            SearcherSide(mpi_exchange.MpiSearcherExchange.open(world), world.index, flags, lambda shard: None)
-        )
+        search(SearcherSide(mpi_exchange.MpiSearcherExchange(world), world.index, flags, lambda shard: None))
     return rank
 
 
@@ -518,7 +504,7 @@ def main() -> None:
         elif transport == BOTH:
             run_visitor(scenario, place)
         else:
-            run_files(scenario, place, rank, TRAINERS[transport], delta="delta" in transport)
+            run_files(scenario, place, rank)
         print(f"{scenario} holds at rank {rank}", flush=True)
 
 

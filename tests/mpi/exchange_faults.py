@@ -38,7 +38,7 @@ def join(deadline: float = DEADLINE) -> MpiWorld:
 
 def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
     """The leader's end, without a disk."""
-    return MpiTrainerExchange.open(world, layout, bucket_mb=1, progress=Progress())
+    return MpiTrainerExchange(world, layout, bucket_mb=1, progress=Progress())
 
 
 def publish_for_ever(world: MpiWorld) -> None:
@@ -51,7 +51,7 @@ def publish_for_ever(world: MpiWorld) -> None:
 
 def search_for_ever(world: MpiWorld) -> None:
     """A searcher at work."""
-    exchange = MpiSearcherExchange.open(world)
+    exchange = MpiSearcherExchange(world)
     while not exchange.closed:
         exchange.poll()
         time.sleep(0.01)
@@ -96,7 +96,7 @@ def at_work(world: MpiWorld, fault: Callable[[MpiSearcherExchange], None]) -> No
     if RANK == 0:
         publish_for_ever(world)
     if RANK == 2:
-        fault(MpiSearcherExchange.open(world))
+        fault(MpiSearcherExchange(world))
     search_for_ever(world)
 
 
@@ -134,7 +134,7 @@ def slow_evaluation() -> None:
         exchange.close()
         print("patient", flush=True)
         return
-    exchange = MpiSearcherExchange.open(world)
+    exchange = MpiSearcherExchange(world)
     while not exchange.closed:
         if exchange.poll() and RANK == 2:
             evaluated = time.monotonic() + 2 * DEADLINE
@@ -165,7 +165,7 @@ def large_weights() -> None:
                 time.sleep(0.001)
         exchange.close()
         return
-    searcher = MpiSearcherExchange.open(world)
+    searcher = MpiSearcherExchange(world)
     while not searcher.closed:
         if update := searcher.poll():
             assert np.array_equal(update.data, expected + np.uint8(update.publication.version))

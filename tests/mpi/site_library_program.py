@@ -24,7 +24,7 @@ VERSIONS = 5
 
 def train(world: MpiWorld, folder: Path) -> None:
     """Versions out, for each of them a shard of each searcher in."""
-    exchange = MpiTrainerExchange.open(world, LAYOUT, bucket_mb=1, progress=Progress())
+    exchange = MpiTrainerExchange(world, LAYOUT, bucket_mb=1, progress=Progress())
     side = TrainerSide(exchange, Flags(folder), trainers=1)
     shards: list[Shard] = []
     for version in range(VERSIONS):
@@ -39,7 +39,7 @@ def train(world: MpiWorld, folder: Path) -> None:
 
 def search(world: MpiWorld, folder: Path) -> None:
     """Take every version, to the bit, and answer it with a shard."""
-    side = SearcherSide(MpiSearcherExchange.open(world), world.index, Flags(folder), lambda shard: None)
+    side = SearcherSide(MpiSearcherExchange(world), world.index, Flags(folder), lambda shard: None)
     for version in range(VERSIONS):
         assert side.take().publication.version == version
         side.offer(version)

@@ -198,7 +198,7 @@ class TabularGroup(TabularLearner):
         step_seconds: float,
     ) -> None:
         super().__init__(table, train, folder_of)
-        self._group = TrainerGroup.join(store, rank=rank, ranks=ranks, deadline=DEADLINE)
+        self._group = TrainerGroup(store, rank=rank, ranks=ranks, deadline=DEADLINE)
         self._step_seconds = step_seconds
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
@@ -217,10 +217,11 @@ class TabularGroup(TabularLearner):
         self._group.tell(Command("close"))
         self._group.leave()
 
-    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
         """Take the weights until the leader closes the group."""
         while (command := self._group.hear()).name != "close":
-            slot()[:] = command.arrays["weights"]
+            if slot:
+                slot()[:] = command.arrays["weights"]
             self._written()
         self._group.leave()
 

@@ -112,7 +112,7 @@ def of_merger(capacity: int) -> list[Row]:
     large, small = shards(LARGE), shards(GROUP * GROUPS, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         metrics = MetricsWriter(Path(folder) / "trainer.jsonl")
-        merger = Merger(config, buffer, CompletedRequests(), Freshness(config, buffer), metrics)
+        merger = Merger(buffer, CompletedRequests(), Freshness(config, buffer), metrics)
         for index in range(capacity // LARGE + 1):
             state = merger.merge(state, [Shard(0, index, next(large))], sync=state.revision)
         for index in range(SHARDS // TOGETHER):
