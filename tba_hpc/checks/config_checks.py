@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
 from tba_hpc.config import ConfigError, dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.run.notes import Exit
 
 
@@ -55,8 +55,7 @@ def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
     known = _engine_arguments()
     for name in facts.config.generator.engine:
         if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {close[0]!r}?" if close else "see EngineArgs in its documentation"
+            remedy = did_you_mean(name, known, "see EngineArgs in its documentation")
             found = f"generator.engine.{name} is no argument of the vLLM installed here"
             yield problem("engine arguments", found, remedy)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Callable
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from tba_hpc.config import ConfigError, is_local
+from tba_hpc.core.wording import did_you_mean
 
 
 def is_own(name: str) -> bool:
@@ -23,8 +23,8 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
     module = import_own(key, module_name)
     found = getattr(module, function, None)
     if not callable(found):
-        close = get_close_matches(function, [one for one in vars(module) if callable(vars(module)[one])], n=1)
-        meant = f"did you mean {close[0]!r}?" if close else "check the name"
+        known = [one for one in vars(module) if callable(vars(module)[one])]
+        meant = did_you_mean(function, known, "check the name")
         raise ConfigError(f"{key}: no function {function!r} there: {meant}")
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that would command a terminal, or turn the order of a text; not tab and line end."""
@@ -22,6 +24,14 @@ def count(number: int, thing: str) -> str:
 def first_words(text: str) -> str:
     """A long text's first line as far as its first comma, with single blanks."""
     return " ".join(text.partition("\n")[0].partition(",")[0].split())
+
+
+def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """``did you mean 'x'?``; if nothing valid is near, ``otherwise``, or by default all that is valid."""
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    known = otherwise or f"valid are {', '.join(names) or 'none'}"
+    return f"did you mean {close[0]!r}?" if close else known
 
 
 def percent(share: float) -> str:

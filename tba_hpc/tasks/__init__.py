@@ -14,7 +14,6 @@ Task modules are imported when asked for: none costs another's libraries.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from tba_hpc.core.own_code import import_own
 from tba_hpc.core.ports import Serve, Task, Tokenizer
 from tba_hpc.core.task_contract import checked_prompts, require_methods
 from tba_hpc.core.types import Resource
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import HELD_OUT
 from tba_hpc.tasks.rows import Rows
 
@@ -106,13 +106,14 @@ def task_resources(config: TaskSection) -> list[Resource]:
 def _find(name: str) -> type:
     """The class behind a registered name or ``module:Class``."""
     if name not in TASKS and ":" not in name:
-        raise ConfigError(f"unknown task {name!r}{_nearest(name, TASKS)}, or module:Class of your own")
+        raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
     module = import_own(f"task.name={name}", module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"task.name={name}: no class {class_name!r} there{_nearest(class_name, classes)}")
+        hint = did_you_mean(class_name, classes)
+        raise ConfigError(f"task.name={name}: no class {class_name!r} there: {hint}")
     return found
 
 
@@ -122,7 +123,7 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
     valid = {key: value for key, value in parameters.items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:
-            raise ConfigError(f"the task {task} has no option {key!r}{_nearest(key, valid)}")
+            raise ConfigError(f"the task {task} has no option {key!r}: {did_you_mean(key, valid)}")
         _check_value(f"task.options.{key}", value, valid[key].annotation)
     for key, parameter in valid.items():
         if parameter.default is parameter.empty and key not in options:
@@ -147,10 +148,3 @@ def _check_value(key: str, value: object, annotation: Any) -> None:
         rule = error.errors()[0]["msg"]
         hint = ": put a text that begins with { in quotes" if isinstance(value, dict) else ""  # YAML
         raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}{hint}") from None
-
-
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    """``: did you mean 'x'?``, or the list of valid names where none is near."""
-    names = list(valid)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {close[0]!r}?" if close else f": valid are {', '.join(names) or 'none'}"

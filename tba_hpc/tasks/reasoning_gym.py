@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from io import StringIO
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args
@@ -25,6 +24,7 @@ from pydantic import Field, JsonValue
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import refuse_files
 from tba_hpc.tasks.rows import Rows
 
@@ -195,11 +195,8 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     """The library's configuration of a generator, but for seed and size. Raises ConfigError."""
     key, factory = f"task.options.generators.{name}", _library("factory")
     if name not in factory.DATASETS or name == "composite":
-        close = get_close_matches(name, factory.DATASETS, n=1)
-        hint = (
-            f": did you mean {close[0]!r}?" if close else f", which has {', '.join(sorted(factory.DATASETS))}"
-        )
-        raise ConfigError(f"{key} is no generator of reasoning-gym{hint}")
+        hint = did_you_mean(name, sorted(factory.DATASETS))
+        raise ConfigError(f"{key} is no generator of reasoning-gym: {hint}")
     if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
             f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
@@ -210,9 +207,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(made) if field.name not in ("seed", "size")]
     for option in own:
         if option not in known:
-            close = get_close_matches(option, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else f": it has {', '.join(known)}"
-            raise ConfigError(f"{key} has no option {option!r}{hint}")
+            raise ConfigError(f"{key} has no option {option!r}: {did_you_mean(option, known)}")
     try:
         made = replace(made, **own)
         made.validate()

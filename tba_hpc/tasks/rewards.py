@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import groupby
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import find_function
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -71,8 +71,7 @@ class Function:
         """Raise ConfigError where a row lacks what the function needs; line: which row it is."""
         for name, needed in self._named.items():
             if needed and name not in fields:
-                close = get_close_matches(name, fields, n=1)
-                meant = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields)}"
+                meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
