@@ -15,7 +15,7 @@ from tba_hpc.config import is_elastic
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
 from tba_hpc.report.attempts import FAULTS, KILLED, Attempt, Event, attempts, held_seconds
-from tba_hpc.report.curves import Trends
+from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.report.digest import SearcherDigest, Stretch, TrainerDigest, kept_digest
 from tba_hpc.report.estimates import Estimate, mean, wilson
 from tba_hpc.run.directory import RunDir
@@ -125,6 +125,11 @@ class RunData:
         return self.trainer.step
 
     @property
+    def step_seconds(self) -> Curve:
+        """How long each of them took."""
+        return self.trends.curves["time/step_seconds"]
+
+    @property
     def newest(self) -> float:
         """Time of the newest record, unix seconds; 0 if there is none.
 
@@ -208,7 +213,7 @@ class RunData:
     def ettr(self) -> float | None:
         """Effective training time ratio: seconds of the steps that count over those of held machines."""
         held = held_seconds(self.attempts, self.ends)
-        return self.trainer.trained / held if held else None
+        return self.step * (self.step_seconds.mean or 0.0) / held if held else None
 
 
 def _size(path: Path) -> ShardSize:

@@ -24,7 +24,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -32,9 +32,6 @@ KEEP_SECONDS = 60.0
 
 CHECKPOINTS = 16
 """Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
-
-RECENT_STEPS = 4096
-"""Newest steps whose durations are kept, to take them back: a resume takes back fewer."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 """Events that say what the trainer does from then on."""
@@ -90,9 +87,8 @@ class TrainerDigest:
 
     phase: the last event of PHASES, or ``training``. postponed: the newest checkpoint for which there was no
     space, if none was complete since. damaged: checkpoints set aside. latest: the newest value of every
-    figure. step: the last one done. redone: steps taken back by all resumes. trained: seconds of the steps
-    that count, less those; durations: of the newest of them. saved: what was merged by the newest
-    checkpoints.
+    figure. step: the last one done. redone: steps taken back by all resumes. saved: what was merged by the
+    newest checkpoints.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -104,8 +100,6 @@ class TrainerDigest:
     step: int = 0
     starts: int = 0
     redone: int = 0
-    trained: float = 0.0
-    durations: list[float] = field(default_factory=list)
     merged: Merged = field(default_factory=Merged)
     saved: list[Merged] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
@@ -120,9 +114,6 @@ class TrainerDigest:
             self._take_event(event, record)
         else:
             self.phase, self.step = "training", whole(record, "step")
-            self.durations.append(seconds := number(record, "time/step_seconds", 0.0))
-            del self.durations[:-RECENT_STEPS]
-            self.trained += seconds
             self.latest = {**self.latest, **record}
         if event != "damaged":  # logged before the start that it belongs to
             self._stretch(event, record)
@@ -154,11 +145,7 @@ class TrainerDigest:
     def _begin(self, step: int, revision: int) -> None:
         """Go back to where an attempt begins: a checkpoint, or nothing."""
         self.starts += 1
-        redone = max(0, self.step - step)
-        kept = max(0, len(self.durations) - redone)
-        self.trained -= sum(self.durations[kept:])
-        del self.durations[kept:]
-        self.redone, self.step = self.redone + redone, step
+        self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
         if self.merged.revision != revision:  # else nothing came after the checkpoint
             self.merged = self.saved[-1].copy() if self.saved and revision else Merged()

@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from tba_hpc.report.alerts import Alert, alerts
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
@@ -43,9 +42,6 @@ OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""
-
-PACE_STEPS = 20
-"""Steps whose mean duration the estimate of the time left is made from."""
 
 FRESH_SECONDS = 60.0
 """A searcher silent for longer, and for two records, is not at work; clocks of nodes may differ by less."""
@@ -114,10 +110,9 @@ class RunMonitor(RunData):
     @property
     def eta(self) -> float | None:
         """Seconds that the steps left take at the pace of the last ones; None while none is taken."""
-        latest = self.trainer.durations[-PACE_STEPS:]
-        if self.phase != "training" or not any(latest):
+        if self.phase != "training" or not (pace := self.step_seconds.latest):
             return None
-        return fmean(latest) * (self.config.train.steps - self.step)
+        return pace * (self.config.train.steps - self.step)
 
     @property
     def silence(self) -> float | None:

@@ -69,7 +69,7 @@ STEP = {
     "train/reference_power": Metric("", "p = 1/(γ·T), power of the reference in the step's target policy"),
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
-    "time/step_seconds": Metric("s", "one iteration of the trainer's loop"),
+    "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "of it, inside ``learner.step``"),
     "time/reference_seconds": Metric("s", "of it, for the reference, if the trainer computes it"),
     "sync/version": Metric("step", "weights published last"),

@@ -15,7 +15,7 @@ Task modules are imported when asked for: none costs another's libraries.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
