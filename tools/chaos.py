@@ -398,7 +398,6 @@ def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
 class Fate:
     """What became of a strike. seconds: to the recovery, None if the next strike came first."""
 
-    kind: str
     survived: bool
     seconds: float | None
     redone: int
@@ -406,21 +405,16 @@ class Fate:
 
 def fault_rows(storm: Storm, found: Audit) -> list[Row]:
     """A row per kind, and one of all."""
-    fates = _fates(storm, found)
-    groups = {kind: [fate for fate in fates if fate.kind == kind] for kind in KINDS}
-    return [_row(name, group) for name, group in {**groups, "all": fates}.items() if group]
-
-
-def _fates(storm: Storm, found: Audit) -> list[Fate]:
-    resumes = zip(storm.history.of_trainer(*TAKEOVERS)[1:], found.resumes, strict=True)
-    redone, fates = list(resumes), []
+    resumes = list(zip(storm.history.of_trainer(*TAKEOVERS)[1:], found.resumes, strict=True))
     ends = [strike.time for strike in storm.strikes[1:]] + [float("inf")]
+    fates: dict[str, list[Fate]] = {}
     for strike, end in zip(storm.strikes, ends, strict=True):
         back = storm.recovered(strike)
         seconds = back - strike.time if back and back <= end else None
-        steps = sum(steps for time, steps in redone if strike.time < time < end)
-        fates.append(Fate(strike.kind, back is not None, seconds, steps))
-    return fates
+        redone = sum(steps for time, steps in resumes if strike.time < time < end)
+        for name in (strike.kind, "all"):
+            fates.setdefault(name, []).append(Fate(back is not None, seconds, redone))
+    return [_row(name, fates[name]) for name in (*KINDS, "all") if name in fates]
 
 
 def _row(name: str, fates: Sequence[Fate]) -> Row:

@@ -1,14 +1,12 @@
 """Writes the pages of docs/ that are made from the code: every key, metric and command.
 
-    python tools/make_docs.py            # writes docs/{config,metrics,commands,design}.md
-    python tools/make_docs.py --check    # exit status 1, naming the pages that are not what the code says
+    python tools/make_docs.py    # writes docs/{config,metrics,commands,design}.md
 
 The other pages are written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -229,30 +227,12 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def outdated(folder: Path = DOCS) -> list[str]:
+def outdated() -> list[str]:
     """Pages that are not what the code says."""
     texts = {name: HEAD + make() for name, make in PAGES.items()}
-    return [
-        name
-        for name, text in texts.items()
-        if not (folder / name).exists() or (folder / name).read_text() != text
-    ]
-
-
-def main() -> int:
-    """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        wrong = outdated()
-        print(*(f"docs/{name} is not what the code says: run tools/make_docs.py" for name in wrong), sep="\n")
-        return bool(wrong)
-    for name, make in PAGES.items():
-        (DOCS / name).write_text(HEAD + make())
-    return 0
+    return [name for name, text in texts.items() if (DOCS / name).read_text() != text]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for page, make in PAGES.items():
+        (DOCS / page).write_text(HEAD + make())

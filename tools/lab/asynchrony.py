@@ -12,12 +12,12 @@ import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lab import skill
 from lab.curves import Course, course_of, time_to
 from lab.results import Panel, Result, Row, Series, Spread
-from lab.runs import QUICKSTART, REPOSITORY, Model, Options, Study, read_json, run, slug
+from lab.runs import QUICKSTART, REPOSITORY, Options, Study, read_json, run, slug
 from tba_hpc.config import Config
 
 ASYNCHRONOUS, PEER = "asynchronous TBA", "TRL GRPO"
@@ -26,8 +26,12 @@ TWICE = "synchronous, 2 engines, then 2 trainers"
 
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "buffer.most_on_policy=1")
 
+QUEUE = ("exchange.sync_every=1", "buffer.replay_limit=1", "exchange.max_staleness=8")
+"""Of the asynchronous arm: it learns from each trajectory once, at most eight steps after its policy sampled
+it, the default of a run without replay."""
+
 ARMS = {
-    ASYNCHRONOUS: ("launch.searchers=1",),
+    ASYNCHRONOUS: ("launch.searchers=1", *QUEUE, "train.steps=300", "evaluate.every=40"),
     SYNCHRONOUS: (*ON_POLICY, "launch.searchers=1"),
     TWICE: (*ON_POLICY, "launch.searchers=2", "launch.trainers=2"),
 }
@@ -37,12 +41,18 @@ TUNED_AS = {TWICE: SYNCHRONOUS}
 
 TUNING_SEED = 100
 
-SETTINGS = (*skill.SAMPLING, skill.BETA, "buffer.duplicates=none", "evaluate.test_prompts=1")
-"""Of all arms; the test split is not looked at."""
+RATES = (1.25e-4, 2.5e-4, 5e-4)
+"""That every arm tries."""
 
-QUEUE = ("exchange.sync_every=1", "buffer.replay_limit=1", "exchange.max_staleness=8")
-"""Of the asynchronous arm: it learns from each trajectory once, at most eight steps after its policy sampled
-it, the default of a run without replay."""
+SETTINGS = (
+    *skill.SAMPLING,
+    skill.BETA,
+    "buffer.duplicates=none",
+    "evaluate.test_prompts=1",
+    "evaluate.every=20",
+    "evaluate.validation_prompts=128",
+)
+"""Of all arms; the test split is not looked at."""
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
 TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
@@ -67,30 +77,26 @@ Courses = Mapping[str, Mapping[int, Course]]
 """By arm and seed."""
 
 
+def named(arm: str, rate: float) -> str:
+    """An arm at a learning rate."""
+    return f"{arm}, rate {rate:g}"
+
+
 @dataclass(frozen=True)
 class Asynchrony:
-    """The comparison on one task.
+    """The comparison. thresholds: of pass@1, ascending."""
 
-    thresholds: of pass@1, ascending. rates: those that every arm tries. asynchronous: settings of the first
-    arm alone.
-    """
+    thresholds: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8)
 
-    question: str
-    model: Model
-    thresholds: tuple[float, ...]
-    rates: tuple[float, ...]
-    steps: int
-    settings: tuple[str, ...]
-    asynchronous: tuple[str, ...]
+    question: ClassVar = "Does asynchrony pay on a skill that takes hundreds of steps?"
 
-    @property
-    def study(self) -> Study:
-        """Our own arms, at every rate."""
-        settings = ARMS | {ASYNCHRONOUS: (*ARMS[ASYNCHRONOUS], *self.asynchronous)}
-        arms = {
-            named(arm, rate): (*settings[arm], skill.constant(rate)) for arm in ARMS for rate in self.rates
-        }
-        return Study(arms, (*SETTINGS, *self.settings), self.steps, self.model)
+    study: ClassVar = Study(
+        {named(arm, rate): (*own, skill.constant(rate)) for arm, own in ARMS.items() for rate in RATES},
+        SETTINGS,
+        steps=200,
+        model=skill.MODEL,
+    )
+    """Our own arms, at every rate."""
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run; the peer reads that of a synchronous arm."""
@@ -100,7 +106,7 @@ class Asynchrony:
         """All rates of all arms with the tuning seed, then each arm's best with the others."""
         self.study.require_curves(options)
         tuning = {
-            arm: {rate: self._course(arm, rate, TUNING_SEED, options) for rate in self.rates}
+            arm: {rate: self._course(arm, rate, TUNING_SEED, options) for rate in RATES}
             for arm in (*ARMS, PEER)
             if arm not in TUNED_AS
         }
@@ -163,11 +169,6 @@ class Asynchrony:
         return None
 
 
-def named(arm: str, rate: float) -> str:
-    """An arm at a learning rate."""
-    return f"{arm}, rate {rate:g}"
-
-
 def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) -> float:
     """The first to reach the highest threshold that any reaches; if none does, the one that ends best."""
     for threshold in reversed(thresholds):
@@ -206,12 +207,4 @@ def trl_python() -> Path:
     return python
 
 
-QUICK = Asynchrony(
-    "Does asynchrony pay on a skill that takes hundreds of steps?",
-    skill.MODEL,
-    thresholds=(0.3, 0.5, 0.7, 0.8),
-    rates=(1.25e-4, 2.5e-4, 5e-4),
-    steps=200,
-    settings=("evaluate.every=20", "evaluate.validation_prompts=128"),
-    asynchronous=(*QUEUE, "train.steps=300", "evaluate.every=40"),
-)
+QUICK = Asynchrony()
