@@ -29,8 +29,7 @@ TOGETHER = ("tests/slurm/test_cluster.py", "tests/slurm/test_status.py")
 """Files whose tests are shorter than the start of a cluster."""
 
 LONGEST_FIRST = (
-    "tests/slurm/test_chaos.py",
-    "tests/slurm/test_churn.py",
+    "tests/slurm/test_storms.py",
     "tests/slurm/test_training.py",
     "tests/test_vllm_generator.py",
     "tests/test_deepspeed_learner.py",
