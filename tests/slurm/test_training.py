@@ -1,7 +1,7 @@
 """The main job on the cluster: stories of what users and sites do to a run.
 
 One of them has a language model, real engines and a real trainer, the others the enumerable one. Faults are
-``test_chaos.py``'s.
+``test_storms.py``'s.
 """
 
 from __future__ import annotations
