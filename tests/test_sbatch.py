@@ -528,7 +528,8 @@ squeue() { echo "7 n1"; }
 state() { echo RUNNING; }; sleep() { command sleep 0.01; }
 scontrol() { [ "$1" != requeue ] || echo "requeued $2" > "$RUN/said"; }
 scancel() { echo "cancelled $*" > "$RUN/said"; }
-tba() { echo -n "$2 " >> "$RUN/turns"; read -r answer < "$RUN/answers"; sed -i 1d "$RUN/answers"
+tba() { [[ $* != *"answers=?n1"* ]] || echo -n sick- >> "$RUN/turns"
+    echo -n "$2 " >> "$RUN/turns"; read -r answer < "$RUN/answers"; sed -i 1d "$RUN/answers"
     [ "$answer" != crash ] && echo "$answer"; }
 TBA=(tba)
 ranks() { return 9; }
@@ -553,6 +554,7 @@ ranks() { return 9; }
         ("search_for_a_while", "go x, again 1, again 2, exit 9", "join searched searched searched", "9"),
         ("sleep() { STOP=1; }; search_for_a_while", "go x, again 1", "join searched", "0 requeued 7"),
         ("STOP=1; search_for_a_while", "queue", "join", "0 requeued 7"),
+        ("HERE=n1; healthy() { false; }; search_for_a_while", "queue", "sick-join", "0 requeued 7"),
     ],
 )
 def test_a_job_does_what_it_is_told_at_every_turn(
