@@ -7,7 +7,6 @@ of the attempt, where ``tba run`` finds it.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import shlex
@@ -240,10 +239,10 @@ def _refuse_idle(options: Mapping[str, object], why: str) -> None:
 def fetch(config: ConfigOrRun, site: SitePath = None, overrides: Overrides = None) -> None:
     """Download a config's models and data into the Hugging Face cache, or that of the site's HF_HOME."""
     from tba_hpc.commands import fetch as hub
+    from tba_hpc.commands.order import as_it_lies
     from tba_hpc.launch.plan import load_site
 
-    path, settings = _frozen(config, overrides or []) if config.is_dir() else (config, overrides or [])
-    hub.fetch(load_config(path, settings), load_site(site) if site else None)
+    hub.fetch(load_config(*as_it_lies(config, overrides or [])), load_site(site) if site else None)
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -604,22 +603,11 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file or a run directory; local files it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
-    from tba_hpc.commands.order import load_anchored
+    from tba_hpc.commands.order import as_it_lies, load_anchored
 
-    if path.is_dir():
-        path, overrides = _frozen(path, overrides)
-    config = load_anchored(path, overrides)
+    config = load_anchored(*as_it_lies(path, overrides))
     refuse(FILES, Facts(config=config))
     return config
-
-
-def _frozen(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
-    """The config file of a run directory, with overrides for where it lies now."""
-    run = RunDir.open(path)
-    name = run.config().run_dir.name
-    if run.path.name != name:
-        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to go on with it")
-    return run.config_file, [*overrides, f"run.root={json.dumps(str(run.path.parent))}"]
 
 
 def _open(path: Path) -> RunDir:

@@ -54,6 +54,17 @@ def test_a_config_is_frozen_with_paths_that_hold_in_any_folder(
     assert load_anchored(Path("math_gsm8k"), []).model.path == "realtreetune/rho-1b-sft-GSM8K"
 
 
+def test_a_run_goes_on_where_it_lies_if_its_folder_has_its_name(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = run.path.rename(tmp_path / "elsewhere/known-seed0")
+    order = replace(ORDER, config=moved, overrides=[])
+    assert order.resolve(order.load_site())[0].run_dir == moved
+    renamed = moved.rename(tmp_path / "another")
+    with pytest.raises(ConfigError, match="another holds the run known-seed0: give the folder that name"):
+        replace(ORDER, config=renamed, overrides=[]).resolve(order.load_site())
+
+
 def test_each_config_runs_with_each_seed(tmp_path: Path) -> None:
     orders = spread(ORDER, [Path("math_gsm8k"), Path("tldr_pythia410m")], "3,5")
     runs = [order.resolve(order.load_site())[0] for order in orders]

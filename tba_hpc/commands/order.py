@@ -81,15 +81,27 @@ class Order:
 
         Raises ConfigError.
         """
-        path, run_root = self.config, self.run_root
-        if path.is_dir():
-            run_root, path = path.absolute().parent, RunDir.open(path).config_file
         refuse_rank_overrides(self.overrides)
-        overrides = [*self.overrides, *([f"run.root={json.dumps(str(run_root))}"] if run_root else [])]
+        root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
+        path, overrides = as_it_lies(self.config, [*self.overrides, *root])
         # One trainer fits every config: how many there will be is not known before the plan.
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
         return load_anchored(path, [*overrides, *split.overrides]), split
+
+
+def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """A config's file and overrides; of a run directory, its own file and where it lies now.
+
+    Raises ConfigError if the directory has another name than its run.
+    """
+    if not path.is_dir():
+        return path, [*overrides]
+    run = RunDir.open(path)
+    name = run.config().run_dir.name
+    if run.path.name != name:
+        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to go on with it")
+    return run.config_file, [*overrides, f"run.root={json.dumps(str(run.path.parent))}"]
 
 
 def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
