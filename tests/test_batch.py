@@ -116,18 +116,6 @@ def test_balance_is_within_four_thirds_of_the_optimum(seed: int) -> None:
     assert heaviest <= 4 / 3 * lightest_possible(tokens, ranks)
 
 
-def test_balance_by_hand() -> None:
-    """Prompts of 9, 1, 1 and 1 tokens, once each, and 2, 6, 8 and 9 of completions: 11 + 7 and 10 + 9."""
-    prompt_length_N = np.repeat([9, 1, 1, 1], 2)
-    batch = batch_of(prompt_length_N, np.array([1, 1, 3, 3, 4, 4, 4, 5]), 2, np.random.default_rng(0))
-    assert [share.tolist() for share in balance(batch, 2)] == [[0, 1], [2, 3]]
-
-
-def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        balance(make_batch(3), 2)
-
-
 def test_arrays_round_trip_bit_by_bit() -> None:
     batch = make_batch(4)
     arrays = to_arrays(batch)

@@ -312,10 +312,7 @@ OVERLAP = "train.deepspeed.zero_optimization.overlap_comm=true"
             for name in ("proximal_rloo", "grpo", "dr_grpo", "gspo", "topr", "online_dpo")
         ),
         *(
-            (
-                (f"train.objective={name}", "model.logprob_temperature=1"),
-                f"would bias .*={name}.*: leave",
-            )
+            ((f"train.objective={name}", "model.logprob_temperature=1"), f"would bias .*={name}.*: leave")
             for name in OWN_SAMPLES
         ),
         *(

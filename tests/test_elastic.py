@@ -30,13 +30,7 @@ from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.loops.elastic import (
-    Attendance,
-    EvaluatorLease,
-    NoSlotError,
-    comes_by_itself,
-    leased_slot,
-)
+from tba_hpc.loops.elastic import Attendance, EvaluatorLease, NoSlotError, comes_by_itself, leased_slot
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -366,24 +360,6 @@ def test_what_was_answered_before_stays_out_and_is_counted(tmp_path: Path) -> No
         [r.get(name) for name in ("again", "answered")] for r in read_metrics(run.metrics_file("trainer"))
     ]
     assert told == [[None] * 2, [2, [2]]]
-
-
-def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_still_at_work(
-    tmp_path: Path,
-) -> None:
-    """Its last shard is merged; a searcher that asked for the same comes after, and after another start."""
-    config = config_of(tmp_path, launch={"elastic": 0})
-    run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
-    metrics, state = MetricsWriter(run.metrics_file("trainer")), TrainerState()
-    for searcher, requests in ((FIRST_ELASTIC, [6]), (0, [6, 8])):
-        writer = ShardWriter(run, searcher)
-        for request_id in requests:
-            writer.append(*of_version(0, request_id))
-        writer.seal()
-        merger = Merger(buffer, completed, Freshness(config, buffer), metrics)
-        state = merger.merge(state, list(PendingShards(run).read(state.cursors)), sync=0)
-    told = [record.get("answered") for record in read_metrics(run.metrics_file("trainer"))]
-    assert told == [None, [6]] and len(buffer) == 4
 
 
 # --- The exchange ---

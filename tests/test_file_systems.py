@@ -129,13 +129,6 @@ def indices(shards: Iterator[Shard]) -> list[int]:
 # --- Shards ---
 
 
-def test_a_hole_in_a_listing_costs_nothing_where_the_name_is_known(run: RunDir, moods: Moods) -> None:
-    for _ in range(3):
-        sealed(run, searcher=0, groups=1)
-    moods.hides = lambda path: path.name == "000001.h5"
-    assert indices(PendingShards(run, timeout=60).read({})) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE, errno.EIO])
 def test_a_shard_that_is_seen_late_is_waited_for(run: RunDir, moods: Moods, error: int) -> None:
     for _ in range(3):
@@ -288,20 +281,6 @@ def test_the_progress_of_an_earlier_attempt_is_not_taken(run: RunDir) -> None:
     exchange.close()
 
 
-def test_a_file_system_that_forgets_open_files_ends_nobody(run: RunDir, moods: Moods) -> None:
-    exchange = trainer(run)
-    reader = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60)
-    moods.opened = raises(errno.ESTALE, "latest.json", times=5)
-    assert reader.poll() is None and reader.pending == 0 and not reader.closed
-    while not exchange.publish(Publication(version=3), lambda out: out.fill(3)):
-        pass
-    while not exchange.gather():
-        pass
-    updates = [reader.poll() for _ in range(5)]
-    assert [update.publication.version for update in updates if update] == [3]
-    exchange.close()
-
-
 def test_weights_keep_a_name_while_they_are_read(run: RunDir, moods: Moods) -> None:
     """Else a host that removes the last name of a mapped file takes its pages from others, on NFS."""
     exchange = trainer(run)
@@ -323,15 +302,6 @@ def test_weights_keep_a_name_while_they_are_read(run: RunDir, moods: Moods) -> N
     del update
     assert list(run.weights.glob("held-*")) == []
     exchange.close()
-
-
-def test_a_board_and_weights_wait_for_room(run: RunDir, moods: Moods) -> None:
-    exchange = trainer(run)
-    moods.synced = raises(errno.ENOSPC, ".tmp", times=3)
-    exchange.publish(Publication(version=1), lambda out: out.fill(1))
-    exchange.close()
-    update = FileSearcherExchange(run.weights, 0, attempt="first", deadline=60).poll()
-    assert update is not None and update.publication.version == 1
 
 
 def loses(name: str, times: int) -> Callable[[Path], None]:

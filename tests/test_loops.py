@@ -165,11 +165,7 @@ def make_searcher(
     return Searcher(
         generator=generator or TabularGenerator(TABLE),
         scorer=Scorer(
-            task,
-            TabularReference(TABLE),
-            ShardWriter(run, 0),
-            seal_seconds=0.01,
-            most_rejected=most_rejected,
+            task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01, most_rejected=most_rejected
         ),
         exchange=exchange,
         requests=training_requests(config, task, 0, CompletedRequests()),
@@ -382,8 +378,7 @@ def test_a_publish_that_is_put_off_stays_due(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop_at", "buffer"),
-    [(2, {}), (4, {"replay_limit": 3, "duplicates": "none"}), (10, {})],
+    ("stop_at", "buffer"), [(2, {}), (4, {"replay_limit": 3, "duplicates": "none"}), (10, {})]
 )
 def test_a_resumed_run_equals_the_continued_one_bit_by_bit(
     stop_at: int, buffer: dict[str, object], tmp_path: Path

@@ -29,11 +29,7 @@ from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES = tuple(OBJECTIVES)
-BOUNDS: tuple[RatioBound, ...] = (
-    RatioCap(cap=1.2),
-    RatioTaper(),
-    SequenceMask(limit=0.05),
-)
+BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), RatioTaper(), SequenceMask(limit=0.05))
 NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
 MAX_TOKENS = 8
 
@@ -647,10 +643,7 @@ def far_groups(nats: float, dtype: torch.dtype, *, spread: bool) -> Groups:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("name", "limits"),
-    [
-        *((name, {}) for name in NAMES),
-        *(("tba_prime", {"bound": bound}) for bound in BOUNDS),
-    ],
+    [*((name, {}) for name in NAMES), *(("tba_prime", {"bound": bound}) for bound in BOUNDS)],
 )
 def test_loss_and_gradient_are_finite_for_any_log_ratio(
     name: str, limits: dict[str, Any], dtype: torch.dtype, nats: float, spread: bool

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tba_hpc.config import Config, ConfigError
@@ -84,21 +84,14 @@ class Progress:
     cursors: Mapping[int, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """A line of JSON and the bitmap, which from_bytes reads."""
-        bitmap = self.completed.to_array().tobytes()
-        return json.dumps({"bytes": len(bitmap), "cursors": dict(self.cursors)}).encode() + b"\n" + bitmap
+        """Bytes that from_bytes reads."""
+        return msgspec.msgpack.encode((self.completed.to_array().tobytes(), self.cursors))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Progress:
         """Inverse of to_bytes. Raises ValueError where some are missing."""
-        line, _, bitmap = data.partition(b"\n")
-        header = json.loads(line)
-        if len(bitmap) != header["bytes"]:
-            raise ValueError(f"{len(bitmap)} bytes of requests completed, not {header['bytes']}")
-        return cls(
-            CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)),
-            {int(searcher): index for searcher, index in header["cursors"].items()},
-        )
+        bitmap, cursors = msgspec.msgpack.decode(data, type=tuple[bytes, dict[int, int]])
+        return cls(CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)), cursors)
 
 
 class PromptOrder:

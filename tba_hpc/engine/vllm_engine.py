@@ -81,6 +81,7 @@ NAMED = 3
 """Parameters named, at most, of those that a load of weights has missed."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns at every load that rotary embeddings, which have no weights, got none."""
 
 
 def serve(settings: str, descriptor: int) -> None:
@@ -316,7 +317,7 @@ class WeightLoader:
         An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
         Returns the names of parameters that were not replaced, or not as a whole: vLLM only logs them.
         """
-        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # what was missed is counted here
         given = WeightLayout.from_json(layout)
         tensors = tensors_in(map_weights(path, given.nbytes, offset), given)
         if given.lora:
@@ -503,8 +504,3 @@ def first_sentence(error: Exception) -> str:
     """Of an error of vLLM, whose configuration is checked by pydantic."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return text.split("\n")[0].split(". ")[0]
-
-
-def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
-    """They have no weights, and vLLM warns at every load that it found none for them."""
-    return "RotaryEmbedding" not in record.getMessage()

@@ -24,13 +24,7 @@ class VllmVictim:
     """
 
     def __init__(
-        self,
-        model: ModelSection,
-        generator: GeneratorSection,
-        *,
-        chat: bool,
-        keys: Sequence[str],
-        seed: int,
+        self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str], seed: int
     ) -> None:
         tokenizer = load_tokenizer(model.path, keys[0])
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode

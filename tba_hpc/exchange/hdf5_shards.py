@@ -361,12 +361,7 @@ class PendingShards:
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        *,
-        searchers: Sequence[int] = (),
-        timeout: float = 0.0,
-        among: range = EVERYBODY,
+        self, run: RunDir, *, searchers: Sequence[int] = (), timeout: float = 0.0, among: range = EVERYBODY
     ) -> None:
         self._run = run
         self._searchers = searchers

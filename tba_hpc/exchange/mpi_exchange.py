@@ -39,14 +39,7 @@ from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
 from tba_hpc.exchange.hdf5_shards import parse_shard
-from tba_hpc.exchange.mpi_world import (
-    BUCKET_MB,
-    LEADER,
-    LONGEST_PAUSE,
-    MpiWorld,
-    Pending,
-    Tag,
-)
+from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, LONGEST_PAUSE, MpiWorld, Pending, Tag
 
 log = logging.getLogger(__name__)
 

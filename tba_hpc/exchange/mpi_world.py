@@ -101,9 +101,9 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 class Welcome(msgspec.Struct):
-    """What the leader tells every rank once all are set up. layout: its JSON. progress: for searchers."""
+    """What the leader tells every rank once all are set up. progress: for searchers."""
 
-    layout: str
+    layout: WeightLayout
     bucket_bytes: int
     progress: bytes
 
@@ -249,7 +249,7 @@ class MpiWorld:
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
         what = "joined the world, but did not get ready (loading model and engine)"
         self.wait_for(hellos, what, "see its log, or raise launch.timeout_seconds")
-        welcome = Welcome(layout.to_json(), bucket_mb << 20, progress)
+        welcome = Welcome(layout, bucket_mb << 20, progress)
         text = np.frombuffer(msgspec.msgpack.encode(welcome), np.uint8)
         for message in (np.array([len(text)]), text):
             self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
@@ -269,8 +269,7 @@ class MpiWorld:
 
     def _at_work(self, welcome: Welcome) -> NodeMemory:
         """All ranks are set up: from here on another deadline holds."""
-        layout = WeightLayout.from_json(welcome.layout)
-        memory = NodeMemory(self, layout, welcome.bucket_bytes)
+        memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory
 

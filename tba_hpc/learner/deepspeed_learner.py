@@ -42,13 +42,7 @@ from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import batch as batches
 from tba_hpc.core.batch import Part
 from tba_hpc.core.skipped_steps import SkippedSteps
-from tba_hpc.core.types import (
-    LoraWeights,
-    TrajectoryBatch,
-    WeightLayout,
-    WeightSlot,
-    spans,
-)
+from tba_hpc.core.types import LoraWeights, TrajectoryBatch, WeightLayout, WeightSlot, spans
 from tba_hpc.learner.adapter import tensor_in, tensors_in
 from tba_hpc.learner.averaged_reference import AveragedReference
 from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused

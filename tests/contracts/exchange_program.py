@@ -39,11 +39,7 @@ from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.run.directory import RunDir
 
 SEARCHERS = 2
-TRAINERS = {
-    "files": 1,
-    "mpi": 1,
-    "mpi-nodes-two-trainers": 2,
-}
+TRAINERS = {"files": 1, "mpi": 1, "mpi-nodes-two-trainers": 2}
 BOTH = "both"
 """Searcher 0 shares the trainer's MPI world, searcher 1 comes and goes over files."""
 

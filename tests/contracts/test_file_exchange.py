@@ -133,10 +133,7 @@ def test_a_late_searcher_takes_what_is_to_be_evaluated_first_then_the_newest(tmp
     taken = [late.poll() for _ in range(4)]
     assert [
         (u.publication.version, u.publication.evaluate, int(u.data[0])) if u else None for u in taken
-    ] == [
-        *((1, "validation", 1), (3, "test", 3), (5, None, 5)),
-        None,
-    ]
+    ] == [*((1, "validation", 1), (3, "test", 3), (5, None, 5)), None]
     exchange.close()
 
 

@@ -36,10 +36,7 @@ def world(case: str, ranks: int = 3, **environment: str) -> tuple[Outcome, float
             "wrong_role",
             "world rank 1 was started as a trainer, but with launch.trainers=1 it must be a searcher",
         ),
-        (
-            "never_joins",
-            r"searcher 1 \(world rank 2\) did not join the world within 2 s: it did not",
-        ),
+        ("never_joins", r"searcher 1 \(world rank 2\) did not join the world within 2 s: it did not"),
         (
             "never_connects",
             r"searcher 1 \(world rank 2 on \S+\) joined the world, but did not get ready "
@@ -107,11 +104,7 @@ def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[
     outcome, _ = world("describes_itself", **environment)
     assert outcome.code == 0, outcome.output
     for line, number in zip(
-        (
-            "[0 trainer 0 local 0 1 host",
-            "[1 searcher 0 local 1 1 host",
-            "[2 searcher 1 local 2 1 host",
-        ),
+        ("[0 trainer 0 local 0 1 host", "[1 searcher 0 local 1 1 host", "[2 searcher 1 local 2 1 host"),
         numbers,
         strict=True,
     ):
