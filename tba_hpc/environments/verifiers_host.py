@@ -17,8 +17,10 @@ from typing import Any
 
 from verifiers.v1.clients import Client, ModelContext, TrainClientConfig
 from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception import server
+from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import AssistantMessage, Response, ToolCall
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -32,8 +34,11 @@ class Host(Client):
     """The model of every rollout: what it says comes from the rank."""
 
     def __init__(self, config: dict[str, Any], out: int) -> None:
-        role = {"runtime": {"type": "subprocess"}, **config.get("agent", {})}
-        self.env = load_environment(resolve_env_config({**config, "agent": role}))
+        found = resolve_env_config(config)
+        for role in agent_config_fields(found).values():
+            if "runtime" not in role.model_fields_set:
+                role.runtime = SubprocessConfig()
+        self.env = load_environment(found)
         self._out = out
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._traces: dict[str, tuple[int, Trace]] = {}
