@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.context
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+from forks import fork
 from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask
 from lab.tabular_learner import TabularLearner
 
@@ -110,7 +110,7 @@ def start(
     nth: int = 0,
     beside: bool = False,
     generator: Callable[[int], Generator] | None = None,
-) -> multiprocessing.context.ForkServerProcess:
+) -> ForkServerProcess:
     """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step.
 
     beside: whether checkpoints are written while training goes on; if not, counts are exact. generator: of
@@ -118,11 +118,7 @@ def start(
     """
     run.adapt([f"launch.searchers={searchers}"])
     run.begin_attempt()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])  # once for all starts
-    process = context.Process(target=_live, args=(run.path, sent, nth, beside, generator))
-    process.start()
-    return process
+    return fork(_live, run.path, sent, nth, beside, generator)
 
 
 def _live(
@@ -173,13 +169,9 @@ def _search(run: RunDir, config: Config, index: int, generator: Generator) -> No
     ).run()
 
 
-def visit(run: RunDir) -> multiprocessing.context.ForkServerProcess:
+def visit(run: RunDir) -> ForkServerProcess:
     """A process with a searcher that comes, and goes when told to or with the run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])
-    process = context.Process(target=_visit, args=(run.path,))
-    process.start()
-    return process
+    return fork(_visit, run.path)
 
 
 def _visit(path: Path) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import shutil
 import threading
@@ -18,6 +17,7 @@ from signal import SIGKILL
 import numpy as np
 import pytest
 import tabular_run
+from forks import fork
 from typer.testing import CliRunner
 
 from tba_hpc.cli import app
@@ -145,10 +145,7 @@ def _refuse_belief(shard: Path, whole: Path) -> None:
 
 def _resume(path: Path, said: Path) -> str:
     """Start the run again; the sentence that it ended with, empty if it has finished."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])
-    process = context.Process(target=_live, args=(path, said))
-    process.start()
+    process = fork(_live, path, said)
     process.join(120)
     if process.is_alive():
         process.kill()

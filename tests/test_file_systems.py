@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import io
-import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tabular_run
+from forks import fork
 from test_hdf5_shards import scored, sealed
 from test_loops import ReplayExchange, TrainerParts, _sealed
 from test_loops import make_config as loops_config
@@ -168,7 +168,7 @@ def test_all_that_a_searcher_lacks_is_waited_for_at_once(
         run.shard_file(0, index).unlink()
     began = time.monotonic()
     assert indices(PendingShards(run, timeout=1.0).read_all({})) == [0, 3, 5, 7]
-    assert 1.0 <= time.monotonic() - began < 2.0
+    assert 1.0 <= time.monotonic() - began < 3.0
     (warning,) = [record.message for record in caplog.records]
     assert warning.endswith("the run goes on without it and 3 later ones that do not exist")
 
@@ -409,14 +409,12 @@ def live(path: Path, seed: int, sent: signal.Signals | None, nth: int) -> None:
 def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(tmp_path: Path) -> None:
     """Two kills and a change of the number of searchers; the audit sees the files as they are."""
     run = RunDir.create(tabular_run.make_config(tmp_path))
-    context = multiprocessing.get_context("forkserver")
     for attempt, (searchers, sent, nth) in enumerate(
         [(2, signal.SIGKILL, 13), (3, signal.SIGKILL, 9), (2, None, 0)]
     ):
         run.adapt([f"launch.searchers={searchers}"])
         run.begin_attempt()
-        process = context.Process(target=live, args=(run.path, attempt, sent, nth))
-        process.start()
+        process = fork(live, run.path, attempt, sent, nth)
         process.join(240)
         assert process.exitcode == (-sent if sent else 0)
     verdict = audit(run)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import fork
 from known_models import KNOWN
-from learner_worker import DEADLINE, join, make_batch, make_config, start
+from learner_worker import DEADLINE, join, make_batch, make_config
 from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -150,7 +151,7 @@ def test_a_learner_holds_what_the_planner_says(
     names = ("weights", "adapter", "float32 masters", "AdamW", "gradients")
     planned = sum(items.get(name, 0) for name in names)
     (tmp_path / "store").mkdir()
-    assert join([start(_hold, tmp_path, config, rank) for rank in range(ranks)]) == [0] * ranks
+    assert join([fork(_hold, tmp_path, config, rank) for rank in range(ranks)]) == [0] * ranks
     for rank in range(ranks):
         assert int((tmp_path / f"held-{rank}").read_text()) == pytest.approx(planned, rel=0.15)
 

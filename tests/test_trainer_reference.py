@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_worker import DEADLINE, join, log_to, make_batch, make_config, start
+from forks import fork
+from learner_worker import DEADLINE, join, log_to, make_batch, make_config
 from tiny_models import make_random_model
 
 from tba_hpc.config import Config, parse_config
@@ -70,7 +71,7 @@ def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(
     config = parse_config(tree)
     for way in ("between", "without"):
         (tmp_path / f"store-{way}").mkdir()
-        processes = [start(_train, tmp_path, rank, config, way) for rank in range(ranks)]
+        processes = [fork(_train, tmp_path, rank, config, way) for rank in range(ranks)]
         assert join(processes) == [0] * ranks, "".join(log.read_text() for log in tmp_path.glob("log-*"))
     batch = batches.take_groups(make_batch(7), np.arange(3))
     initial = by_searcher(model, batch)
