@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 import tabular_run
 from tabular_run import EVERY, STEPS, start
+from typed import tba
 
 from tba_hpc.config import FIRST_ELASTIC
 from tba_hpc.core.types import Shard, make_uid
@@ -32,8 +31,6 @@ from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.inventory import inventory, with_checksum
 from tba_hpc.run.metrics import Record, read_metrics
-
-TBA = str(Path(sys.executable).parent / "tba")
 
 
 @dataclass(frozen=True)
@@ -100,12 +97,12 @@ def test_a_run_under_way_is_clean(story: Story) -> None:
 
 
 def test_the_command_exits_with_the_verdict(story: Story, copy: Callable[[str], RunDir]) -> None:
-    done = subprocess.run([TBA, "audit", story.finished.path], capture_output=True, text=True)
+    done = tba("audit", story.finished.path)
     assert done.returncode == 0 and ", 0 lost, 0 doubled; " in done.stdout, done
 
     run = copy("stopped")
     gone = delete_a_waiting_shard(run)
-    done = subprocess.run([TBA, "audit", run.path, "--json"], capture_output=True, text=True)
+    done = tba("audit", run.path, "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["clean"], told["lost"]) == (1, False, gone.lost)
     assert any(check["violations"] for check in told["checks"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from byte_tokenizer import ByteTokenizer, completion
 from recorded import new_run
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typed import tba
 from typer.testing import CliRunner
 
 from tba_hpc import cli
@@ -196,8 +195,7 @@ def test_without_a_config_a_model_is_evaluated_in_its_own_dtype(tmp_path: Path, 
 def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     words = [word.format(run=run.path) for word in words]
-    command = [str(Path(sys.executable).parent / "tba"), "evaluate", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = tba("evaluate", *words)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     with pytest.raises(ConfigError, match=sentence):
         raise ConfigError(done.stderr)
