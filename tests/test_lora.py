@@ -14,7 +14,16 @@ from learner_worker import LEARNING_RATE, Run, make_batch, run
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_deepspeed_learner import REST, WHOLE, Case, trajectory_balance_loss
-from test_vllm_generator import CONTEXT, _close, _generate, _generator, _request
+from test_vllm_generator import (
+    Served,
+    _assert_logprobs_of,
+    _close,
+    _generate,
+    _of_family,
+    _refuses_without,
+    _request,
+    _session,
+)
 from tiny_models import make_family_model, make_random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -376,31 +385,36 @@ def _flat(reference: HfReference, groups: list[Group]) -> np.ndarray:
 # --- The engine ---
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind"),
-    [
-        (1, "llama"),
-        pytest.param(2, "llama", marks=pytest.mark.system),
-        *((1, "qwen3_moe"), (1, "gpt_neox")),
-    ],
-)
-def test_an_engine_merges_the_adapter(ranks: int, kind: str, tmp_path: Path) -> None:
-    """Its log-probabilities are the learner's; a second adapter replaces the first and is not added to it.
+def test_an_engine_of_experts_follows_weights_and_merges_adapters(tmp_path: Path) -> None:
+    """Refused are weights without those of some experts, an adapter for another base, or for other layers."""
+    generator = _of_family(tmp_path, "qwen3_moe")
+    experts = "model.layers.1.mlp.experts"
+    policy = load_policy(str(tmp_path / "b"), "float32")
+    _refuses_without(generator, policy, f"{experts}.down_proj", told=experts)
+    lora = lora_of(load_policy(str(tmp_path / "a"), "float32"))
+    _refuses_others(generator, update_of(random_adapter(lora, seed=3), lora, 3))
+    _follows_adapters(generator, lora, (2, 3))
+    _close(generator)
 
-    Before, one for another base is refused, and one for layers that its model does not have.
-    """
-    model = (
-        make_random_model(tmp_path, tied=True, context=CONTEXT)
-        if kind == "llama"
-        else make_family_model(tmp_path, kind)
+
+@pytest.mark.system
+def test_an_engine_over_two_processes(tmp_path: Path) -> None:
+    """Tensor parallelism: each takes its part of new weights, or of an adapter, from the same memory."""
+    served = Served(tmp_path, tied=True, tensor_parallel=2)
+    assert len(_session(served.generator)) > 2
+    model = served.load(served.other, version=1)
+    groups = _generate(served.generator, *map(_request, range(6)))
+    _assert_logprobs_of(model, groups)
+    assert all((group.versions == 1).all() for group in groups)
+    _follows_adapters(
+        served.generator, lora_of(load_policy(str(served.folder), "float32"), ATTENTION), (2, 3)
     )
-    section = EVERYWHERE if kind != "llama" else ATTENTION
-    policy = load_policy(str(model), "float32")
-    lora = lora_of(policy, section)
-    generator = _generator(model, tensor_parallel=ranks)
-    if (ranks, kind) == (1, "llama"):
-        _refuses_others(generator, update_of(random_adapter(lora, seed=3), lora, 3))
-    for version in (1, 2):
+    _close(served.generator)
+
+
+def _follows_adapters(generator: VllmGenerator, lora: Lora, versions: tuple[int, int]) -> None:
+    """Its log-probabilities are the learner's; a second adapter replaces the first and is not added to it."""
+    for version in versions:
         values = random_adapter(lora, seed=version)
         take(lora, values)
         update = update_of(values, lora, version)
@@ -408,11 +422,7 @@ def test_an_engine_merges_the_adapter(ranks: int, kind: str, tmp_path: Path) -> 
         update.data[:] = 255
         groups = _generate(generator, *map(_request, range(4)))
         assert all((group.versions == version).all() for group in groups)
-        reference = HfReference(policy, chunk_tokens=64)
-        for group in groups:
-            for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
-    _close(generator)
+        _assert_logprobs_of(lora._policy, groups)
 
 
 def _refuses_others(generator: VllmGenerator, update: WeightUpdate) -> None:
@@ -421,7 +431,7 @@ def _refuses_others(generator: VllmGenerator, update: WeightUpdate) -> None:
     slots = tuple(replace(s, name=s.name.replace("layers.1.", "layers.9.")) for s in update.layout.slots)
     absent = replace(update, layout=replace(update.layout, slots=slots))
     assert "has no model.layers.9.self_attn.q_proj.weight, " in _refusal(generator, absent)
-    assert generator.version == 0
+    assert generator.version == 1
 
 
 def _refusal(generator: VllmGenerator, update: WeightUpdate) -> str:

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
-from tiny_models import make_random_model
 
 from tba_hpc.config import differences, dump_config, load_config
 from tba_hpc.exchange.hdf5_shards import read_shard
@@ -69,7 +68,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     return {**cluster.environment, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 
 
-def checkout(folder: Path, model: Path, *, time: str = "00:10:00", mpi: str = "pmix") -> RunDir:
+def checkout(folder: Path, model: Path, *, time: str) -> RunDir:
     """What sbatch needs of the repository, script, site and config edited; the run that will be there."""
     edits = {
         "--time=24:00:00": f"--time={time}",
@@ -86,7 +85,7 @@ def checkout(folder: Path, model: Path, *, time: str = "00:10:00", mpi: str = "p
         assert old in text, f"{script.name} no longer says {old}"
         text = text.replace(old, new)
     script.write_text(text)
-    (folder / "site.yaml").write_text(yaml.safe_dump(SITE | {"mpi": mpi}))
+    (folder / "site.yaml").write_text(yaml.safe_dump(SITE))
     bounded = "exchange.max_staleness=8"  # an engine that waits for the trainer leaves the processor alone
     config = load_config(QUICKSTART, [f"model.path={model}", bounded, *test_engines.SETTINGS])
     (folder / "mine.yaml").write_text(dump_config(config))
@@ -240,16 +239,6 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
     assert shapes == [(1, 2), (1, 2), (2, 1)], said(run)
     assert_same_training(run, uninterrupted)
-
-
-def test_a_users_mistake_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    """An MPI plugin that does not understand the ranks' MPI."""
-    run = checkout(tmp_path, make_random_model(tmp_path / "model", tied=False), mpi="pmi2")
-    job = sbatch(cluster, tmp_path, CONFIG="mine.yaml")
-    assert cluster.wait(job, seconds=START_SECONDS) == "FAILED", said(run)
-    sentence = "do not understand each other; under Slurm start with srun --mpi=pmix"
-    assert sentence in (tmp_path / f"tba-math-{job}.log").read_text(), said(run)
-    assert len(events(run, "start")) == 1, "started again, although nothing has changed"
 
 
 def test_a_job_of_a_trainer_alone_is_fed_by_an_elastic_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run of conversations: a real engine and learner, a game in between, a searcher that is killed."""
+"""A whole run of conversations: a real engine and learner, and a game in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 
-from .test_run import assert_whole, finish, ranks, steps_done, tba, wait_for
+from .test_run import assert_whole, finish, tba
 
 pytestmark = pytest.mark.system
 
@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_a_searcher_is_killed_amid_conversations_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
     model = make_random_model(tmp_path / "model", tied=True)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "echo.py").write_text(ECHO)
@@ -74,10 +74,7 @@ def test_a_searcher_is_killed_amid_conversations_and_the_run_goes_on(tmp_path: P
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "echo.yaml").write_text(yaml.safe_dump(CONFIG))
     words = ["run", "echo.yaml", "--set", f"model.path={model}", "--set", f"run.root={tmp_path}"]
-    process = tba(*words, folder=tmp_path)
-    wait_for(lambda: steps_done(tmp_path, NAME) >= 3, process)
-    ranks(process, "search")[0].kill()
-    code, out, err = finish(process)
+    code, out, err = finish(tba(*words, folder=tmp_path))
     assert code == 0, out + err
     run = RunDir.open(tmp_path / NAME)
     assert_whole(run, STEPS, SAMPLES)

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba_hpc.report.data import series
@@ -95,23 +94,3 @@ def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_pa
     assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
     old = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any(not torch.equal(tensor, old[name]) for name, tensor in policy.state_dict().items())
-
-
-def test_an_adapter_is_trained_killed_and_goes_on(model: Path, tmp_path: Path) -> None:
-    """LoRA all through, over files; that engines have the adapter is what the evaluations' gaps say."""
-    settings = ("model.lora={rank: 4}", "train.learning_rate.peak=5.0e-4", "exchange.transport=files")
-    process = start(model, tmp_path, *settings)
-    wait_for(lambda: "checkpoint" in trainer_events(tmp_path), process)
-    process.kill()
-    process.communicate()
-    code, out, err = finish(start(model, tmp_path, *settings))
-    assert code == 0, out + err
-    run = RunDir.open(tmp_path / NAME)
-    assert_whole(run, STEPS, SAMPLES)
-    assert "resumed" in trainer_events(tmp_path)
-    gaps = series(searched(run), "search/engine_gap")
-    assert gaps and max(gaps) < 1e-5
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, run.export))
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in after if "_proj" in name}
-    assert (run.export / "adapter" / "adapter_model.safetensors").is_file()

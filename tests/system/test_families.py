@@ -1,7 +1,8 @@
 """Whole runs of models unlike Llama, each by another way through the system: do engines follow the training?
 
 The models are random and tiny. What is tried is that every weight is trained, reaches the engine under its
-name and comes back in the export, whatever transformers and vLLM call it.
+name and comes back in the export, whatever transformers and vLLM call it. More families are learner's and
+engine's own tests.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from .test_run import ROOT, finish, tba
 pytestmark = pytest.mark.system
 
 WAYS: dict[str, tuple[str, ...]] = {
-    "qwen2": ("exchange.transport=mpi",),
-    "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files"),
+    "qwen2": (
+        *("exchange.transport=mpi", "train.tokens_per_micro_batch=512"),
+        "train.gradient_checkpointing=true",
+    ),
     "qwen3_moe": (
         *("train.zero_stage=3", "launch.trainers=2", "exchange.transport=files"),
         "train.deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}",
+        "train.reference.scored_by=trainer",
     ),
-    "gpt_neox": ("train.tokens_per_micro_batch=512", "train.gradient_checkpointing=true"),
 }
 """Family, and by what its run is unlike the quickstart's."""
 STEPS = 8
