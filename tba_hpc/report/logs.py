@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
@@ -66,7 +65,7 @@ def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int
         raise ConfigError(f"{run.path} has no {what} yet; there are: {known}")
     printer = Printer()
     for file in files:
-        printer.show(file, _last(Tail.near_end(file).new_lines(unfinished=True), lines))
+        printer.show(file, last=lines, unfinished=True)
 
 
 def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
@@ -74,61 +73,50 @@ def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: in
 
     attempt: follow that one alone. Raises ConfigError.
     """
-    printer, seen = Printer(), {}
+    printer = Printer()
     for file in log_files(run, rank, attempt):
-        seen[file] = Tail.near_end(file)
-        printer.show(file, _last(seen[file].new_lines(), lines))
+        printer.show(file, last=lines)
     while True:
         over = run.finished_file.exists()  # before the look, after which nothing is to come then
         for file in log_files(run, rank, attempt):
-            printer.show(file, seen.setdefault(file, Tail(file)).new_lines())
+            printer.show(file)
         if over:
             return
         time.sleep(LOOK_SECONDS)
 
 
 @dataclass
-class Tail:
-    """A log of which the first ``offset`` bytes are known."""
-
-    file: Path
-    offset: int = 0
-
-    @classmethod
-    def near_end(cls, file: Path) -> Tail:
-        """From MOST_BYTES before the end."""
-        return cls(file, max(0, file.stat().st_size - MOST_BYTES))
-
-    def new_lines(self, *, unfinished: bool = False) -> list[str]:
-        """The lines written since; one without its end only if it is wanted, else next time.
-
-        As a terminal would show them: of a line that a progress bar wrote over its end; no NUL of mpiexec's.
-        """
-        with open_regular(self.file) as file:
-            if file.seek(0, 2) < self.offset:  # another one of the same name
-                self.offset = 0
-            file.seek(self.offset)
-            data = file.read()
-        new = data if unfinished else data[: data.rfind(b"\n") + 1]
-        self.offset += len(new)
-        lines = new.replace(b"\0", b"").decode(errors="replace").removesuffix("\n").split("\n")
-        return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if new else []
-
-
-@dataclass
 class Printer:
-    """Prints lines of several files, and a heading wherever the file is another than before."""
+    """Prints what is new of several files, and a heading wherever the file is another than before.
 
+    offsets: how many bytes of each are known.
+    """
+
+    offsets: dict[Path, int] = field(default_factory=dict)
     file: Path | None = None
 
-    def show(self, file: Path, lines: Sequence[str]) -> None:
-        """Print lines of a file."""
+    def show(self, file: Path, *, last: int | None = None, unfinished: bool = False) -> None:
+        """Print the lines written since, or the last few of them.
+
+        unfinished: also one without its end, which else comes next time.
+        """
+        lines = self._new_lines(file, near_end=last is not None, unfinished=unfinished)
+        lines = lines if last is None else lines[max(0, len(lines) - last) :]
         if lines and file != self.file:
             print(f"{'' if self.file is None else chr(10)}==> {printable(str(file))} <==", flush=True)
             self.file = file
         for line in lines:
             print(printable(line), flush=True)
 
-
-def _last(lines: Sequence[str], count: int) -> Sequence[str]:
-    return lines[-count:] if count else []
+    def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
+        """As a terminal would show them: a progress bar by its last state, no NUL of mpiexec's."""
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            start = self.offsets.get(path, max(0, size - MOST_BYTES) if near_end else 0)
+            start = start if start <= size else 0  # else another one of the same name
+            file.seek(start)
+            data = file.read()
+        new = data if unfinished else data[: data.rfind(b"\n") + 1]
+        self.offsets[path] = start + len(new)
+        lines = new.replace(b"\0", b"").decode(errors="replace").removesuffix("\n").split("\n")
+        return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if new else []
