@@ -101,7 +101,7 @@ def run(
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import RUN
     from tba_hpc.launch import local
-    from tba_hpc.report.terminal import Terminal
+    from tba_hpc.report.tables import Terminal
 
     resolved = _resolve(config, overrides or [])
     require_trackers(resolved)
@@ -620,15 +620,13 @@ def _open(path: Path) -> RunDir:
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
     """Write the summary, and the report if it is missing or ``anew``; print the summary."""
-    from tba_hpc.report.tables import print_summary
+    from tba_hpc.report.summary import print_summary, summarise, write_summary
 
     if anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
         summary = write_report(run_dir)
     else:
-        from tba_hpc.report.summary import summarise, write_summary
-
         summary = summarise(run_dir)
         write_summary(run_dir, summary)
     print_summary(run_dir, summary, as_json=as_json)

@@ -12,10 +12,11 @@ import pytest
 from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
 from tba_hpc.commands.compare import compare, write_comparison
+from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
-from tba_hpc.report.summary import summarise, write_summary
-from tba_hpc.report.tables import duration, print_rows, print_summary
+from tba_hpc.report.summary import print_summary, summarise, write_summary
+from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
 

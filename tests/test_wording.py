@@ -6,8 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.core.wording import count, printable
-from tba_hpc.report.tables import print_values
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal, print_values
 
 
 def test_one_is_singular_and_none_and_many_are_plural() -> None:

@@ -28,7 +28,7 @@ from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.launch.slurm_queue import SlurmError
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 """What batch scripts and tools call."""

@@ -22,7 +22,7 @@ from tba_hpc.core.ports import Asking, Conversing, Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
 from tba_hpc.evaluate.target import find_target, refuse_missing
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 from tba_hpc.tasks import make_task
 
 if TYPE_CHECKING:  # it imports torch

@@ -14,8 +14,8 @@ from typing import Any
 from tba_hpc.config import ConfigError, differences, value_text
 from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate, difference
-from tba_hpc.report.summary import Summary, summary_of
-from tba_hpc.report.tables import NOTHING, Cell, cell_text, print_rows, summary_rows
+from tba_hpc.report.summary import Summary, summary_of, summary_rows
+from tba_hpc.report.tables import NOTHING, Cell, cell_text, print_rows
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")

@@ -37,3 +37,10 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
 def percent(share: float) -> str:
     """One decimal: 51.2 %."""
     return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, hours if there are any: 2:05, 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -16,8 +16,7 @@ from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import Target, find_target
 from tba_hpc.report.estimates import Estimate
-from tba_hpc.report.tables import NOTHING, print_rows, print_values
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import NOTHING, Terminal, print_rows, print_values
 
 __all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure", "print_result"]
 

@@ -35,7 +35,7 @@ from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.evaluate.target import Target
 from tba_hpc.report.estimates import Estimate, mean, passes, wilson
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import make_task
 

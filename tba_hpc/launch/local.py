@@ -32,7 +32,7 @@ from tba_hpc.config import Config
 from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.report.status import LiveDisplay
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.listeners import calls, deafen, listeners

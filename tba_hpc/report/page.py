@@ -11,13 +11,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from tba_hpc.config import Config, ConfigError, dump_config
-from tba_hpc.core.wording import count, printable
+from tba_hpc.core.wording import count, duration, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
 from tba_hpc.report.summary import Summary, summary_of, write_summary
-from tba_hpc.report.tables import NOTHING, duration
+from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic

@@ -19,14 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import Config
-from tba_hpc.core.wording import count
+from tba_hpc.core.wording import count, duration
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
-from tba_hpc.report.tables import NOTHING, duration
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import NOTHING, Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import number

@@ -1,21 +1,29 @@
-"""The headline numbers of a run: what ``summary.json`` holds."""
+"""The headline numbers of a run: what ``summary.json`` holds, and how they are shown."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
+from tba_hpc.core.wording import duration, percent
 from tba_hpc.report.alerts import alerts
-from tba_hpc.report.data import RunData
+from tba_hpc.report.data import MEAN_REWARD, RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import number
+
+if TYPE_CHECKING:  # ranks do without rich
+    from rich.console import Console
+
+    from tba_hpc.report.tables import Cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +155,72 @@ def policy_name(step: int) -> str:
 def write_summary(run: RunDir, summary: Summary) -> None:
     """Write ``summary.json``."""
     write_atomic(run.summary, json.dumps(asdict(summary), indent=2) + "\n")
+
+
+# --- Shown ---
+
+
+def summary_rows(summary: Summary) -> dict[str, Cell]:
+    """The headline figures of a run, as print_summary and ``tba compare`` show them."""
+    figures = summary.figures
+    return {
+        f"{summary.score_name} before": score_words(summary, summary.score_before),
+        f"{summary.score_name} after": score_words(summary, summary.score_after),
+        "held-out prompts": summary.test_prompts,
+        "perplexity before": summary.perplexity_before,
+        "perplexity after": summary.perplexity_after,
+        "reward": figures["search/reward"],
+        "KL": figures["search/kl"],
+        "entropy": figures["search/entropy"],
+        "tokens per completion": figures["search/length"],
+        "staleness": summary.staleness,
+        "optimizer steps": summary.steps,
+        "training time": duration(summary.train_seconds),
+        "ETTR": None if summary.ettr is None else percent(summary.ettr),
+        "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
+        "trajectories": summary.trajectories,
+        "tokens": summary.tokens,
+        "tokens per searcher-second": summary.goodput,
+        "alerts": len(summary.alerts),
+    }
+
+
+def print_summary(
+    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print what a run came to and where its results lie; as JSON, all of summary.json."""
+    from tba_hpc.report.tables import print_values
+
+    if as_json:
+        print_values(asdict(summary), as_json=True)
+        return
+    under, step = summary.perplexity_reference, summary.evaluated_step
+    optional: dict[str, Cell] = {
+        "perplexity under the": None if under is None else policy_name(under),
+        "evaluated at step": None if step == summary.steps else step,
+        "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
+        "failed tool calls": None
+        if (failed := summary.figures["search/failed_calls"]) is None
+        else percent(failed),
+        "skipped steps": summary.skipped_steps or None,
+        "rejected trajectories": summary.rejected or None,
+        "dropped trajectories": summary.dropped or None,
+        "alert": next(iter(summary.alerts), None),
+    }
+    places = {"model": run.export, "report": run.report, "summary": run.summary}
+    values: dict[str, Cell] = {
+        **summary_rows(summary),
+        **{name: value for name, value in optional.items() if value is not None},
+        **{name: str(path) for name, path in places.items() if path.exists()},
+        **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
+    }
+    print_values(values, console=console)
+
+
+def score_words(summary: Summary, score: Estimate | None) -> str | None:
+    """A score of the run with its 95 % interval."""
+    if score is None:
+        return None
+    if summary.score_name == MEAN_REWARD:
+        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f})"
+    return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f})"

@@ -1,22 +1,16 @@
-"""Tables for the terminal that are JSON on request, and how values look in them."""
+"""The terminal for output about a run, tables on it that are JSON on request, and how values look in them."""
 
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.core.wording import percent
-from tba_hpc.report.data import MEAN_REWARD
-from tba_hpc.report.estimates import Estimate
-from tba_hpc.report.summary import Summary, policy_name
-from tba_hpc.report.terminal import Terminal
-from tba_hpc.run.directory import RunDir
+from tba_hpc.core.wording import printable
 
 NOTHING = "–"
 """Shown if there is no value yet."""
@@ -24,68 +18,16 @@ NOTHING = "–"
 Cell = str | int | float | bool | None
 
 
-def summary_rows(summary: Summary) -> dict[str, Cell]:
-    """The headline figures of a run, as print_summary and ``tba compare`` show them."""
-    figures = summary.figures
-    return {
-        f"{summary.score_name} before": score_words(summary, summary.score_before),
-        f"{summary.score_name} after": score_words(summary, summary.score_after),
-        "held-out prompts": summary.test_prompts,
-        "perplexity before": summary.perplexity_before,
-        "perplexity after": summary.perplexity_after,
-        "reward": figures["search/reward"],
-        "KL": figures["search/kl"],
-        "entropy": figures["search/entropy"],
-        "tokens per completion": figures["search/length"],
-        "staleness": summary.staleness,
-        "optimizer steps": summary.steps,
-        "training time": duration(summary.train_seconds),
-        "ETTR": None if summary.ettr is None else percent(summary.ettr),
-        "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
-        "trajectories": summary.trajectories,
-        "tokens": summary.tokens,
-        "tokens per searcher-second": summary.goodput,
-        "alerts": len(summary.alerts),
-    }
+class Terminal(Console):
+    """A console that escapes control characters in text, except those of its own styles and displays.
 
+    Text may be of models, data files and other people's runs.
+    """
 
-def print_summary(
-    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
-) -> None:
-    """Print what a run came to and where its results lie; as JSON, all of summary.json."""
-    if as_json:
-        print_values(asdict(summary), as_json=True)
-        return
-    under, step = summary.perplexity_reference, summary.evaluated_step
-    optional: dict[str, Cell] = {
-        "perplexity under the": None if under is None else policy_name(under),
-        "evaluated at step": None if step == summary.steps else step,
-        "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
-        "failed tool calls": None
-        if (failed := summary.figures["search/failed_calls"]) is None
-        else percent(failed),
-        "skipped steps": summary.skipped_steps or None,
-        "rejected trajectories": summary.rejected or None,
-        "dropped trajectories": summary.dropped or None,
-        "alert": next(iter(summary.alerts), None),
-    }
-    places = {"model": run.export, "report": run.report, "summary": run.summary}
-    values: dict[str, Cell] = {
-        **summary_rows(summary),
-        **{name: value for name, value in optional.items() if value is not None},
-        **{name: str(path) for name, path in places.items() if path.exists()},
-        **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
-    }
-    print_values(values, console=console)
-
-
-def score_words(summary: Summary, score: Estimate | None) -> str | None:
-    """A score of the run with its 95 % interval."""
-    if score is None:
-        return None
-    if summary.score_name == MEAN_REWARD:
-        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f})"
-    return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f})"
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As the base class."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def print_values(
@@ -125,10 +67,3 @@ def cell_text(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, hours if there are any: 2:05, 1:02:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -22,7 +22,7 @@ from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import count
 from tba_hpc.launch.plan import Site, load_site, plan
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 
 DEFAULT_GPU = "h100-80"
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from tba_hpc.core.wording import count
 from tba_hpc.report.samples.select import Sample, Selection
 from tba_hpc.report.samples.texts import Decode, pieces
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
