@@ -14,6 +14,7 @@ from pathlib import Path
 from tba_hpc.config import is_elastic
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
+from tba_hpc.report.alerts import Alert, alerts
 from tba_hpc.report.attempts import FAULTS, KILLED, Attempt, Event, attempts, held_seconds
 from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.report.digest import SearcherDigest, Stretch, TrainerDigest, kept_digest
@@ -146,6 +147,11 @@ class RunData:
         met["damaged"] = len(self.trainer.damaged)
         met[KILLED] = sum(attempt.outcome == KILLED for attempt in self.attempts)
         return {kind: met[kind] for kind in FAULTS}
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What is wrong by now, the worst first."""
+        return alerts(self.trends, self.config, list(self.evaluations.values()))
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """The complete evaluations of a split, by step."""

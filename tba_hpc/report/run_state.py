@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tba_hpc.report.alerts import Alert, alerts
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.run.directory import RunDir
@@ -133,11 +132,6 @@ class RunMonitor(RunData):
         since = max(self._begun, time.time() - silent)
         records = [digest.last for _, digest in sorted(self.searchers.items())]
         return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
-
-    @property
-    def alerts(self) -> list[Alert]:
-        """What is wrong by now, the worst first."""
-        return alerts(self.trends, self.config, list(self.evaluations.values()))
 
     @property
     def tested(self) -> bool:

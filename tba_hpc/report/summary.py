@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.wording import duration, percent
-from tba_hpc.report.alerts import alerts
 from tba_hpc.report.data import MEAN_REWARD, RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
@@ -123,7 +122,7 @@ def summary_of(data: RunData) -> Summary:
         figures={name: trends.latest(name) for name in CURVES},
         skipped_steps=trends.skipped,
         rejected=trends.rejected,
-        alerts=[alert.sentence for alert in alerts(trends, config, list(data.evaluations.values()))],
+        alerts=[alert.sentence for alert in data.alerts],
     )
 
 
