@@ -158,9 +158,9 @@ def start(target: object, *arguments: object) -> multiprocessing.Process:
 
 
 def join(processes: list[multiprocessing.Process]) -> list[int | None]:
-    """Exit codes; None for a process that had to be killed after two minutes."""
+    """Exit codes; None for a process that had to be killed after five minutes."""
     for process in processes:
-        process.join(120)
+        process.join(300)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

@@ -58,11 +58,11 @@ def go(config: Config, task: TabularTask) -> list[int]:
 def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert go(bounded(tmp_path, searchers=2, deadline=1), TabularTask(TABLE)) == [0] * STEPS
+    assert go(bounded(tmp_path, searchers=2, deadline=4), TabularTask(TABLE)) == [0] * STEPS
     (warning,) = [
         record.message for record in caplog.records if "others begin what is missing" in record.message
     ]
-    assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 1 s" in warning
+    assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 4 s" in warning
     assert "see the logs of searchers 1, which owe them" in warning
 
 

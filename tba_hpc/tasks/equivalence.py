@@ -34,7 +34,7 @@ class Equivalence:
         r"""Whether ``answer`` equals ``target``, both LaTeX or plain, without dollar signs or ``\boxed``."""
         if self._pool is None:
             # Not forked: an MPI rank must not be.
-            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_bound_memory)
+            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)
         try:
             return self._pool.apply_async(_equal, (answer, target)).get(DEADLINE_SECONDS)
         except multiprocessing.TimeoutError:
@@ -51,13 +51,15 @@ class Equivalence:
         self._pool = None
 
 
-def _bound_memory() -> None:
+def _begin() -> None:
+    """In the worker: bound its memory, and load what the first answer would otherwise wait for."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
+    _equal(r"\frac{1}{2}", "x^2", seconds=None)
 
 
-def _equal(answer: str, target: str) -> bool:
+def _equal(answer: str, target: str, seconds: int | None = STEP_SECONDS) -> bool:
     """In the worker: equal as mathematics; False for what cannot be read or takes too long."""
     import math_verify  # slow to import
 
-    gold, given = (math_verify.parse(f"${text}$", parsing_timeout=STEP_SECONDS) for text in (target, answer))
-    return bool(math_verify.verify(gold, given, timeout_seconds=STEP_SECONDS))
+    gold, given = (math_verify.parse(f"${text}$", parsing_timeout=seconds) for text in (target, answer))
+    return bool(math_verify.verify(gold, given, timeout_seconds=seconds))

@@ -234,6 +234,9 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     wait_for(lambda: steps_done(tmp_path) >= 2, process)
     run = RunDir.open(tmp_path / NAME)
     before = (run.attempt, run.config_file.read_bytes(), run.events_file.read_bytes())
+    children = psutil.Process(process.pid).children(recursive=True)
+    trainer = next(child for child in children if "train" in child.cmdline())
+    trainer.suspend()  # it must not finish while others try to join
 
     code, out, err = finish(start(tmp_path, *settings, "launch.searchers=2"))
     assert code == 2, out + err
@@ -245,6 +248,7 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     assert not [*run.attempt.glob("refused-*"), *run.attempt.glob("failed-*")]
 
     assert process.poll() is None, process.communicate()
+    trainer.resume()
     process.kill()
     process.communicate()
     assert_whole(run_to_end(tmp_path, *settings), 200)
