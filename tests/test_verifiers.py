@@ -186,6 +186,14 @@ def test_a_rollout_that_cannot_be_trained_on_is_set_aside(
     assert sentence in caplog.text
 
 
+@needs_verifiers
+def test_a_row_whose_task_is_none_is_told_so(play: Callable[..., Completion]) -> None:
+    import own_sums
+
+    host = own_sums.Sums._host
+    assert "Field required" in host.ask(next(host.ids), task={})["error"]
+
+
 def test_a_python_without_verifiers_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"ended with status 1, .* 'pip install verifiers"):
         Host(sys.executable, {"taskset": {"id": "sums-v1"}})

@@ -29,6 +29,8 @@ from tba_hpc.core.own_code import find_function
 from tba_hpc.core.ports import Message
 from tba_hpc.environments.chat import Call, parse_calls
 
+PROGRAM = Path(__file__).with_name("verifiers_host.py")
+
 Line = dict[str, Any]
 
 
@@ -36,13 +38,7 @@ class Host:
     """The process, and who waits for which of its lines. Raises ConfigError if it ends."""
 
     def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
-        words = [
-            python,
-            "-P",
-            str(Path(__file__).with_name("verifiers_host.py")),
-            json.dumps(env),
-            str(tasks),
-        ]
+        words = [python, "-P", str(PROGRAM), json.dumps(env), str(tasks)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._answers: dict[int, queue.SimpleQueue[Line]] = defaultdict(queue.SimpleQueue)
         self.ids = itertools.count(1)

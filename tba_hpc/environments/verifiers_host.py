@@ -60,24 +60,26 @@ class Host(Client):
         if "task" in order:
             self._rollouts[id] = asyncio.create_task(self._play(id, order["task"]))
         elif order and id in self._answers:
-            self._answers[id].set_result(order)
+            self._answers.pop(id).set_result(order)
         elif id in self._rollouts:
             self._rollouts[id].cancel()
 
     async def _play(self, id: int, data: dict[str, Any]) -> None:
-        kind = type(self.env.taskset).task_type()
-        (slot,) = self.env.slots(kind(kind.data_type().model_validate(data), self.env.config.taskset.task))
-
         def minted(trace: Trace) -> None:
             self._traces[trace.id] = id, trace
 
+        kind = type(self.env.taskset).task_type()
         try:
+            task = kind(kind.data_type().model_validate(data), self.env.config.taskset.task)
+            (slot,) = self.env.slots(task)
             episode = await self.env.run_slot(slot, CONTEXT, on_trace=minted)
             errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
             if episode.ok and len(episode.traces) == 1:
                 self.tell(id=id, end=episode.traces[0].reward)
             else:
                 self.tell(id=id, error=[*errors, "it has several agents, and one is trained"][0])
+        except Exception as error:
+            self.tell(id=id, error=repr(error))
         finally:
             self._rollouts.pop(id)
             self._answers.pop(id, None)
@@ -88,18 +90,16 @@ class Host(Client):
     ) -> Response:
         """A turn of the rollout whose trace has this id."""
         id, trace = self._traces[session_id]
-        self._answers[id] = asyncio.get_running_loop().create_future()
+        asked = self._answers[id] = asyncio.get_running_loop().create_future()
         self.tell(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
-        answer = await self._answers[id]
+        answer = await asked
         if "cut" in answer:
             trace.stop("cut_off")  # so that it is scored as it is
             raise ProviderError("this is the maximum context length", status_code=400)
         said = answer["say"]
         calls = [ToolCall(id=f"{trace.num_turns}-{n}", **call) for n, call in enumerate(said.pop("calls"))]
-        message, finish = (
-            AssistantMessage(tool_calls=calls or None, **said),
-            "tool_calls" if calls else "stop",
-        )
+        message = AssistantMessage(tool_calls=calls or None, **said)
+        finish = "tool_calls" if calls else "stop"
         response = Response(id=trace.id, created=0, model=MODEL, message=message, finish_reason=finish)
         response.raw = serialize_completion(response, MODEL)
         return response
