@@ -540,9 +540,8 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Read RUN's completions: prompt, text, reward, and what became of them."""
-    from tba_hpc.report.samples.select import Query, select
+    from tba_hpc.report.samples.select import Query, run_tokenizer, select
     from tba_hpc.report.samples.show import print_samples, write_page
-    from tba_hpc.report.samples.texts import run_tokenizer
 
     run_dir = RunDir.open(run)
     query = Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)

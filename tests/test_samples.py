@@ -24,9 +24,8 @@ from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sampling
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
-from tba_hpc.report.samples.select import Query, sealed_shards, select
-from tba_hpc.report.samples.show import print_samples, shade, write_page
-from tba_hpc.report.samples.texts import pieces, run_tokenizer
+from tba_hpc.report.samples.select import Query, run_tokenizer, sealed_shards, select
+from tba_hpc.report.samples.show import pieces, print_samples, shade, write_page
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tba_hpc.config import Config
 from tba_hpc.report.data import read_evaluations
 from tba_hpc.report.estimates import wilson
-from tba_hpc.report.samples.select import Query, select
-from tba_hpc.report.samples.texts import run_tokenizer
+from tba_hpc.report.samples.select import Query, run_tokenizer, select
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsTail, read_metrics, step_records
 

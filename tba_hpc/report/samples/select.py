@@ -6,15 +6,19 @@ are read one after the other, and only matches are kept, so a run may be larger 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import is_own
+from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
-from tba_hpc.report.samples.texts import Decode
+from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.history import History, Merge
@@ -27,6 +31,8 @@ State = Literal["waiting", "merged", "buffer", "gone"]
 to another."""
 
 Rank = tuple[float, int, int]
+
+Decode = Callable[[np.ndarray], str]
 
 
 @dataclass(frozen=True)
@@ -262,3 +268,24 @@ def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple
     """See ``Sample``; the first is the policy's."""
     parts = np.split(tokens, np.flatnonzero(action_T[1:] != action_T[:-1]) + 1)
     return tuple((("policy", "environment")[place % 2], decode(part)) for place, part in enumerate(parts))
+
+
+def run_tokenizer(run: RunDir) -> Tokenizer:
+    """The quickest of the exported model, or else of the one that the config names. Raises ConfigError.
+
+    It imports torch only if the model's files leave no other way.
+    """
+    path = run.config().model.path
+    for model in (str(run.export), path):
+        if Path(model).is_dir() and (found := FileTokenizer.find(model)):
+            return found
+    if is_own(path):
+        raise ConfigError(f"{run.path} cannot be put into words: model.path={path} brings no tokenizer")
+    if found := FileTokenizer.find(path):
+        return found
+    from tba_hpc.learner.hf_model import load_tokenizer
+
+    try:
+        return load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(f"{run.path} cannot be put into words: {error}") from None

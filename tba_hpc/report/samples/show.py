@@ -15,13 +15,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.core.wording import count
-from tba_hpc.report.samples.select import Sample, Selection
-from tba_hpc.report.samples.texts import Decode, pieces
+from tba_hpc.report.samples.select import Decode, Sample, Selection
 from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import RunDir
 
@@ -41,6 +41,12 @@ EDGES = (0.1, 0.5, 1.5, 4.0)
 
 END = "■"
 """Stands for a token without text, such as the end of a sequence."""
+
+CONTEXT = 4
+"""Tokens before one that decide how it reads: whether a blank comes first."""
+
+BROKEN = "\ufffd"
+"""What a part of a character reads as."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False, console: Console | None = None) -> None:
@@ -142,6 +148,22 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
         if has_reference:
             note += f", reference {ref_logprob:.2f}: {logprob - ref_logprob:+.2f}"
         yield Token(text or END, shade(logprob - ref_logprob) if has_reference else "", note)
+
+
+def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
+    """What each token adds to the text: empty for a special one, and for all but the last of a character.
+
+    tokens: int32 [T]. The pieces together are the text.
+    """
+    found: list[str] = []
+    start = 0  # of the tokens whose text is still incomplete
+    for end in range(1, len(tokens) + 1):
+        before = max(0, start - CONTEXT)
+        known, text = decode(tokens[before:start]), decode(tokens[before:end])
+        whole = not text.endswith(BROKEN) or end == len(tokens)
+        found.append(text[len(known) :] if whole else "")
+        start = end if whole else start
+    return found
 
 
 def shade(log_ratio: float) -> str:
