@@ -158,7 +158,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         )
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
-    checkpoints.pruner.finish(PRUNING_SECONDS)
+    checkpoints.finish_pruning(PRUNING_SECONDS)
 
 
 def replay(

@@ -18,7 +18,7 @@ from tba_hpc.exchange.hdf5_shards import SEARCHERS_AT_FULL_RATE, read_shard, sea
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
-from tba_hpc.run.pruning import ShardPruner, place_of, sealed_files
+from tba_hpc.run.pruning import place_of, prune, sealed_files
 
 
 @pytest.fixture
@@ -38,13 +38,6 @@ def write(run: RunDir, searcher: int, count: int, size: int) -> None:
     run.shard_folder(searcher).mkdir(exist_ok=True)
     for index in range(count):
         run.shard_file(searcher, index).write_bytes(bytes(size))
-
-
-def prune(run: RunDir, share: float, cursors: dict[int, int]) -> None:
-    """Delete what is before the cursors, and keep a share of it."""
-    pruner = ShardPruner(run, share)
-    pruner.prune(cursors)
-    assert pruner.finish(60)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +66,7 @@ def test_the_share_is_kept_bit_by_bit_and_the_rest_is_deleted(run: RunDir, share
     seal(run, 1, 5)
     before = {key: path.read_bytes() for key, path in sealed_files(run).items()}
     for cursors in ({0: 12, 1: 3}, {0: 14, 1: 5}):
-        prune(run, share, cursors)
+        prune(run, cursors, share)
         left = {key for key in before if key[1] >= cursors[key[0]] or place_of(key) < share}
         assert {key: path.read_bytes() for key, path in sealed_files(run).items()} == {
             key: before[key] for key in sorted(left)
@@ -89,15 +82,12 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(
     run.shard_file(0, 2).unlink()
     run.shard_file(0, 2).mkdir()
     run.shard_file(0, 1).rename(run.shard_folder(0) / "000001.h5.refused")
-    pruner = ShardPruner(run)
-    pruner.prune({0: 4, 7: 3})  # of searcher 7 nothing is left
-    assert pruner.finish(60)
+    prune(run, {0: 4, 7: 3})  # of searcher 7 nothing is left
     assert sorted(run.shard_files()) == [(0, 2), (0, 4), (0, 5)]
     assert "cannot delete 1 of the merged shards" in caplog.text and "000002.h5" in caplog.text
     run.shard_file(0, 2).rmdir()
     run.shard_file(0, 2).touch()
-    pruner.prune({0: 5, 7: 3})
-    assert pruner.finish(60)
+    prune(run, {0: 5, 7: 3})
     assert sorted(run.shard_files()) == [(0, 5)]
     assert (run.shard_folder(0) / "000001.h5.refused").exists()
 
@@ -108,14 +98,13 @@ def test_a_full_disk_keeps_nothing_from_being_deleted(run: RunDir, monkeypatch: 
 
     seal(run, 0, 4)
     monkeypatch.setattr(Path, "rename", full)
-    prune(run, 1.0, {0: 3})
+    prune(run, {0: 3}, 1.0)
     assert list(sealed_files(run)) == [(0, 3)]
 
 
 def _prune_until_killed(path: Path, nth: int) -> None:
-    pruner = ShardPruner(RunDir(path), 0.5)
     Killer(path, nth)
-    pruner._prune({0: 8})
+    prune(RunDir(path), {0: 8}, 0.5)
 
 
 def test_a_kill_before_any_change_to_files_takes_none_that_is_wanted(tmp_path: Path) -> None:
@@ -134,7 +123,7 @@ def test_a_kill_before_any_change_to_files_takes_none_that_is_wanted(tmp_path: P
             assert set(wanted) <= set(sealed_files(run))
             for path in sealed_files(run).values():
                 read_shard(path)
-            prune(run, 0.5, {0: 8})
+            prune(run, {0: 8}, 0.5)
         assert list(sealed_files(run)) == wanted
         nth += 1
     assert nth > 5

@@ -15,7 +15,6 @@ import pytest
 import tabular_run
 from byte_tokenizer import ByteTokenizer
 from recorded import new_run, write
-from test_pruning import prune
 from tiny_models import make_tokenizer
 from typer.testing import CliRunner
 
@@ -28,6 +27,7 @@ from tba_hpc.report.samples.select import Query, run_tokenizer, sealed_shards, s
 from tba_hpc.report.samples.show import pieces, print_samples, shade, write_page
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.pruning import prune
 
 BYTES = ByteTokenizer()
 QUESTIONS = ("How many <eggs>?", "How many Pens?")
@@ -120,7 +120,7 @@ def test_damaged_shards_are_left_out_and_kept_ones_are_found(run: RunDir) -> Non
     data = bytearray(run.shard_file(1, 0).read_bytes())
     data[-9] ^= 1
     run.shard_file(1, 0).write_bytes(data)
-    prune(run, 1.0, {0: 1})
+    prune(run, {0: 1}, 1.0)
     assert not run.shard_file(0, 0).exists()
     assert texts(run, Query(order="oldest")) == ["four", "Five", "six"]
 
@@ -128,7 +128,7 @@ def test_damaged_shards_are_left_out_and_kept_ones_are_found(run: RunDir) -> Non
 def test_shards_that_move_while_they_are_read_are_followed(run: RunDir) -> None:
     shards = sealed_shards(run)
     found = [next(shards).searcher]
-    prune(run, 1.0, {1: 1})
+    prune(run, {1: 1}, 1.0)
     assert not run.shard_file(1, 0).exists()
     assert [*found, *(shard.searcher for shard in shards)] == [0, 1]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -33,7 +34,7 @@ from tba_hpc.run.files import (
 )
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
 from tba_hpc.run.owners import end_if_superseded
-from tba_hpc.run.pruning import ShardPruner
+from tba_hpc.run.pruning import prune
 
 log = logging.getLogger(__name__)
 
@@ -94,21 +95,18 @@ Arrays = Mapping[str, np.ndarray]
 """Arrays of any dtype and shape, by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    kept_share: of shards, as ``ShardPruner``'s share.
+    kept_share: of the shards that none needs any more, see ``pruning.prune``.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     kept_share: float = 0.0
-    pruner: ShardPruner = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run, self.kept_share))
+    _pruner: threading.Thread | None = field(default=None, init=False)
 
     def save(
         self,
@@ -144,12 +142,28 @@ class Checkpoints:
                 saved = replace(state, save_seconds=seconds)
                 listed = inventory(folder, known=known)
                 cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed)
-                self.pruner.prune(cursors)
+                self._prune(cursors)
                 prune_references(self.run)
                 return saved
 
         begun = at_once(begin)
         return in_background(complete)
+
+    def _prune(self, cursors: Mapping[int, int]) -> None:
+        """Drop shards beside what follows: of a slow file system the next checkpoint does not wait for it."""
+
+        def work(before: threading.Thread | None) -> None:
+            if before:
+                before.join()
+            prune(self.run, cursors, self.kept_share)
+
+        self._pruner = threading.Thread(target=work, args=(self._pruner,), name="pruner", daemon=True)
+        self._pruner.start()
+
+    def finish_pruning(self, seconds: float) -> None:
+        """Wait so long at most for what is left to drop; the next start drops the rest."""
+        if self._pruner:
+            self._pruner.join(seconds)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""
