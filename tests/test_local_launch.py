@@ -80,8 +80,10 @@ import sys
 from pathlib import Path
 from tba_hpc.launch.local import launch
 from tba_hpc.run.directory import RunDir
-run = RunDir.open(Path(sys.argv[1]))
-sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
+from tba_hpc.run.owners import owned
+run = RunDir.open(Path(sys.argv[3]))
+with owned(run):
+    sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[4:]]))
 """
 
 HOLDER = """
@@ -110,18 +112,22 @@ def config_of(tmp_path: Path, transport: str = "mpi", trainers: int = 1, searche
 
 
 class Launched:
-    """A launcher running in a process of its own."""
+    """A launcher in a process of its own, which looks like ``tba run RUN``."""
 
-    def __init__(self, tmp_path: Path, mode: str, transport: str, **environment: str) -> None:
+    def __init__(
+        self, tmp_path: Path, mode: str, transport: str, *, interruptible: bool = True, **environment: str
+    ) -> None:
         self.run = RunDir.create(config_of(tmp_path, transport))
+        heard = signal.SIG_DFL if interruptible else signal.SIG_IGN
         player = tmp_path / "player.py"
         player.write_text(PLAYER)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(self.run.path), str(player), mode],
+            [sys.executable, "-c", LAUNCHER, "tba", "run", str(self.run.path), str(player), mode],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, heard),
         )
 
     def pids(self) -> list[int]:

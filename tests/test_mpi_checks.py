@@ -1,14 +1,14 @@
 """Which MPI library is chosen and what the doctor says of it: rules, texts and scripts, without MPI."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from test_doctor import _says
 
 from tba_hpc.checks import library as loaded
 from tba_hpc.checks import mpi_checks
-from tba_hpc.checks.facts import Facts, Finding
+from tba_hpc.checks.facts import Facts
 from tba_hpc.checks.library import Library
 from tba_hpc.config import parse_config
 from tba_hpc.launch import mpi_library
@@ -26,14 +26,6 @@ MAPS = """55d0c0000000-55d0c0001000 r--p 00000000 08:01 1 /venv/bin/python3.11
 7f10a0006000-7f10a0007000 r--p 00000000 08:01 4 /opt/lib/libpmix.so.2.5.2
 7ffd00000000-7ffd00001000 r-xp 00000000 00:00 0 [vdso]
 """
-
-
-def _says(findings: Iterable[Finding], level: str, *words: str) -> None:
-    (finding,) = findings
-    assert finding.level == level, finding
-    assert all(word in finding.sentence for word in words), finding.sentence
-    assert "\n" not in finding.sentence
-    assert bool(finding.remedy) == (level != "ok"), finding
 
 
 # --- The choice ---

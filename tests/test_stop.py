@@ -16,55 +16,24 @@ import pytest
 from recorded import happen
 from typed import tba
 
-from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, stop
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import Owner
-from tests.test_local_launch import PLAYER, wait_until
-
-LAUNCHER = """
-import sys
-from pathlib import Path
-from tba_hpc.launch.local import launch
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.owners import owned
-run = RunDir.open(Path(sys.argv[3]))
-with owned(run):
-    sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[4:]]))
-"""
+from tests.test_local_launch import Launched, alive, config_of, wait_until
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    tree = {
-        "run": {"root": str(tmp_path)},
-        "model": {"path": "tiny"},
-        "exchange": {"transport": "files"},
-        "launch": {"searchers": 2},
-    }
-    return RunDir.create(parse_config(tree))
+    return RunDir.create(config_of(tmp_path, "files"))
 
 
-class Launched:
-    """A launcher of three ranks that behave as ``mode`` says; see PLAYER."""
-
-    def __init__(self, run: RunDir, mode: str, *, interruptible: bool = True) -> None:
-        player = run.path.parent / "player.py"
-        player.write_text(PLAYER)
-        heard = signal.SIG_DFL if interruptible else signal.SIG_IGN
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, "tba", "run", str(run.path), str(player), mode],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, heard),
-        )
-        wait_until(lambda: len(list(run.path.glob("pid-*"))) == 3 and all(self.ranks(run)))
-        wait_until(lambda: (run.logs / "latest/at-work").exists())
-
-    @staticmethod
-    def ranks(run: RunDir) -> list[str]:
-        return [path.read_text() for path in run.path.glob("pid-*")]
+def up(run: RunDir, mode: str, *, interruptible: bool = True) -> Launched:
+    """A launcher of three ranks that behave as ``mode`` says, and are at work."""
+    launched = Launched(run.path.parent, mode, "files", interruptible=interruptible)
+    launched.wait_for_ranks()
+    wait_until(lambda: (run.logs / "latest/at-work").exists())
+    return launched
 
 
 @pytest.fixture
@@ -81,13 +50,6 @@ def events(run: RunDir) -> list[str]:
     return [event["event"] for event in read_events(run)]
 
 
-def all_gone(pids: list[str]) -> bool:
-    """Whether none runs; a dead one may wait to be reaped."""
-    states = [Path(f"/proc/{pid}/stat") for pid in pids]
-    found = [state.read_text().rpartition(")")[2].split()[0] for state in states if state.exists()]
-    return set(found) <= {"Z", "X"}
-
-
 def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
     said = f"nobody is at work on {run.path}; to go on with it: tba run {run.path}"
     assert stop.stop(run) == stop.cancel(run) == said
@@ -99,7 +61,7 @@ def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
 
 
 def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Launched]) -> None:
-    launched.append(Launched(run, "wait"))
+    launched.append(up(run, "wait"))
     pid = launched[0].process.pid
     said = stop.stop(run)
     assert said.startswith(f"process {pid} on ") and said.endswith(f"to go on then: tba run {run.path}")
@@ -110,7 +72,7 @@ def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Lau
 
 
 def test_a_deadline_names_who_has_not_ended(run: RunDir, launched: list[Launched]) -> None:
-    launched.append(Launched(run, "stubborn"))
+    launched.append(up(run, "stubborn"))
     stop.stop(run)
     pid = launched[0].process.pid
     with pytest.raises(
@@ -120,11 +82,11 @@ def test_a_deadline_names_who_has_not_ended(run: RunDir, launched: list[Launched
 
 
 def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -> None:
-    launched.append(Launched(run, "wait"))
-    ranks = launched[0].ranks(run)
+    launched.append(up(run, "wait"))
+    ranks = launched[0].pids()
     said = stop.cancel(run)
     assert "nothing sealed is lost" in said and said.endswith(f"tba run {run.path}")
-    assert stop.at_work(run) is None and all_gone(ranks)
+    assert stop.at_work(run) is None and alive(ranks) == []
     assert events(run)[-1] == "aborted"
     assert not run.summary.exists(), "nobody had the time to write"
 
@@ -133,11 +95,11 @@ def test_cancel_kills_a_launcher_that_does_not_listen(
     run: RunDir, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop, "ASK_SECONDS", 0.5)
-    launched.append(Launched(run, "stubborn", interruptible=False))
-    ranks = launched[0].ranks(run)
+    launched.append(up(run, "stubborn", interruptible=False))
+    ranks = launched[0].pids()
     stop.cancel(run)
     assert launched[0].process.wait(5) == -signal.SIGKILL
-    wait_until(lambda: all_gone(ranks))
+    wait_until(lambda: alive(ranks) == [])
     assert events(run) == ["start", "aborted"]
 
 

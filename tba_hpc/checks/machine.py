@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -155,44 +154,14 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
     parent = next(folder for folder in (root, *root.parents) if folder.exists())
     kind = mount_kind(parent.resolve(), Path("/proc/mounts").read_text())
     try:
-        tried = try_folder(parent)
+        yield from judge_folder(root, parent, kind)
     except OSError as error:
         found = f"cannot write to {root}: {error.strerror or error}"
         yield problem(RUN_ROOT, found, "choose another folder with --run-root")
         return
-    yield from judge_folder(root, kind, tried)
     yield judge_kind(root, kind, shared=facts.shared)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """What a folder did: publish a file in so many seconds, keep its mode, lock it, link it to one new name
-    only, swap it under a reader; and how far its clock is ahead of this machine's, in seconds.
-    """
-
-    seconds: float
-    private: bool
-    locks: bool
-    links: bool
-    swaps: bool
-    ahead: float
-
-
-def try_folder(parent: Path) -> Tried:
-    """Do in a folder, which is removed, what a run does. Raises OSError."""
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
-        file, began = Path(name) / "file", time.monotonic()
-        publish(file, b"text")
-        return Tried(
-            seconds=time.monotonic() - began,
-            ahead=file.stat().st_mtime - time.time(),
-            private=not stat.S_IMODE(Path(name).stat().st_mode) & 0o077,
-            locks=_locks(file),
-            links=_links(file),
-            swaps=_swaps(file),
-        )
 
 
 def _locks(path: Path) -> bool:
@@ -244,27 +213,31 @@ def _swaps(path: Path) -> bool:
         return reader.result()
 
 
-def judge_folder(root: Path, kind: str, tried: Tried) -> Iterator[Finding]:
-    """What a folder would do to a run, and what holds all the same."""
+def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
+    """Do in a folder, which is removed, what a run does, and say what it would do to one. Raises OSError."""
     elsewhere = "choose another folder with --run-root"
-    if tried.private:
-        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * tried.seconds:.1f} ms)")
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
+        file, began = Path(name) / "file", time.monotonic()
+        publish(file, b"text")
+        took, ahead = time.monotonic() - began, file.stat().st_mtime - time.time()
+        private = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077
+        locks, links, swaps = _locks(file), _links(file), _swaps(file)
+    if private:
+        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * took:.1f} ms)")
     else:
         found = f"{root} ({kind}) does not keep file modes: others may read a run"
         yield warning(RUN_ROOT, found, elsewhere)
-    if not tried.locks:
-        keep = "keep HDF5_USE_FILE_LOCKING=FALSE as batch scripts set it"
-        yield warning(
-            "file locks", f"{kind} locks no files", f"submit from one terminal at a time, and {keep}"
-        )
-    if not tried.links:
+    if not locks:
+        remedy = "read shards with HDF5_USE_FILE_LOCKING=FALSE, as batch scripts do"
+        yield warning("file locks", f"{kind} locks no files", remedy)
+    if not links:
         found = f"{kind} has no atomic hard links: two starts of one run at the same moment may both go on"
         yield warning("hard links", found, f"start a run from one place at a time, or {elsewhere}")
-    if not tried.swaps:
+    if not swaps:
         found = f"{kind} does not replace files at once: a reader found none, and a rank may end for that"
         yield problem("renames", found, elsewhere)
-    if abs(tried.ahead) > SILENT_SECONDS:
-        found = f"files in {root} are stamped {tried.ahead:+.0f} s from the clock of this machine"
+    if abs(ahead) > SILENT_SECONDS:
+        found = f"files in {root} are stamped {ahead:+.0f} s from the clock of this machine"
         remedy = "leases go by the stamps alone and hold; times in logs do not agree: set the clocks (NTP)"
         yield warning(CLOCKS, found, remedy)
 

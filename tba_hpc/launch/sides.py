@@ -27,24 +27,8 @@ CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--con
 """Options of sbatch by which users choose nodes themselves."""
 
 EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
+GPU_TYPE = re.compile(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):")
 RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRequest:
-    """What a component asks of its nodes. gpus: (type or "", number).
-
-    memory: MiB; constraint: as for sbatch; reservation: its name, or empty; exclude: as Slurm writes a list.
-    """
-
-    nodes: int
-    partitions: frozenset[str] = frozenset()
-    constraint: str = ""
-    gpus: tuple[str, int] = ("", 0)
-    cpus: int = 0
-    memory: float = 0
-    reservation: str = ""
-    exclude: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +44,6 @@ class Node:
     features: frozenset[str]
     gpus: Mapping[str, int]
     """By type."""
-
-    def serves(self, request: NodeRequest) -> bool:
-        """Whether it has what a component asks for, as far as that can be told."""
-        kind, number = request.gpus
-        gpus = self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
-        return (
-            self.partition in request.partitions
-            and self.cpus >= request.cpus
-            and self.memory >= request.memory
-            and gpus >= number
-            and _has(self.features, request.constraint)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +119,11 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
     nodes, default = _nodes(ask("sinfo", "--noheader", "--Node", "--all", f"--format={LAYOUT}|%P"))
-    requests = [
-        _request(part, site, own, default)
-        for part, own in ((plan.trainer, site.trainer), (plan.searcher, site.searcher))
-    ]
-    fit = (_fit(nodes, requests[0]), _fit(nodes, requests[1]))
-    needed, order = (requests[0].nodes, requests[1].nodes), _in_order(fit[0] | fit[1])
+    fit = (
+        _fit(nodes, plan.trainer, site, site.trainer, default),
+        _fit(nodes, plan.searcher, site, site.searcher, default),
+    )
+    needed, order = (plan.trainer.nodes, plan.searcher.nodes), _in_order(fit[0] | fit[1])
     if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
         return plan  # too few, however they lie: Slurm itself refuses that, or knows better
     up, idle = (frozenset(node.name for node in nodes if getattr(node, kind)) for kind in ("up", "idle"))
@@ -165,7 +136,7 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
             "the names of one role all come before those of the other, as one MPI world over a het job needs:"
             " ask for fewer --nodes, or for one partition and --homogeneous"
         )
-    leave = [_excluded(request, names) for request, names in zip(requests, found.leave, strict=True)]
+    leave = [_excluded(site, names) for names in found.leave]
     return replace(
         plan,
         trainer=replace(plan.trainer, exclude=leave[0]),
@@ -174,29 +145,12 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
     )
 
 
-def _excluded(request: NodeRequest, beyond: Sequence[str]) -> str:
+def _excluded(site: Site, beyond: Sequence[str]) -> str:
     """What a component excludes besides the nodes beyond the cut; empty if there are none of these."""
     if not beyond:
         return ""
-    return ",".join(
-        filter(None, (request.exclude, ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()))
-    )
-
-
-def _request(component: Component, site: Site, own: ComponentSite, default: str) -> NodeRequest:
-    partition = own.partition or site.partition or default
-    gpus = own.gpu_request or site.gpu_request or ""
-    kind = re.search(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):", gpus)
-    return NodeRequest(
-        nodes=component.nodes,
-        partitions=frozenset(partition.split(",")),
-        constraint=own.constraint or site.constraint or "",
-        gpus=(kind[1] if kind else "", site.gpus_per_node if gpus else 0),
-        cpus=component.ranks_per_node * component.cpus_per_rank,
-        memory=mebibytes(own.memory or site.memory or "0"),
-        reservation=_option(RESERVES, site.sbatch_options),
-        exclude=_option(EXCLUDES, site.sbatch_options),
-    )
+    names = ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()
+    return ",".join(filter(None, (_option(EXCLUDES, site.sbatch_options), names)))
 
 
 def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
@@ -204,13 +158,29 @@ def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
     return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
 
 
-def _fit(nodes: Sequence[Node], request: NodeRequest) -> frozenset[str]:
-    """Names of the nodes that a component could have."""
-    names = frozenset(node.name for node in nodes if node.serves(request))
-    if request.reservation:
-        shown = fields(ask("scontrol", "--oneliner", "show", "reservation", request.reservation))
-        names &= frozenset(_expanded(shown.get("Nodes", "")))
-    return names - frozenset(_expanded(request.exclude) if request.exclude else ())
+def _fit(
+    nodes: Sequence[Node], component: Component, site: Site, own: ComponentSite, default: str
+) -> frozenset[str]:
+    """Names of the nodes that a component could have, as far as that can be told."""
+    partitions = (own.partition or site.partition or default).split(",")
+    cpus = component.ranks_per_node * component.cpus_per_rank
+    memory = mebibytes(own.memory or site.memory or "0")
+    request = own.gpu_request or site.gpu_request or ""
+    kind, gpus = re.search(GPU_TYPE, request), site.gpus_per_node if request else 0
+    names = {
+        node.name
+        for node in nodes
+        if node.partition in partitions
+        and node.cpus >= cpus
+        and node.memory >= memory
+        and (node.gpus.get(kind[1], 0) if kind else sum(node.gpus.values())) >= gpus
+        and _has(node.features, own.constraint or site.constraint or "")
+    }
+    if reservation := _option(RESERVES, site.sbatch_options):
+        shown = fields(ask("scontrol", "--oneliner", "show", "reservation", reservation))
+        names &= {*_expanded(shown.get("Nodes", ""))}
+    excluded = _option(EXCLUDES, site.sbatch_options)
+    return frozenset(names) - frozenset(_expanded(excluded) if excluded else ())
 
 
 def _in_order(names: frozenset[str]) -> list[str]:
