@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,16 +79,6 @@ class Study:
             *self.arms[arm],
             *([f"train.steps={options.steps}"] if options.steps else []),
         ]
-
-    def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:
-        """Every arm with every seed, seeds outermost, so that a machine's moods meet all arms alike.
-
-        SystemExit if a run would end before its first evaluation.
-        """
-        self.require_curves(options)
-        for seed in options.seeds:
-            for arm in self.arms:
-                yield arm, seed, self.run(arm, seed, options)
 
     def require_curves(self, options: Options) -> None:
         """SystemExit if a run of some arm would end before its first evaluation."""
