@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -191,26 +190,22 @@ def _links(path: Path) -> bool:
 
 def _swaps(path: Path) -> bool:
     """Whether a file that is replaced over and over is there whenever a reader looks."""
-    done = threading.Event()
 
-    def stays() -> bool:
-        while not done.is_set():
+    def write() -> None:
+        for _ in range(SWAPS):
+            publish(path, b"text")
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        while not writer.done():
             try:
                 path.read_bytes()
             except FileNotFoundError:
                 return False
             except OSError:  # a client's cache may be behind
                 continue
-        return True
-
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(stays)
-        try:
-            for _ in range(SWAPS):
-                publish(path, b"text")
-        finally:
-            done.set()
-        return reader.result()
+        writer.result()
+    return True
 
 
 def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
