@@ -489,7 +489,9 @@ def test_events_are_lines_that_a_crash_may_tear(run: RunDir, monkeypatch: pytest
 @pytest.mark.parametrize(
     "content", ["", "{", '{"split": "test"}', '{"split": "test", "step": "x"}', "\x00\xff"]
 )
-def test_a_damaged_evaluation_counts_for_nothing_and_is_written_over(run: RunDir, content: str) -> None:
+def test_a_damaged_evaluation_counts_for_nothing_and_is_written_over(
+    run: RunDir, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write_evaluation(run, 0, 1, part(80, 1, 1))
     write_evaluation(run, 1, 2, part(100, 1, 1))
     broken = [run.evaluations / "test-step-000080.json"]
@@ -497,6 +499,8 @@ def test_a_damaged_evaluation_counts_for_nothing_and_is_written_over(run: RunDir
     for path in broken:
         path.write_bytes(content.encode("latin-1"))
     assert find_evaluation(run, "test", 80) is find_evaluation(run, "test", 100) is None
+    # An empty file may be one that is not to be seen yet.
+    assert (f"{broken[0]} is damaged" in caplog.text) == bool(content)
     discard_evaluations(run, after=100)
     for step, searchers in ((80, 1), (100, 2)):
         for searcher in range(searchers):

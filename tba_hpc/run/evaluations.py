@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import operator
 import re
@@ -23,6 +24,8 @@ from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import read_regular, remove, unless_away, write_atomic
+
+log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
@@ -189,7 +192,14 @@ def _read(path: Path) -> Evaluation | None:
     try:
         return _FILE.validate_json(text) if text else None
     except ValueError:
+        _warn_of_damage(path)
         return None
+
+
+@functools.cache
+def _warn_of_damage(path: Path) -> None:
+    """Once in a process."""
+    log.warning("%s is damaged: it counts for nothing", path)
 
 
 def _part_names(folder: Path) -> set[str]:
