@@ -50,8 +50,9 @@ def searcher_records(count: int) -> Iterator[Record]:
 @pytest.mark.parametrize("kind", ["trainer", "searcher"])
 @pytest.mark.parametrize("kept_at", [0, 1, 77, 1000])
 def test_a_digest_that_is_kept_and_taken_up_is_that_of_all_lines(
-    tmp_path: Path, kind: str, kept_at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept_at: int
 ) -> None:
+    monkeypatch.setattr(digests, "KEEP_SECONDS", 0)
     path = tmp_path / "m.jsonl"
     fresh = TrainerDigest if kind == "trainer" else lambda: SearcherDigest(3)
     records = list(trainer_records(400) if kind == "trainer" else searcher_records(600))
@@ -72,7 +73,10 @@ def test_a_digest_that_is_kept_and_taken_up_is_that_of_all_lines(
 
 
 @pytest.mark.parametrize("damage", ["cut", "other format", "no JSON", "longer than the file", "in a line"])
-def test_a_digest_that_does_not_fit_its_file_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_a_digest_that_does_not_fit_its_file_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(digests, "KEEP_SECONDS", 0)
     path = tmp_path / "m.jsonl"
     writer = MetricsWriter(path, digest=KeptDigest(path, SearcherDigest(0)))
     for record in searcher_records(20):

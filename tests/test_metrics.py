@@ -9,7 +9,7 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,14 +48,11 @@ class Taken:
 
     def __init__(self) -> None:
         self.records: list[metrics.Record] = []
+        self.end = 0
 
-    def take(self, record: metrics.Record) -> None:
-        self.records.append(record)
-
-    def keep_if_due(self, end: int) -> None:
-        self.end = end
-
-    keep = keep_if_due
+    def __call__(self, records: Sequence[metrics.Record], end: int | None) -> None:
+        self.records += records
+        self.end = self.end if end is None else end
 
 
 def test_a_digest_takes_what_a_reader_of_the_file_sees(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -253,23 +254,22 @@ class KeptDigest(Generic[D]):
             self._digest.take(record)
         self._next = 0.0  # one that did not fit the file is replaced at once
 
-    def take(self, record: Record) -> None:
-        """Fold one more record of the file."""
-        self._digest.take(record)
+    def __call__(self, records: Sequence[Record], end: int | None) -> None:
+        """See ``run.metrics.Digest``."""
+        for record in records:
+            self._digest.take(record)
+        if end is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + KEEP_SECONDS
+            keep_digest(self._metrics, self._digest, end)
 
-    def keep_if_due(self, end: int) -> None:
-        """``keep``, unless that was a moment ago."""
-        if time.monotonic() >= self._next:
-            self.keep(end)
 
-    def keep(self, end: int) -> None:
-        """Write the digest of the file's first ``end`` bytes; on a full disk the old one stays."""
-        self._next = time.monotonic() + KEEP_SECONDS
-        path, head = digest_file(self._metrics), json.dumps({f"format {FORMAT}": end})
-        try:
-            body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
-            write_atomic(path, f"{head}\n{body}")
-        except OSError as error:
-            if not is_for_room(error):
-                raise
-            log.warning("%s: %s; readers take longer, as they parse the metrics", path, error)
+def keep_digest(metrics: Path, digest: TrainerDigest | SearcherDigest, end: int) -> None:
+    """Write the digest of the file's first ``end`` bytes; on a full disk the old one stays."""
+    path, head = digest_file(metrics), json.dumps({f"format {FORMAT}": end})
+    try:
+        body = _adapter(type(digest).__name__).dump_json(digest).decode()
+        write_atomic(path, f"{head}\n{body}")
+    except OSError as error:
+        if not is_for_room(error):
+            raise
+        log.warning("%s: %s; readers take longer, as they parse the metrics", path, error)

@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -44,17 +44,9 @@ def record_seconds(searchers: int) -> float:
     return max(1.0, searchers / RECORDS_PER_SECOND)
 
 
-class Digest(Protocol):
-    """Sums up a metrics file as it is written, for its readers; see ``report.digest``."""
-
-    def take(self, record: Record) -> None:
-        """One more record."""
-
-    def keep_if_due(self, end: int) -> None:
-        """Keep what was taken if that was done long ago; the file has ``end`` bytes."""
-
-    def keep(self, end: int) -> None:
-        """Keep what was taken."""
+Digest = Callable[[Sequence[Record], int | None], None]
+"""Sums up a file as it is written, for its readers: is given its new records, and its length in bytes if it
+ends with them; see ``report.digest``."""
 
 
 class MetricsWriter:
@@ -89,10 +81,7 @@ class MetricsWriter:
             self._unwritten += "".join(json.dumps(record) + "\n" for record in known).encode()
             self._write()
             if self._digest:
-                for record in known:
-                    self._digest.take(record)
-                if not self._unwritten:
-                    self._digest.keep_if_due(self._file.tell())
+                self._digest(known, None if self._unwritten else self._file.tell())
 
     def _end_if_superseded(self) -> None:
         """A process that was frozen until another took its place would write among the other's records."""
@@ -145,8 +134,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Write what is left, and release the file."""
         self._write()
-        if self._digest and not self._unwritten:
-            self._digest.keep(self._file.tell())
         self._file.close()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scale import Row, row
 from tba_hpc.config import parse_config
-from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.report.digest import KEEP_SECONDS, SearcherDigest, TrainerDigest, keep_digest
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, record_seconds
 
@@ -118,9 +118,7 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
     with path.open("wb") as file:
         file.seek(hole)
         file.write(b"\n" + text)
-    kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
-    kept._metrics, kept._digest = path, digest  # not to fold the hole
-    kept.keep(hole + 1)
+    keep_digest(path, digest, hole + 1)
 
 
 WAYS = {
