@@ -258,17 +258,6 @@ def test_a_searcher_that_fell_silent_counts_no_longer(run: RunDir) -> None:
     assert look(run).rates == [1234.0]
 
 
-def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
-    with run.events_file.open("a") as file:
-        file.write('{"time": 5.0, "ev')
-    monitor = look(run, queue("UNKNOWN"))
-    assert not monitor.events
-    with run.events_file.open("a") as file:
-        file.write('ent": "signal", "job": "", "restarts": 0}\n')
-    monitor.update()
-    assert [event["event"] for event in monitor.events] == ["signal"]
-
-
 def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
     asked = []
     monitor = RunMonitor(run, lambda run: asked.append(run) or [])

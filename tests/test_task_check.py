@@ -73,13 +73,11 @@ def config_of(folder: Path, **task: Any) -> Config:
             {"name": "own:Sevens"},
             r"own:Sevens: prompts\('train'\)\[0\] has the id 7, but ids count the prompts",
         ),
-        ({"name": "own:Mute"}, r"the task own:Mute has no method correct\(\), but"),
         ({"name": "own:Fin"}, "no class 'Fin' there: did you mean 'Fine'"),
         (
             {"name": "own:Fine", "options": {"size": "few"}},
             "task.options.size has the value 'few', but",
         ),
-        ({"name": "gsm8k", "train_file": "no"}, r"cannot read task.train_file=no \(No such file"),
     ],
 )
 def test_a_bad_task_is_refused_with_one_sentence(

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
+SUMMED = ("correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
+"""Fields of an evaluation that are sums over its answers."""
+
 Result = TypeVar("Result")
 
 
@@ -74,15 +77,9 @@ class Evaluation:
         answers = {answer.prompt: answer for answer in (*self.answers, *other.answers)}
         return replace(
             self,
-            correct=self.correct + other.correct,
-            total=self.total + other.total,
-            tokens=self.tokens + other.tokens,
-            truncated=self.truncated + other.truncated,
+            **{name: getattr(self, name) + getattr(other, name) for name in SUMMED},
             ref_logprob=(self.ref_logprob or 0) + (other.ref_logprob or 0) if known else None,
             answers=tuple(answers[prompt] for prompt in sorted(answers)),
-            graded=self.graded + other.graded,
-            rewards=self.rewards + other.rewards,
-            squares=self.squares + other.squares,
         )
 
     @property
