@@ -231,10 +231,8 @@ class Conversations:
         """Complete the episode, and maybe its group."""
         whole = episode.whole
         tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
-        made = Completion(
-            *(tokens, logprobs, finish, reward), episode.session.calls, episode.session.failed_calls
-        )
-        whole.completions[episode.place] = made
+        calls = {"calls": episode.session.calls, "failed_calls": episode.session.failed_calls}
+        whole.completions[episode.place] = Completion(tokens, logprobs, finish, reward, **calls)
         self._open -= 1
         if len(whole.completions) == whole.request.n:
             self._finished.append(whole.group)
