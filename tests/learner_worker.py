@@ -1,20 +1,21 @@
 """Runs a real DeepSpeedLearner on one or more ranks, each a process, and keeps what it did in files.
 
 A plan is a list of actions, such as ``("step", 7)`` or ``("save", "checkpoint")``, that the leader takes
-in order. Processes are forked from a server that has already imported DeepSpeed.
+in order.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
 import torch
+from forks import fork
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.batch import take_groups
@@ -141,23 +142,14 @@ def run(folder: Path, config: Config, plan: Plan, *, fused: bool = False) -> Run
     """
     (folder / "store").mkdir(parents=True)
     ranks = config.launch.trainers
-    processes = [start(_work, folder, config, plan, rank, fused) for rank in range(ranks)]
+    processes = [fork(_work, folder, config, plan, rank, fused) for rank in range(ranks)]
     codes = join(processes)
     logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(ranks))
     assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
     return Run(folder)
 
 
-def start(target: object, *arguments: object) -> multiprocessing.Process:
-    """A process of the fork server."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([DeepSpeedLearner.__module__])  # this module is not on the server's path
-    process = context.Process(target=target, args=arguments)  # type: ignore[arg-type]
-    process.start()
-    return process
-
-
-def join(processes: list[multiprocessing.Process]) -> list[int | None]:
+def join(processes: list[ForkServerProcess]) -> list[int | None]:
     """Exit codes; None for a process that had to be killed after five minutes."""
     for process in processes:
         process.join(300)
