@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, ok, problem, warning
 from tba_hpc.checks.library import LOOK, Library
-from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, local
 from tba_hpc.launch.mpi_library import SITE, WHEEL
 from tba_hpc.launch.plan import Site
@@ -81,12 +80,11 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
     """Whether there is an mpiexec on this machine, of the library that ranks load."""
     try:
         mpiexec = local.find_mpiexec()
-        local.refuse_other_mpiexec(mpiexec)
-        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
+        version = local.refuse_other_mpiexec(mpiexec)
     except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
         yield problem("mpiexec", str(error), "")
         return
-    version, library = first_words(said), facts.library
+    library = facts.library
     if library is None or _release(library.version) == _release(version):
         yield ok("mpiexec", f"{mpiexec}, {version}")
         return

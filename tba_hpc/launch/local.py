@@ -104,8 +104,8 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
     return Path(found)
 
 
-def refuse_other_mpiexec(mpiexec: Path) -> None:
-    """Raise LaunchError for one that is not Open MPI's: options, signals and ranks are other ones."""
+def refuse_other_mpiexec(mpiexec: Path) -> str:
+    """What it calls itself. Raises LaunchError if it is not Open MPI's: other options, signals and ranks."""
     said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
     if not re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
         raise LaunchError(
@@ -113,6 +113,7 @@ def refuse_other_mpiexec(mpiexec: Path) -> None:
             f"{mpi_library.VARIABLE}, load a module of Open MPI, or set exchange.transport=files (srun "
             "starts any MPI)"
         )
+    return first_words(said)
 
 
 def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
