@@ -38,7 +38,6 @@ SILENT_SECONDS = 600.0
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
-
 QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""
 

@@ -35,7 +35,6 @@ STATES = {
     "gone": "not in the buffer: evicted, or equal to another",
 }
 
-
 EDGES = (0.1, 0.5, 1.5, 4.0)
 """Nats of |log π_behaviour − log π_ref| from which a token has the next stronger colour."""
 
