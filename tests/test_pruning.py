@@ -18,7 +18,7 @@ from tba_hpc.exchange.hdf5_shards import SEARCHERS_AT_FULL_RATE, read_shard, sea
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
-from tba_hpc.run.pruning import place_of, prune, sealed_files
+from tba_hpc.run.pruning import place_of, prune
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_a_share_is_spread_evenly_over_the_run_and_has_its_first_shard() -> None
 def test_the_share_is_kept_bit_by_bit_and_the_rest_is_deleted(run: RunDir, share: float) -> None:
     seal(run, 0, 14)
     seal(run, 1, 5)
-    before = {key: path.read_bytes() for key, path in sealed_files(run).items()}
+    before = {key: path.read_bytes() for key, path in run.sealed_files().items()}
     for cursors in ({0: 12, 1: 3}, {0: 14, 1: 5}):
         prune(run, cursors, share)
         left = {key for key in before if key[1] >= cursors[key[0]] or place_of(key) < share}
-        assert {key: path.read_bytes() for key, path in sealed_files(run).items()} == {
+        assert {key: path.read_bytes() for key, path in run.sealed_files().items()} == {
             key: before[key] for key in sorted(left)
         }
     assert not run.shard_files() and run.kept.exists() == (share > 0)
@@ -99,7 +99,7 @@ def test_a_full_disk_keeps_nothing_from_being_deleted(run: RunDir, monkeypatch: 
     seal(run, 0, 4)
     monkeypatch.setattr(Path, "rename", full)
     prune(run, {0: 3}, 1.0)
-    assert list(sealed_files(run)) == [(0, 3)]
+    assert list(run.sealed_files()) == [(0, 3)]
 
 
 def _prune_until_killed(path: Path, nth: int) -> None:
@@ -120,11 +120,11 @@ def test_a_kill_before_any_change_to_files_takes_none_that_is_wanted(tmp_path: P
         there = list(run.shard_files())
         assert there == [key for key in there if key[1] >= there[0][1]], "the oldest go first"
         for _ in range(2):
-            assert set(wanted) <= set(sealed_files(run))
-            for path in sealed_files(run).values():
+            assert set(wanted) <= set(run.sealed_files())
+            for path in run.sealed_files().values():
                 read_shard(path)
             prune(run, {0: 8}, 0.5)
-        assert list(sealed_files(run)) == wanted
+        assert list(run.sealed_files()) == wanted
         nth += 1
     assert nth > 5
 
@@ -138,6 +138,6 @@ def test_a_killed_run_keeps_all_that_it_has_trained_on_and_its_audit_is_clean(tm
         assert process.exitcode == (-sent if sent else 0)
     verdict = audit(run)
     assert verdict.clean and verdict.finished, verdict.problems
-    files = sealed_files(run)
+    files = run.sealed_files()
     assert {merge.key for merge in History.read(run).merges} <= files.keys() and run.kept_files()
     assert sum(len(read_shard(path).trajectories) for path in files.values()) == verdict.trajectories

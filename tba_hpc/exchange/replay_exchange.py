@@ -17,7 +17,6 @@ from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
 from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.history import History
-from tba_hpc.run.pruning import sealed_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class RecordedShards:
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
         self._run = run
         self._behaviour = behaviour
-        self.places = sealed_files(run)
+        self.places = run.sealed_files()
 
     def __call__(self, key: ShardKey) -> Shard:
         """Raises ShardError if it is damaged, or gone by now; OSError if it cannot be read."""

@@ -309,6 +309,14 @@ class RunDir:
         """All shards kept for people, by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
+    def sealed_files(self) -> dict[ShardKey, Path]:
+        """All shards that are still there, waiting, merged or kept, by (searcher, index), ascending.
+
+        A file may be kept before it is read: look again then.
+        """
+        waiting = self.shard_files()  # first, lest one that moves meanwhile is in neither
+        return dict(sorted({**waiting, **self.kept_files()}.items()))
+
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
 

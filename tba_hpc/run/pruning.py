@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.files import is_for_room, make_folder
@@ -63,12 +62,3 @@ def _drop(run: RunDir, key: ShardKey, share: float) -> None:
             if not is_for_room(error):
                 raise
     file.unlink(missing_ok=True)
-
-
-def sealed_files(run: RunDir) -> dict[ShardKey, Path]:
-    """Files of all shards that are still there, waiting, merged or kept, by searcher and index, ascending.
-
-    A file may move to RUN/kept before it is read: look again then.
-    """
-    waiting = run.shard_files()
-    return dict(sorted({**waiting, **run.kept_files()}.items()))

@@ -22,7 +22,6 @@ from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.history import History, Merge
-from tba_hpc.run.pruning import sealed_files
 
 SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
@@ -175,7 +174,7 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
     """The whole shards of a run, by searcher and index; those that move meanwhile are followed."""
-    for key, path in sealed_files(run).items():
+    for key, path in run.sealed_files().items():
         for place in (path, run.kept_file(*key)):
             try:
                 yield read_shard(place)
