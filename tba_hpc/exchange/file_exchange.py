@@ -173,16 +173,14 @@ class FileTrainerExchange:
         """Copy the weights; see ports.TrainerExchange. A thread writes the file and lists it."""
         if not self.idle:
             return False
-        weights = self._memory.incoming
-        write(weights)
-        return self.pass_on(publication, weights)
-
-    def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
-        """Like ``publish``, with weights, uint8 [layout.nbytes], that must not change until ``idle``."""
-        if not self.idle:
-            return False
-        self._round = self._worker.submit(self._write_and_sync, publication, weights)
+        write(self._memory.incoming)
+        self._round = self._worker.submit(self._write_and_sync, publication)
         return True
+
+    def pass_on(self, update: WeightUpdate) -> None:
+        """Like ``publish`` when ``idle``, of weights that the thread copies before it writes them."""
+        self._worker.submit(lambda: np.copyto(self._memory.incoming, update.data))
+        self._round = self._worker.submit(self._write_and_sync, update.publication)
 
     @property
     def idle(self) -> bool:
@@ -217,23 +215,23 @@ class FileTrainerExchange:
 
     # --- Weights ---
 
-    def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
-        """Write weights, or what of them has changed, and make that visible."""
+    def _write_and_sync(self, publication: Publication) -> None:
+        """Write the incoming weights, or what of them has changed, and make that visible."""
         changes = None
         if publication.evaluate is None and not publication.final:  # those are kept or waited for, so whole
-            changes = self._memory.changes(weights)
+            changes = self._memory.changes()
         sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
         name = f"step-{publication.version:06d}"
         pieces: list[bytes | memoryview]
         if changes is None:
             entry = Entry(sequence, name + WEIGHTS, publication)
-            pieces = [safetensors_header(self._layout, publication.version), weights.data]
+            pieces = [safetensors_header(self._layout, publication.version), self._memory.incoming.data]
         else:
             name += f"-{sequence}{CHANGES}"
             entry = Entry(sequence, name, publication, changes=True, checksum=crc32(changes.data))
             pieces = [changes.data]
         self._insist(lambda: publish(self._folder / entry.file, *pieces))
-        self._memory.keep(weights, changes)
+        self._memory.keep(changes)
         self._sync(entry)
 
     # --- A round ---

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_hpc.core.types import Publication, Shard, WeightUpdate
+from tba_hpc.core.types import Publication, Shard
 from tba_hpc.exchange.file_exchange import FileTrainerExchange
 
 if TYPE_CHECKING:
@@ -33,22 +33,21 @@ class HybridTrainerExchange:
         self._world = world
         self._files = files
         self._attended = attended
-        self._publishes = 0  # to the world
-        self._passed_on = -1  # which of them the files have, or get
-        self._copied: WeightUpdate | None = None  # those that they get
+        self._newest: Publication | None = None  # to the world
+        self._passed_on: Publication | None = None  # what the files have, or get
         self._closed = False
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         self._pass_on()
         started = self._world.publish(publication, write)
-        self._publishes += started
+        self._newest = publication if started else self._newest
         return started
 
     def gather(self) -> bool:
         """Look for shards on both sides; False if a round was under way on either."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
-        return all(started) and (self._passed_on == self._publishes - 1 or not self._attended())
+        return all(started) and (self._passed_on is self._newest or not self._attended())
 
     def collect(self) -> list[Shard]:
         self._pass_on()
@@ -61,19 +60,17 @@ class HybridTrainerExchange:
     def close(self) -> list[Shard]:
         """End the run on both sides; elastic searchers find out by themselves whether it is finished.
 
-        The files first: the world may wait for memory that only they still need.
+        The files first: the world may wait for memory that they still copy.
         """
         self._closed = True
-        elastic, self._copied = self._files.close(), None
+        elastic = self._files.close()
         return self._world.close() + elastic
 
     def _pass_on(self) -> None:
         """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""
         if self._closed or not self._files.idle:
             return
-        self._copied = None
         found = self._world.arrived()
-        if found and found[0] != self._passed_on and self._attended():
-            self._passed_on, self._copied = found
-            publication = replace(self._copied.publication, evaluate=None)
-            self._files.pass_on(publication, self._copied.data)
+        if found and found.publication is not self._passed_on and self._attended():
+            self._passed_on = found.publication
+            self._files.pass_on(replace(found, publication=replace(found.publication, evaluate=None)))

@@ -172,12 +172,12 @@ class MpiTrainerExchange:
         self._start(Purpose.PUBLISH)
         return True
 
-    def arrived(self) -> tuple[int, WeightUpdate] | None:
-        """What was published last, whole, once its round is over, and its number; None during a round."""
+    def arrived(self) -> WeightUpdate | None:
+        """What was published last, whole, once its round is over; None during a round."""
         if not self._thread.finished or self._published is None:
             return None
-        write, file = self._writes - 1, self._memory.reader(self._writes - 1)
-        return write, WeightUpdate(self._published, self._memory.layout, file.map("r"), file)
+        file = self._memory.reader(self._writes - 1)
+        return WeightUpdate(self._published, self._memory.layout, file.map("r"), file)
 
     def gather(self) -> bool:
         if not self._thread.finished:

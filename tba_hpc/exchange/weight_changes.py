@@ -52,26 +52,20 @@ class DeltaMemory:
         self._last = np.zeros(layout.nbytes, np.uint8) if halves else None
         self._sizes: list[int] | None = None  # of the changes since whole weights; None before these
 
-    def changes(self, weights: np.ndarray) -> np.ndarray | None:
-        """What turns the last weights into these, None if these are better given whole."""
+    def changes(self) -> np.ndarray | None:
+        """What turns the last weights into the incoming ones, None if these are better given whole."""
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
-        changes = find_changes(weights, self._last)
-        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
+        changes = find_changes(self.incoming, self._last)
+        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(self.incoming):
             return None
         return changes
 
-    def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
-        """Remember what has been written, whole or as changes."""
-        if self._last is None:
-            return
-        self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
-        if weights is self.incoming:
+    def keep(self, changes: np.ndarray | None) -> None:
+        """Remember the incoming weights, which have been written, whole or as changes."""
+        if self._last is not None:
+            self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
             self.incoming, self._last = self._last, self.incoming
-        elif changes is None:
-            np.copyto(self._last, weights)
-        else:
-            apply_changes(changes, self._last)
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
