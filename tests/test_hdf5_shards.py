@@ -79,17 +79,9 @@ def scored(request_id: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tup
 
 def assert_equal(left: Trajectories, right: Trajectories) -> None:
     """Bitwise, dtypes included."""
-    for a, b in zip(arrays_of(left), arrays_of(right), strict=True):
+    for a, b in zip(left.columns, right.columns, strict=True):
         assert a.dtype == b.dtype
         assert a.tobytes() == b.tobytes()
-
-
-def arrays_of(trajectories: Trajectories) -> list[np.ndarray]:
-    prompts, completions = trajectories.prompts, trajectories.completions
-    return [
-        *(trajectories.record, prompts.values, prompts.offsets, completions.values, completions.offsets),
-        *(trajectories.logprobs, trajectories.ref_logprobs),
-    ]
 
 
 def sealed(run: RunDir, searcher: int = 3, groups: int = 3) -> tuple[Path, Shard]:

@@ -79,13 +79,7 @@ def shard_of(searcher: int, index: int) -> Shard:
 
 def same_shard(one: Shard, other: Shard) -> bool:
     """Equal to the last bit."""
-
-    def contents(shard: Shard) -> list[bytes]:
-        t = shard.trajectories
-        arrays = (t.record, t.prompts.values, t.prompts.offsets, t.completions.values, t.completions.offsets)
-        return [f"{a.dtype}{a.shape}".encode() + a.tobytes() for a in (*arrays, t.logprobs, t.ref_logprobs)]
-
-    return (one.searcher, one.index, contents(one)) == (other.searcher, other.index, contents(other))
+    return with_image(one).image == with_image(other).image
 
 
 def until(condition: Callable[[], object], what: str) -> None:
