@@ -133,26 +133,7 @@ class DeepSpeedLearner:
             store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
         )
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
-        self._tokenizer = load_tokenizer(config.model.path)
-        use_tensor_cores(group.device)
-        self._policy = _load_policy(config)
-        require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
-        self._lora: Lora | None = None
-        if config.model.lora:
-            from tba_hpc.learner.lora import Lora
-
-            self._lora = Lora(self._policy, config.model.lora, path=config.model.path, seed=config.run.seed)
-        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
-        self.layout = self._whole = _layout(self._parameters, config)
-        if self._lora:
-            self._parameters = self._lora.adapter | self._lora.base
-            self.layout = _layout(self._lora.adapter, config, self._lora.weights)
-            self._whole = _layout(self._parameters, config)
-        if config.train.gradient_checkpointing:
-            self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        self._logprobs = PolicyLogprobs.of(self._policy, config.model)
-        if self._lora:
-            self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
+        self._load_policy()
         self._engine = _make_engine(config, self._logprobs.train(), group.device)
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
         self._engine._copy_recovery_script = lambda path: None
@@ -167,6 +148,29 @@ class DeepSpeedLearner:
             else None
         )
         group.refuse_strangers()
+
+    def _load_policy(self) -> None:
+        """Tokenizer, policy, its adapter, and how its parameters lie in messages and exports."""
+        config = self._config
+        self._tokenizer = load_tokenizer(config.model.path)
+        use_tensor_cores(self._group.device)
+        self._policy = _load_policy(config)
+        require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
+        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
+        self.layout = self._whole = _layout(self._parameters, config)
+        self._lora: Lora | None = None
+        if config.model.lora:
+            from tba_hpc.learner.lora import Lora
+
+            self._lora = Lora(self._policy, config.model.lora, path=config.model.path, seed=config.run.seed)
+            self._parameters = self._lora.adapter | self._lora.base
+            self.layout = _layout(self._lora.adapter, config, self._lora.weights)
+            self._whole = _layout(self._parameters, config)
+        if config.train.gradient_checkpointing:
+            self._policy.gradient_checkpointing_enable({"use_reentrant": False})
+        self._logprobs = PolicyLogprobs.of(self._policy, config.model)
+        if self._lora:
+            self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
         """None if no model is needed: the trainer scores nothing, or an adapter can be switched off."""
