@@ -8,7 +8,7 @@ import torch
 from tiny_models import make_random_model
 from transformers import PreTrainedModel
 
-from tba_hpc.config import Dtype
+from tba_hpc.config import Dtype, ModelSection
 from tba_hpc.core.types import (
     Completion,
     Group,
@@ -23,6 +23,7 @@ from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
 
 VOCABULARY = 128
+PLAIN = ModelSection(path="m")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -55,10 +56,9 @@ def _expected(model: PreTrainedModel, group: Group) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [9], [5, 1, 30, 17, 2], [26] * 16], ids=str)
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 4096])
-def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_tokens: int) -> None:
+def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int]) -> None:
     group = _group(lengths)
-    found = HfReference(model, chunk_tokens=chunk_tokens).logprobs(group)
+    found = HfReference(model, PLAIN).logprobs(group)
     assert [row.shape for row in found] == [(length,) for length in lengths]
     assert all(row.dtype == np.float32 for row in found)
     for row, expected in zip(found, _expected(model, group), strict=True):
@@ -67,7 +67,7 @@ def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_t
 
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
     group = _group([4, 6], prompt_length=1)
-    found = HfReference(model, chunk_tokens=64).logprobs(group)
+    found = HfReference(model, PLAIN).logprobs(group)
     for row, expected in zip(found, _expected(model, group), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
@@ -80,7 +80,7 @@ def test_equal_completions_share_one_computation(model: PreTrainedModel) -> None
     try:
         one = _group([9])
         many = Group(one.request, one.completions * 16, np.zeros((16, 2), np.int32))
-        found = HfReference(model, chunk_tokens=64).logprobs(many)
+        found = HfReference(model, PLAIN).logprobs(many)
     finally:
         hook.remove()
     assert sum(seen) == len(one.request.prompt.tokens) + 9
@@ -91,7 +91,7 @@ def test_equal_completions_share_one_computation(model: PreTrainedModel) -> None
 
 def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    HfReference(model, chunk_tokens=64).logprobs(_group([5, 8]))
+    HfReference(model, PLAIN).logprobs(_group([5, 8]))
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -101,7 +101,7 @@ def test_it_takes_no_gpu_memory_before_it_is_asked(
 ) -> None:
     """An engine that is being built beside it would take that for its own. This torch has no CUDA."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reference = HfReference(model, chunk_tokens=64, policy_of=lambda _: model)
+    reference = HfReference(model, PLAIN, policy_of=lambda _: model)
     reference.load(3)
     with pytest.raises(AssertionError, match="not compiled with CUDA"):
         reference.logprobs(_group([5]))
@@ -113,7 +113,7 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
     old, new = (make_random_model(tmp_path / name, tied=tied, seed=i) for i, name in enumerate("ab"))
     reset = HfReference(
         load_policy(str(old), "float32"),
-        chunk_tokens=64,
+        PLAIN,
         policy_of=lambda step: load_policy(str({50: new}[step]), "float32"),
     )
     group, memory = _group([5, 30, 1]), reset.model.get_output_embeddings().weight.data_ptr()
@@ -121,7 +121,7 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
     reset.load(50)
     after, expected = (
         reference.logprobs(group)
-        for reference in (reset, HfReference(load_policy(str(new), "float32"), chunk_tokens=64))
+        for reference in (reset, HfReference(load_policy(str(new), "float32"), PLAIN))
     )
     assert reset.step == 50 and reset.model.get_output_embeddings().weight.data_ptr() == memory
     np.testing.assert_array_equal(np.concatenate(after), np.concatenate(expected))
@@ -144,10 +144,10 @@ def test_under_other_weights_it_is_their_model_and_afterwards_itself(
     )
     data = np.concatenate([w.detach().flatten().view(torch.uint8).numpy() for _, w in new.named_parameters()])
     weights, group = WeightUpdate(Publication(version=3), layout, data.copy()), _group([5, 30, 1])
-    reference = HfReference(old, chunk_tokens=64)
+    reference = HfReference(old, PLAIN)
     before = reference.logprobs(group)
     (found,) = reference.logprobs_under(weights, [group])
-    expected = HfReference(new, chunk_tokens=64).logprobs(group)
+    expected = HfReference(new, PLAIN).logprobs(group)
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
     assert np.abs(np.concatenate(found) - np.concatenate(before)).max() > 0.01
     broken = Group(group.request, (), group.versions)

@@ -28,7 +28,7 @@ from tiny_models import make_family_model, make_random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tba_hpc.config import Config, ConfigError, LoraSection, parse_config
+from tba_hpc.config import Config, ConfigError, LoraSection, ModelSection, parse_config
 from tba_hpc.core.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.exchange.file_exchange import read_weights, safetensors_header
@@ -42,6 +42,7 @@ pytestmark = pytest.mark.engine
 ATTENTION = LoraSection(rank=4, alpha=12.0, targets=("q_proj", "self_attn.v_proj"))
 EVERYWHERE = LoraSection(rank=4, alpha=12.0)
 SCALE = 3.0
+PLAIN = ModelSection(path="m")
 STEPS = (1, 2, 3, 4)
 
 
@@ -341,13 +342,13 @@ def test_a_reference_scores_under_an_adapter_and_is_itself_again(folder: Path, t
     scored = {}
     for name, values in (("first", first), ("second", second)):
         take(lora, values)
-        scored[name] = _flat(HfReference(policy, chunk_tokens=64), texts)
+        scored[name] = _flat(HfReference(policy, PLAIN), texts)
         policy.requires_grad_(False)
     lora.save(first | {name: p.detach() for name, p in lora.base.items()}, tmp_path)
 
     reference = HfReference(
         load_policy(str(folder), "float32"),
-        chunk_tokens=64,
+        PLAIN,
         adapter_of=lambda step: Adapter.load(tmp_path / {5: FOLDER}[step]),
     )
     before = _flat(reference, texts)

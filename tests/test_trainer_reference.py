@@ -12,7 +12,7 @@ from forks import fork
 from learner_worker import DEADLINE, join, log_to, make_batch, make_config
 from tiny_models import make_random_model
 
-from tba_hpc.config import Config, parse_config
+from tba_hpc.config import Config, ModelSection, parse_config
 from tba_hpc.core import batch as batches
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
@@ -21,6 +21,7 @@ from tba_hpc.learner.hf_reference import HfReference, visiting
 
 RATE, BETA = 1e-3, 0.5
 SAMPLING = Sampling(1.0, 1.0, 24)
+PLAIN = ModelSection(path="m")
 RESET = 2
 """The step whose policy is exported and becomes the reference."""
 
@@ -43,7 +44,7 @@ def groups_of(batch: TrajectoryBatch) -> list[Group]:
 
 
 def by_searcher(model: Path, batch: TrajectoryBatch) -> np.ndarray:
-    reference = HfReference(load_policy(str(model), "float32"), chunk_tokens=64)
+    reference = HfReference(load_policy(str(model), "float32"), PLAIN)
     rows = [row for group in groups_of(batch) for row in reference.logprobs(group)]
     return np.concatenate(rows)
 

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.engine
 torch.set_num_threads(1)  # as in a searcher's rank
 
 EOS = 0
+PLAIN = ModelSection(path="m")
 CONTEXT = 64
 SEQUENCES = 8
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_tokens=20)
@@ -161,7 +162,7 @@ def _generate(generator: VllmGenerator, *requests: Request) -> list[Group]:
 
 
 def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group], temperature: float = 1.0) -> None:
-    reference = HfReference(model, chunk_tokens=1024, temperature=temperature)
+    reference = HfReference(model, ModelSection(path="m", logprob_temperature=temperature))
     for group in groups:
         for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
@@ -237,7 +238,7 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
     groups += _drain(served.generator)
     seen = set()
     for group in groups:
-        olds, news = (HfReference(model, chunk_tokens=1024).logprobs(group) for model in (old, new))
+        olds, news = (HfReference(model, PLAIN).logprobs(group) for model in (old, new))
         seen |= {tuple(span) for span in group.versions.tolist()}
         for completion, span, *expected in zip(group.completions, group.versions, olds, news, strict=True):
             assert _may_be_of(completion.logprobs, *expected, span=tuple(span))
@@ -286,7 +287,7 @@ def test_a_kept_cache_goes_on_and_nobody_else_meets_it(keeping: Served) -> None:
     groups = _begin(generator, *_alike(24))
     keeping.update(update)
     groups += _drain(generator) + _generate(generator, *_alike(6, first=100))
-    of_old, of_both = HfReference(old, chunk_tokens=1024), 0
+    of_old, of_both = HfReference(old, PLAIN), 0
     for group in groups:
         for completion, span, expected in zip(
             group.completions, group.versions.tolist(), of_old.logprobs(group), strict=True
@@ -551,7 +552,7 @@ def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
         (completion,), (of_fresh,) = group.completions, anew.completions
         assert completion.tokens.tolist() == of_fresh.tokens.tolist()
         np.testing.assert_allclose(completion.logprobs, of_fresh.logprobs, atol=1e-5)
-    reference = HfReference(policy.float(), chunk_tokens=64)
+    reference = HfReference(policy.float(), PLAIN)
     gaps = [
         completion.logprobs - row
         for group in groups
@@ -653,7 +654,7 @@ def test_logits_in_float32_are_not_rounded(tmp_path: Path) -> None:
     engine = np.concatenate([one.logprobs for group in groups for one in group.completions])
     assert np.abs(engine - exact).max() < 1e-4
     for fp32_head, (least, most) in {True: (0, 1e-4), False: (1e-3, 1)}.items():
-        reference = HfReference(model, chunk_tokens=64, fp32_head=fp32_head)
+        reference = HfReference(model, ModelSection(path="m", fp32_head=fp32_head))
         rows = np.concatenate([row for group in groups for row in reference.logprobs(group)])
         assert least <= np.abs(rows - exact).max() < most
 

@@ -49,7 +49,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
 from tba_hpc.checks.planner.memory import CONTEXT, Workload, trainer_items
-from tba_hpc.config import Config, load_config, parse_config
+from tba_hpc.config import Config, ModelSection, load_config, parse_config
 from tba_hpc.core.types import (
     LIVE_RECORD,
     Group,
@@ -220,7 +220,7 @@ def engine(stage: Stage) -> None:
             groups = generate(running, stage.shape)
             tokens = sum(len(completion.tokens) for group in groups for completion in group.completions)
             stage.note(f"generation, {name}", tokens / (time.monotonic() - began), "tokens/s")
-            gap = gaps(groups, HfReference(policy, fp32_head=fp32_head))
+            gap = gaps(groups, HfReference(policy, model))
             what = f"log-probability, engine less learner, {name}"
             stage.note(f"{what}: standard deviation", float(gap.std()), "nats")
             stage.note(f"{what}: largest", float(np.abs(gap).max()), "nats")
@@ -244,7 +244,7 @@ def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> N
         stage.note(f"load {number}: the engine stood still", generator.load_seconds, "s")
     stage.note("load ÷ copy", generator.load_seconds / copy)
     groups = generate(generator, stage.shape)
-    gap = float(np.abs(gaps(groups[:4], HfReference(policy, chunk_tokens=256, fp32_head=True))).mean())
+    gap = float(np.abs(gaps(groups[:4], HfReference(policy, ModelSection(path="policy")))).mean())
     stage.note("log-probability under the new weights, engine less learner: mean", gap)
     stage.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
 

@@ -287,9 +287,4 @@ def _load_reference(config: Config, path: str) -> Reference:
     from tba_hpc.learner.hf_model import load_policy
     from tba_hpc.learner.hf_reference import HfReference
 
-    policy = load_policy(path, config.model.dtype)
-    return HfReference(
-        policy,
-        temperature=config.model.policy_temperature,
-        fp32_head=config.model.fp32_head,
-    )
+    return HfReference(load_policy(path, config.model.dtype), config.model)

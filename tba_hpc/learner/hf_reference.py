@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba_hpc.config import Config
+from tba_hpc.config import Config, ModelSection
 from tba_hpc.core.types import Completion, Group, WeightUpdate
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, tensors_in
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cores
@@ -23,8 +23,8 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cor
 class HfReference:
     """A Reference port on a causal language model of transformers, for any one thread.
 
-    chunk_tokens, temperature, fp32_head: see PolicyLogprobs. policy_of: loads the policy of a step, for a
-    reference that is reset; adapter_of: its adapter alone, if the policy is ``model`` with one.
+    section: says how log-probabilities are computed. policy_of: loads the policy of a step, for a reference
+    that is reset; adapter_of: its adapter alone, if the policy is ``model`` with one.
 
     The model stays in host memory until log-probabilities are first asked for: an engine that is being built
     counts all that disappears from its GPU as its own.
@@ -35,10 +35,8 @@ class HfReference:
     def __init__(
         self,
         model: PreTrainedModel,
+        section: ModelSection,
         *,
-        chunk_tokens: int | None = None,
-        temperature: float = 1.0,
-        fp32_head: bool = False,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
         adapter_of: Callable[[int], Adapter] | None = None,
     ) -> None:
@@ -47,9 +45,7 @@ class HfReference:
         self._adapter_of = adapter_of
         self.model = model.eval().requires_grad_(False)
         self._adaptable = Adaptable(self.model)
-        self._logprobs = PolicyLogprobs(
-            self.model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
-        )
+        self._logprobs = PolicyLogprobs.of(self.model, section)
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
@@ -169,8 +165,7 @@ def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfRefere
 
     return HfReference(
         load_policy(config.model.path, config.model.dtype),
-        temperature=config.model.policy_temperature,
-        fp32_head=config.model.fp32_head,
+        config.model,
         policy_of=lambda step: load_policy(str(folder_of(step)), config.model.dtype),
         adapter_of=adapter_of if config.model.lora else None,
     )
