@@ -50,7 +50,7 @@ def main() -> None:
     """Serve the rank that started this process until it hangs up."""
     settings, parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
-    asked = msgspec.json.decode(settings, type=EngineSettings).arguments
+    asked = EngineSettings.model_validate_json(settings).generator.engine
     behaviour = msgspec.convert(asked, Behaviour)
     channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
     time.sleep(behaviour.build_seconds)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -31,7 +30,8 @@ from tba_hpc.core.types import (
     WeightLayout,
     WeightUpdate,
 )
-from tba_hpc.engine.vllm_generator import VllmGenerator, engine_settings
+from tba_hpc.engine.engine_channel import EngineSettings
+from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
 
@@ -494,7 +494,6 @@ def test_samples_end_with_a_stop_string(
 
 REFUSED = """
 import json, sys
-import msgspec
 from tba_hpc.engine import vllm_engine
 from tba_hpc.engine.engine_channel import EngineSettings
 
@@ -504,7 +503,7 @@ class Told:
 
 for settings in sys.argv[1:]:
     try:
-        vllm_engine.build_or_refuse(Told(), msgspec.json.decode(settings, type=EngineSettings))
+        vllm_engine.build_or_refuse(Told(), EngineSettings.model_validate_json(settings))
     except SystemExit:
         pass
 """
@@ -517,7 +516,7 @@ def test_settings_that_vllm_does_not_take_are_refused(tmp_path: Path) -> None:
     def settings(context: int = CONTEXT, **arguments: str) -> str:
         model = ModelSection(path=str(folder), dtype="float32", context_length=context)
         section = GeneratorSection(kv_cache_mb=16, engine=arguments)
-        return msgspec.json.encode(engine_settings(model, section, seed=0)).decode()
+        return EngineSettings(model=model, generator=section, seed=0).model_dump_json()
 
     asked = [settings(4 * CONTEXT), settings(qantization="fp8")]
     done = subprocess.run([sys.executable, "-c", REFUSED, *asked], capture_output=True, text=True)

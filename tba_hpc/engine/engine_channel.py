@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from tba_hpc.config import Dtype
+from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
 
 LENGTH_BYTES = 4
@@ -23,26 +23,11 @@ READ_BYTES = 1 << 20
 """Most that is read from the socket at once."""
 
 
-class EngineSettings(msgspec.Struct):
-    """The engine wanted; it stands on the command line of its process.
+class EngineSettings(Section):
+    """The engine wanted; as JSON it stands on the command line of its process."""
 
-    logprob_temperature: T of the policy, softmax(logits/T). fp32_head: logits are float32, also of bfloat16
-    weights. stop: texts that end a completion. keep_kv: as generator.keep_kv.
-    arguments: of vLLM's, besides.
-    """
-
-    model: str
-    dtype: Dtype
-    context_length: int
-    sequences: int
-    kv_cache_mb: int | None
-    gpu_memory_utilization: float
-    tensor_parallel: int
-    logprob_temperature: float
-    fp32_head: bool
-    stop: tuple[str, ...]
-    keep_kv: bool
-    arguments: dict[str, Any]
+    model: ModelSection
+    generator: GeneratorSection
     seed: int
 
 

@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 import torch
 from pydantic import ValidationError
@@ -88,7 +87,7 @@ def serve(settings: str, descriptor: int) -> None:
     """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
-        wanted = msgspec.json.decode(settings, type=EngineSettings)
+        wanted = EngineSettings.model_validate_json(settings)
         engine = Engine(channel, build_or_refuse(channel, wanted), wanted)
         gc.enable()
         engine.serve()
@@ -104,12 +103,12 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     try:
         llm = build(settings)
     except (ValueError, TypeError, NotImplementedError) as error:
-        if not (isinstance(error, ValueError) or settings.arguments):
+        if not (isinstance(error, ValueError) or settings.generator.engine):
             raise  # our own mistake
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
-    if settings.tensor_parallel == 1:  # groups of one: nobody is to call
+    if settings.generator.tensor_parallel == 1:  # groups of one: nobody is to call
         stop_listening()
     for path in llm.collective_rpc("rendezvous"):  # all have met, and nobody else removes it
         Path(path).unlink(missing_ok=True)
@@ -132,29 +131,31 @@ def prepare_environment() -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """The engine, with the weights of ``settings.model`` as version 0. ValueError if vLLM refuses."""
+    """The engine, with the weights of its model's files as version 0. ValueError if vLLM refuses."""
     # vllm reads its environment when it is imported, hence not before prepare_environment().
     from vllm import LLM
 
     gc.freeze()  # vLLM has garbage looked for several times while it is built
     on_gpu = torch.cuda.is_available()
-    cache_mb = settings.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
+    model, generator = settings.model, settings.generator
+    cache_mb = generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
+    exact_head = model.fp32_head and model.dtype != "float32"
     llm = LLM(
-        settings.model,
-        dtype=settings.dtype,
-        max_model_len=settings.context_length,
-        max_num_seqs=settings.sequences,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
+        model.path,
+        dtype=model.dtype,
+        max_model_len=model.context_length,
+        max_num_seqs=generator.prompts_in_flight * generator.completions_per_prompt,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
         kv_cache_memory_bytes=cache_mb and cache_mb << 20,
-        tensor_parallel_size=settings.tensor_parallel,
-        hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
+        tensor_parallel_size=generator.tensor_parallel,
+        hf_overrides={"head_dtype": "float32"} if exact_head else None,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         use_tqdm_on_load=False,
         seed=settings.seed,
-        **({"enforce_eager": not on_gpu} | settings.arguments),
+        **({"enforce_eager": not on_gpu} | generator.engine),
     )
     llm.llm_engine.set_weight_version("0")
-    temperature = settings.logprob_temperature
+    temperature = model.policy_temperature
     if temperature != 1 and not all(llm.collective_rpc("divide_logits", args=(temperature,))):
         raise ValueError(
             f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
@@ -169,6 +170,7 @@ class Engine:
         self._channel = channel
         self._llm = llm
         self._settings = settings
+        self._keeps_kv = settings.generator.keep_kv
         self._loads = 0  # of weights, so far
         self._busy = 0.0  # seconds inside the step that the rank does not know of
         self._open = 0  # completions that have not ended, so far as the rank knows
@@ -191,7 +193,7 @@ class Engine:
         if isinstance(command, Submit):
             self._submit(command)
             return []
-        finished = self._complete_steps() if self._settings.keep_kv else []
+        finished = self._complete_steps() if self._keeps_kv else []
         self._load(command)
         return finished
 
@@ -220,7 +222,7 @@ class Engine:
             self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
         # A cache of the old weights would give log-probabilities of neither policy.
-        if self._settings.keep_kv:
+        if self._keeps_kv:
             self._loads += 1
             self._renew_salts()
         else:
@@ -234,7 +236,7 @@ class Engine:
 
         None if the cache is emptied instead, which vLLM does only when no request keeps its blocks.
         """
-        return str(self._loads) if self._settings.keep_kv else None
+        return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
         """Let requests that wait with nothing computed, new or preempted, begin like new ones."""
@@ -428,7 +430,8 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    temperature = sampling.temperature / settings.logprob_temperature
+    temperature = sampling.temperature / settings.model.policy_temperature
+    stop = list(settings.generator.stop)
     params = SamplingParams(
         n=n,
         temperature=min(temperature, HIGHEST_TEMPERATURE),
@@ -437,9 +440,9 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
         min_tokens=sampling.min_tokens,
         logprobs=0,
         flat_logprobs=True,  # plain lists of numbers instead of an object per token
-        stop=list(settings.stop),
+        stop=stop,
         include_stop_str_in_output=True,
-        detokenize=len(settings.stop) > 0,
+        detokenize=len(stop) > 0,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for one request only

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
@@ -239,7 +238,8 @@ class VllmGenerator:
         self._engine = self._start()
 
     def _start(self) -> EngineProcess:
-        settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
+        seed = self._seed + self.rebuilds
+        settings = EngineSettings(model=self._model, generator=self._generator, seed=seed)
         return EngineProcess(settings, **self._limits)
 
 
@@ -259,25 +259,6 @@ def _key(part: str, keys: Sequence[str]) -> str:
     return next(key for key in keys if part in key)
 
 
-def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: int) -> EngineSettings:
-    """The engine that a configuration asks for."""
-    return EngineSettings(
-        model=model.path,
-        dtype=model.dtype,
-        context_length=model.context_length,
-        sequences=generator.prompts_in_flight * generator.completions_per_prompt,
-        kv_cache_mb=generator.kv_cache_mb,
-        gpu_memory_utilization=generator.gpu_memory_utilization,
-        tensor_parallel=generator.tensor_parallel,
-        logprob_temperature=model.policy_temperature,
-        fp32_head=model.fp32_head and model.dtype != "float32",
-        stop=generator.stop,
-        keep_kv=generator.keep_kv,
-        arguments=generator.engine,
-        seed=seed,
-    )
-
-
 class EngineProcess:
     """The process of an engine, in a session of its own; it writes to this process's log.
 
@@ -289,7 +270,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
         with theirs:
-            arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
+            arguments = [settings.model_dump_json(), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 [*IGNORE_SIGNALS, sys.executable, "-P", "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
