@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from tba_hpc.core.types import WeightLayout
-from tba_hpc.core.weight_files import map_weights
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Channel,
@@ -75,7 +75,7 @@ def serve(channel: Channel[Command], behaviour: Behaviour) -> None:
                     channel.send(Misfit(behaviour.misfit))
                 case Load():
                     nbytes = WeightLayout.from_json(command.layout).nbytes
-                    weights = map_weights(command.path, nbytes, command.offset)
+                    weights = WeightFile.open(command.path, nbytes).map("r")
                     version, logprob = command.version, float(weights[:4].view("f4")[0])
                     channel.send(Loaded(version, 0.0))
         time.sleep(behaviour.request_seconds if waiting else 0)

@@ -36,7 +36,7 @@ def _channels() -> tuple[Channel[Answer], Channel[Command]]:
 
 def test_messages_arrive_whole_and_in_order_before_the_end() -> None:
     rank, engine = _channels()
-    commands = [Submit(1, b"\x01\x00", 4, SAMPLING), Load(7, "/proc/1/fd/3", 64, "[]")]
+    commands = [Submit(1, b"\x01\x00", 4, SAMPLING), Load(7, "/proc/1/fd/3", "[]")]
     for command in commands:
         rank.send(command)
     rank.close()

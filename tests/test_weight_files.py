@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_hpc.core.weight_files import WeightFile, map_weights
+from tba_hpc.core.weight_files import WeightFile
 
 READER = """
 import sys
@@ -40,7 +40,7 @@ def test_readers_hold_weights_until_they_end(tmp_path: Path) -> None:
 def test_what_is_written_privately_nobody_else_sees() -> None:
     data = np.arange(200, dtype=np.uint8)
     file = WeightFile.copy_of(data)
-    private = map_weights(file.path, 150, 50)
+    private = WeightFile.open(file.path, 150).map("c")
     private[:] = 0
     np.testing.assert_array_equal(file.map("r"), data)
 

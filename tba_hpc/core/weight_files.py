@@ -45,8 +45,8 @@ class WeightFile:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def map(self, mode: Mode) -> np.ndarray:
-        """uint8 [nbytes]: the weights."""
-        return map_weights(self.path, self.nbytes, self.offset, mode)
+        """uint8 [nbytes]: the weights, which stay mapped beyond this object."""
+        return np.memmap(self.path, np.uint8, mode, self.offset, (self.nbytes,))
 
     def reader(self) -> Self:
         """The same weights; ``has_readers`` is true while the reader lives."""
@@ -75,9 +75,3 @@ class WeightFile:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-
-
-def map_weights(path: str, nbytes: int, offset: int, mode: Mode = "c") -> np.ndarray:
-    """``WeightFile.map`` in another process. Private by default: torch wants memory that it could write
-    to."""
-    return np.memmap(path, np.uint8, mode, offset, (nbytes,))

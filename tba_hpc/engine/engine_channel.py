@@ -45,11 +45,10 @@ class Submit(Message):
 
 
 class Load(Message):
-    """To the engine: weights to use from now on, in the file at ``path`` from ``offset`` on."""
+    """To the engine: weights to use from now on, at the end of the file at ``path``."""
 
     version: int
     path: str
-    offset: int
     layout: str
 
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 
 from tba_hpc.core.types import Sampling, WeightLayout
-from tba_hpc.core.weight_files import map_weights
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Channel,
@@ -213,9 +213,7 @@ class Engine:
             if reason := next(filter(None, unlike), ""):
                 self._channel.send(Misfit(reason))
                 return
-        missed = self._llm.collective_rpc(
-            "load_shared_weights", args=(command.path, command.offset, command.layout)
-        )
+        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             reason = f"took no new value, or not all of it, for {_named(names)}"
             remedy = "train a model that this version of vLLM updates as a whole"
@@ -313,7 +311,7 @@ class WeightLoader:
         self.lora_base = base
         return ""
 
-    def load_shared_weights(self, path: str, offset: int, layout: str) -> list[str]:
+    def load_shared_weights(self, path: str, layout: str) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
         An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
@@ -321,7 +319,8 @@ class WeightLoader:
         """
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # what was missed is counted here
         given = WeightLayout.from_json(layout)
-        tensors = tensors_in(map_weights(path, given.nbytes, offset), given)
+        data = WeightFile.open(path, given.nbytes).map("c")  # torch wants memory that it could write to
+        tensors = tensors_in(data, given)
         if given.lora:
             assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
