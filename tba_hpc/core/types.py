@@ -590,15 +590,6 @@ class Publication:
     budget_end: int | None = None
     final: bool = False
 
-    def to_json(self) -> str:
-        """JSON text that from_json reads."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Publication:
-        """Inverse of to_json."""
-        return msgspec.json.decode(text, type=cls)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import numpy as np
 
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
@@ -228,7 +229,7 @@ class MpiTrainerExchange:
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
         published = self._published if purpose is Purpose.PUBLISH else None
-        text = published.to_json().encode() if published else b""
+        text = msgspec.json.encode(published) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
@@ -436,7 +437,7 @@ class MpiSearcherExchange(_Peer):
 
     def _show(self, header: np.void) -> None:
         file = self._memory.reader(int(header["write"]))
-        publication = Publication.from_json(header["publication"])
+        publication = msgspec.json.decode(header["publication"], type=Publication)
         update = WeightUpdate(publication, self._memory.layout, file.map("r"), file)
         with self._lock:
             self._unseen = update
