@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba_hpc.config import Config
-from tba_hpc.core.buffer import Merged, ReplayBuffer
+from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests
-from tba_hpc.core.types import Shard, Trajectories
+from tba_hpc.core.types import Shard
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.metrics import MetricsWriter, Value
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
 MERGED_AT_ONCE = 32
 """Pending shards in memory at a time: with the decoding of one after the other, that is little."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sifted:
-    """What of a shard is merged; again: how many completions stay out; answered: their requests."""
-
-    kept: Trajectories
-    again: int = 0
-    answered: Sequence[int] = ()
 
 
 @dataclass
@@ -56,14 +47,7 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        sifted = [self._sift(shard) for shard in shards]
-        merged = [self.buffer.merge(some.kept, revision, sync=sync) for some in sifted]
-        self.metrics.log(
-            *(
-                _merge_event(state.step, revision, sync, shard, some, what)
-                for shard, some, what in zip(shards, sifted, merged, strict=True)
-            )
-        )
+        self.metrics.log(*(self._merge(shard, state.step, revision, sync) for shard in shards))
         return replace(
             state,
             revision=revision,
@@ -84,15 +68,30 @@ class Merger:
         self.metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
-    def _sift(self, shard: Shard) -> Sifted:
-        """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
-        record = shard.trajectories.record
-        again = self.completed.among(record["request_id"])
-        self.completed.add(record["request_id"])
-        if not again.any():
-            return Sifted(shard.trajectories)
-        answered = np.unique(record["request_id"][again]).tolist()
-        return Sifted(shard.trajectories.take(np.flatnonzero(~again)), int(again.sum()), answered)
+    def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
+        """Merge a shard less what was answered before; all of its requests are completed from now on."""
+        arrived = shard.trajectories
+        request_id_N = arrived.record["request_id"]
+        again_N = self.completed.among(request_id_N)
+        self.completed.add(request_id_N)
+        kept = arrived.take(np.flatnonzero(~again_N)) if again_N.any() else arrived
+        merged = self.buffer.merge(kept, revision, sync=sync)
+        return {
+            "event": "merged",
+            "step": step,
+            "revision": revision,
+            "sync": sync,
+            "searcher": shard.searcher,
+            "shard": shard.index,
+            "trajectories": len(arrived),
+            "tokens": len(arrived.completions.values),
+            "request_ids": arrived.request_ids.tolist(),
+            "added": merged.added,
+            "duplicates": merged.duplicates,
+            "evicted": merged.evicted,
+            "again": int(again_N.sum()) or None,
+            "answered": np.unique(request_id_N[again_N]).tolist() or None,
+        }
 
 
 def merge_pending(
@@ -112,27 +111,6 @@ def merge_pending(
     while some := list(islice(shards, MERGED_AT_ONCE)):
         state = merger.merge(state, some, sync=version)
     return merger.evict_stale(state)
-
-
-def _merge_event(
-    step: int, revision: int, sync: int, shard: Shard, sifted: Sifted, merged: Merged
-) -> dict[str, Value]:
-    return {
-        "event": "merged",
-        "step": step,
-        "revision": revision,
-        "sync": sync,
-        "searcher": shard.searcher,
-        "shard": shard.index,
-        "trajectories": len(shard.trajectories),
-        "tokens": len(shard.trajectories.completions.values),
-        "request_ids": shard.trajectories.request_ids.tolist(),
-        "added": merged.added,
-        "duplicates": merged.duplicates,
-        "evicted": merged.evicted,
-        "again": sifted.again or None,
-        "answered": sifted.answered or None,
-    }
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
