@@ -280,14 +280,15 @@ def search(run: RunDir, index: int | None) -> None:
         seed = _seed(config, placement.index, run.attempt_number)
         parts = SearchParts.make(run, config, placement.index, seed=seed)
         with led() as stop:
+            place = placement.index, config.launch.searchers
             exchange = _open_searcher(run, config, placement)
             progress = _join(run, config, placement.index, exchange)
             parts.searcher(
                 exchange,
                 progress,
                 requests=training_requests(config, parts.task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, parts.task, placement.index, decode=parts.decode),
-                report=partial(_report, run, config),
+                evaluator=_online_evaluator(run, config, parts.task, *place, decode=parts.decode),
+                report=partial(_report, run, config, *place),
                 stop_asked=lambda: stop.is_set,
             ).run()
             parts.generator.close()
@@ -317,8 +318,8 @@ def _stay(parts: SearchParts) -> None:
             stay.exchange,
             progress,
             requests=stay.requests(parts.task, progress),
-            evaluator=_online_evaluator(run, config, parts.task, decode=parts.decode),
-            report=stay.report(partial(_report, run, config)),
+            evaluator=_online_evaluator(run, config, parts.task, 0, 1, decode=parts.decode),
+            report=partial(stay.report, partial(_report, run, config, 0, 1)),
             stop_asked=lambda: stop.is_set,
         ).run()
         log.info("leaving: %s", stay.why)
@@ -363,7 +364,7 @@ class SearchParts:
         *,
         requests: Iterator[Request],
         evaluator: OnlineEvaluator,
-        report: Callable[[int, int, Evaluation], None],
+        report: Callable[[Evaluation], None],
         stop_asked: Callable[[], bool],
     ) -> Searcher:
         """The loop, ready to run."""
@@ -462,19 +463,20 @@ def _online_evaluator(
     run: RunDir,
     config: Config,
     task: Task,
-    searcher: int | None = None,
+    place: int,
+    places: int,
     *,
     decode: Callable[[np.ndarray], str] | None = None,
 ) -> OnlineEvaluator:
-    """searcher: its place among those that evaluate together; None: it evaluates alone."""
+    """place: of the searcher among so many that evaluate together."""
     section = config.evaluate
     return OnlineEvaluator(
         task,
-        searcher=searcher or 0,
-        searchers=1 if searcher is None else config.launch.searchers,
+        searcher=place,
+        searchers=places,
         max_tokens=config.generator.max_tokens,
         limits={"validation": section.validation_prompts, "test": section.test_prompts},
-        done=partial(read_part, run),
+        done=partial(read_part, run, place, places),
         decode=decode,
         kept=KEPT_ANSWERS,
     )

@@ -176,7 +176,7 @@ def make_searcher(
             max_tokens=TABLE.length,
             limits={"validation": config.evaluate.validation_prompts, "test": None},
         ),
-        report=partial(write_evaluation, run),
+        report=partial(write_evaluation, run, 0, 1),
         metrics=MetricsWriter(run.metrics_file("searcher")),
         stop_asked=stop_asked,
         sequences=24,
@@ -698,10 +698,9 @@ def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
     prompts = task.prompts("test")
     late = [*answers("test", 8, prompts[::2]), *answers("validation", 4, prompts[::2])]
     test, validation = [part for answer in late if (part := evaluator.count(answer, True, -1.5))]
-    assert (test.place, test.places, test.evaluation.total) == (0, 2, len(prompts[::2]))
-    assert (validation.place, validation.places) == (0, 2)
-    assert validation.evaluation.correct == len(prompts[::2])
-    assert validation.evaluation.ref_logprob == -1.5 * len(prompts[::2])
+    assert (test.split, test.total) == ("test", len(prompts[::2]))
+    assert validation.correct == len(prompts[::2])
+    assert validation.ref_logprob == -1.5 * len(prompts[::2])
 
 
 def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: Path) -> None:
@@ -715,9 +714,9 @@ def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: 
         searchers=2,
         max_tokens=3,
         limits={"test": None, "validation": None},
-        done=partial(read_part, run),
+        done=partial(read_part, run, 0, 2),
     )
-    assert evaluator.start("test", 12) == (0, 2, done) and not evaluator.busy
+    assert evaluator.start("test", 12) == done and not evaluator.busy
     assert evaluator.start("test", 11) is None and evaluator.busy
 
 
@@ -737,8 +736,8 @@ def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path:
         assert evaluator.start("test", 8) is None
         for answer in answers("test", 8, prompts[place::2]):
             part = evaluator.count(answer, answer.request.prompt.id == 1, None)
-        assert part and len(part.evaluation.answers) == len(range(place, 3, 2))
-        write_evaluation(run, place, 2, part.evaluation)
+        assert part and len(part.answers) == len(range(place, 3, 2))
+        write_evaluation(run, place, 2, part)
     whole = find_evaluation(run, "test", 8)
     assert whole and [(a.prompt, a.correct) for a in whole.answers] == [(0, False), (1, True), (2, False)]
     for kept in whole.answers:

@@ -197,14 +197,10 @@ class ElasticStay:
             issued = True
             yield request
 
-    def report(self, write: Callable[[int, int, Evaluation], None]) -> Callable[[int, int, Evaluation], None]:
-        """``write`` of a whole evaluation, if the trainer that has asked for it is still at work."""
-
-        def report(place: int, places: int, whole: Evaluation) -> None:
-            if self.exchange.still_wants(whole.split, whole.step):
-                write(place, places, whole)
-
-        return report
+    def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
+        """``write`` a whole evaluation, if the trainer that has asked for it is still at work."""
+        if self.exchange.still_wants(whole.split, whole.step):
+            write(whole)
 
     @property
     def why(self) -> str:

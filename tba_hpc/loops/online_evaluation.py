@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,19 +21,11 @@ LONGEST_TEXT = 2000
 """Characters of a question or an answer that are kept."""
 
 
-class Part(NamedTuple):
-    """What one searcher's answers came to: its place among those that evaluate, their number, the result."""
-
-    place: int
-    places: int
-    evaluation: Evaluation
-
-
 @dataclass(slots=True)
 class Share:
     """An evaluation under way: the part so far, and the prompts whose answers are not judged yet, by id."""
 
-    part: Part
+    part: Evaluation
     missing: set[int]
 
 
@@ -42,9 +33,10 @@ class Share:
 class OnlineEvaluator:
     """Issues evaluation requests and counts their answers; ``unanswered``: those still to be generated.
 
-    limits: prompts used per split (None: all). max_tokens: longest completion. done: gives the part that an
-    earlier attempt has finished, of a searcher's place among so many, a split and the weights of a step.
-    decode: tokens to text, None if no answers are kept. kept: they are of prompts with smaller ids.
+    searcher: this one's place among the ``searchers`` that evaluate. limits: prompts used per split (None:
+    all). max_tokens: longest completion. done: gives the part that an earlier attempt has finished, of a
+    split and the weights of a step. decode: tokens to text, None if no answers are kept. kept: they are of
+    prompts with smaller ids.
     """
 
     task: Task
@@ -52,7 +44,7 @@ class OnlineEvaluator:
     searchers: int = field(kw_only=True)
     max_tokens: int = field(kw_only=True)
     limits: Mapping[Split, int | None] = field(kw_only=True)
-    done: Callable[[int, int, Split, int], Evaluation | None] = lambda *_: None
+    done: Callable[[Split, int], Evaluation | None] = lambda *_: None
     decode: Callable[[np.ndarray], str] | None = None
     kept: int = 0
     unanswered: int = field(default=0, init=False)
@@ -64,17 +56,16 @@ class OnlineEvaluator:
         """Whether answers are still to be generated."""
         return self.unanswered > 0
 
-    def start(self, split: Split, step: int) -> Part | None:
+    def start(self, split: Split, step: int) -> Evaluation | None:
         """Queue this searcher's share of ``split``; the finished part at once if that is empty, or done."""
         assert not self.busy, "one evaluation at a time"
-        place, places = self.searcher, self.searchers
         sampling = Sampling(evaluation_temperature(self.task), top_p=1.0, max_tokens=self.max_tokens)
-        if done := self.done(place, places, split, step):
-            return Part(place, places, done)
-        prompts = self.task.prompts(split)[: self.limits[split]][place::places]
+        if done := self.done(split, step):
+            return done
+        prompts = self.task.prompts(split)[: self.limits[split]][self.searcher :: self.searchers]
         self._queue = [Request(prompt, prompt.id, 1, sampling, split) for prompt in reversed(prompts)]
         self.unanswered = len(self._queue)
-        nothing = Part(place, places, self._evaluation(split, step, 0, 0.0))
+        nothing = self._evaluation(split, step, 0, 0.0)
         self._shares[split, step] = Share(nothing, {prompt.id for prompt in prompts})
         return None if prompts else self._shares.pop((split, step)).part
 
@@ -92,7 +83,7 @@ class OnlineEvaluator:
 
     def count(
         self, answer: Group, correct: bool, ref_logprob: float | None, reward: float | None = None
-    ) -> Part | None:
+    ) -> Evaluation | None:
         """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
 
         The weights that generated it tell which evaluation it belongs to.
@@ -105,7 +96,7 @@ class OnlineEvaluator:
         one = replace(one, answers=self._in_words(answer, correct, reward))
         if reward is not None and math.isfinite(reward):
             one = replace(one, graded=1, rewards=float(reward), squares=float(reward) ** 2)
-        share.part = share.part._replace(evaluation=share.part.evaluation + one)
+        share.part += one
         share.missing.remove(prompt)
         return None if share.missing else self._shares.pop((split, step)).part
 

@@ -38,8 +38,7 @@ class Searcher:
     """One engine's loop.
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
-    generation pauses. log_seconds: between two metric records. report: takes a searcher's place among those
-    that evaluate, their number, and its part.
+    generation pauses. log_seconds: between two metric records. report: takes its part of an evaluation.
     """
 
     generator: Generator
@@ -47,7 +46,7 @@ class Searcher:
     exchange: SearcherExchange
     requests: Iterator[Request]
     evaluator: OnlineEvaluator
-    report: Callable[[int, int, Evaluation], None]
+    report: Callable[[Evaluation], None]
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
     sequences: int
@@ -110,7 +109,7 @@ class Searcher:
         if publication.evaluate is None:
             return
         if part := self.evaluator.start(publication.evaluate, publication.version):
-            self.report(*part)
+            self.report(part)
         else:
             self.scorer.check_engine(update, self.evaluator.unanswered)
 
@@ -188,7 +187,7 @@ class Searcher:
         for judged in self.scorer.judged():
             part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob, judged.reward)
             if part is not None:
-                self.report(*part)
+                self.report(part)
 
     def _pass_on_stop(self) -> None:
         """Leave it to the trainer to end the run; an evaluation would only delay that."""
