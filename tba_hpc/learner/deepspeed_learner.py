@@ -180,11 +180,6 @@ class DeepSpeedLearner:
         assert references, "the trainer is to compute the reference"
         return load_reference(self._config, references)
 
-    @classmethod
-    def create(cls, config: Config, **options: Any) -> DeepSpeedLearner:
-        """As the constructor."""
-        return cls(config, **options)
-
     # --- The port, see ports.Learner: called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
