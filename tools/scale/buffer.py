@@ -37,9 +37,9 @@ TOGETHER = 16
 """Shards of a sync, if they are merged together."""
 
 
-def shards(size: int, *, seed: int = 0) -> Iterator[Trajectories]:
-    """Without end; no two completions are equal."""
-    rng, first = np.random.default_rng(seed), 0
+def shards(size: int, *, seed: int = 0, first: int = 0) -> Iterator[Trajectories]:
+    """Without end, numbered from ``first`` on; no two completions are equal."""
+    rng = np.random.default_rng(seed)
     while True:
         number = first + np.arange(size)
         record = np.zeros(size, RECORD)
@@ -109,7 +109,7 @@ def of_merger(capacity: int) -> list[Row]:
     config = parse_config({"model": {"path": "none"}})
     buffer = ReplayBuffer(BufferSection(capacity=capacity), seed=0)
     found, state = [], TrainerState()
-    large, small = shards(LARGE), shards(GROUP * GROUPS, seed=1)
+    large, small = shards(LARGE), shards(GROUP * GROUPS, seed=1, first=capacity + LARGE)
     with tempfile.TemporaryDirectory() as folder:
         metrics = MetricsWriter(Path(folder) / "trainer.jsonl")
         merger = Merger(buffer, CompletedRequests(), Freshness(config, buffer), metrics)
