@@ -71,10 +71,11 @@ class Merger:
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
         """Merge a shard less what was answered before; all of its requests are completed from now on."""
         arrived = shard.trajectories
-        request_id_N = arrived.record["request_id"]
-        again_N = self.completed.among(request_id_N)
-        self.completed.add(request_id_N)
-        kept = arrived.take(np.flatnonzero(~again_N)) if again_N.any() else arrived
+        requests, kept = arrived.request_ids, arrived
+        answered = requests[self.completed.among(requests)]
+        self.completed.add(requests)
+        if len(answered):
+            kept = arrived.take(np.flatnonzero(~np.isin(arrived.record["request_id"], answered)))
         merged = self.buffer.merge(kept, revision, sync=sync)
         return {
             "event": "merged",
@@ -85,12 +86,12 @@ class Merger:
             "shard": shard.index,
             "trajectories": len(arrived),
             "tokens": len(arrived.completions.values),
-            "request_ids": arrived.request_ids.tolist(),
+            "request_ids": requests.tolist(),
             "added": merged.added,
             "duplicates": merged.duplicates,
             "evicted": merged.evicted,
-            "again": int(again_N.sum()) or None,
-            "answered": np.unique(request_id_N[again_N]).tolist() or None,
+            "again": len(arrived) - len(kept) or None,
+            "answered": np.unique(answered).tolist() or None,
         }
 
 
