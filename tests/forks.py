@@ -10,7 +10,7 @@ IMPORTED = ("pytest", "tba_hpc.learner.deepspeed_learner", "tba_hpc.runtime", "t
 """Modules of the tests themselves are not on the server's path."""
 
 
-def fork(target: Callable[..., None], *arguments: object) -> ForkServerProcess:
+def fork(target: Callable[..., object], *arguments: object) -> ForkServerProcess:
     """A process at work on ``target``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpu_acceptance
 import pytest
+from forks import fork
 
 from tba_hpc.config import load_config
 
@@ -29,23 +30,32 @@ def figures(out: Path, stage: str) -> dict[str, object]:
     return {figure["what"]: figure["value"] for figure in record["figures"]}
 
 
-@pytest.mark.engine
-def test_stages_without_an_engine(tmp_path: Path) -> None:
-    done = acceptance(tmp_path, "installation", "learner")
+def inside(stage: str, out: Path) -> dict[str, object]:
+    """The figures of a stage, without the command that keeps each in a process of its own."""
+    process = fork(gpu_acceptance.run_inside, stage, out, True)
+    process.join(600)
+    assert process.exitcode == 0
+    return figures(out, stage)
+
+
+def test_the_command_runs_a_stage_and_prints_its_figures(tmp_path: Path) -> None:
+    done = acceptance(tmp_path, "installation")
     assert done.returncode == 0, done.stderr
     found = figures(tmp_path, "installation")
     assert found["GPUs"] == 0 and found["workers can be forked after a look at the GPUs"] is True
     assert f"torch: {found['torch']}" in done.stdout
-    found = figures(tmp_path, "learner")
+
+
+@pytest.mark.engine
+def test_the_stage_of_a_learner(tmp_path: Path) -> None:
+    found = inside("learner", tmp_path)
     assert {"optimizer step", "peak memory ÷ the planner's", "weights copied out ÷ copy"} <= found.keys()
 
 
 @pytest.mark.engine
 def test_the_stage_of_engines(tmp_path: Path) -> None:
     """They agree better with the learner if logits are float32, also under new weights."""
-    done = acceptance(tmp_path, "engine")
-    assert done.returncode == 0, done.stderr
-    found = figures(tmp_path, "engine")
+    found = inside("engine", tmp_path)
     gaps = [
         found[f"log-probability, engine less learner, logits in {dtype}: standard deviation"]
         for dtype in ("float32", "bfloat16")
