@@ -256,18 +256,11 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
 
 def test_ranks_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     """Over MPI. Each start goes on where the one before ended, and after a death by itself."""
-    two_trainers = ("train.steps=80", "launch.trainers=2")
-    process = start(tmp_path, *two_trainers)
-    wait_for(lambda: steps_done(tmp_path) >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
-    assert code == 0, out + err
-
-    process = start(tmp_path, *two_trainers)
-    wait_for(lambda: steps_done(tmp_path) >= 16, process)
+    process = start(tmp_path, "train.steps=80", "launch.trainers=2")
+    wait_for(lambda: steps_done(tmp_path) >= 6, process)
     ranks(process, "train")[0].kill()
     run = RunDir.open(tmp_path / NAME)
-    wait_for(lambda: len(list(run.logs.glob("attempt-*"))) == 3 and steps_done(tmp_path) >= 20, process)
+    wait_for(lambda: len(list(run.logs.glob("attempt-*"))) == 2 and steps_done(tmp_path) >= 12, process)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert code == 0 and "starting all ranks again, from the last checkpoint" in out, out + err
@@ -282,7 +275,7 @@ def test_ranks_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     assert_whole(run, 80)
     ends = [event["event"] for event in read_events(run)]
     ends = [event for event in ends if event in ("failed", "stopped", "finished")]
-    assert ends == ["stopped", "failed", "stopped", "failed", "finished"]
+    assert ends == ["failed", "stopped", "failed", "finished"]
     assert json.loads(run.summary.read_text())["test_prompts"] == 4
 
 
@@ -330,18 +323,6 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     assert not [*run.logs.glob("*/refused-*"), *run.logs.glob("*/failed-*")]
     code, out, err = finish(join())
     assert code == 0 and "is finished: there is nothing to search for" in out + err
-
-
-def test_a_run_of_a_trainer_alone_is_fed_by_elastic_searchers(tmp_path: Path) -> None:
-    """By the transport of the shipped configs: with no searcher of its own it goes over files."""
-    process = start(tmp_path, "launch.searchers=0", "launch.elastic=1")
-    wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
-    run = RunDir.open(tmp_path / NAME)
-    guest = tba("search", run.path)
-    code, out, err = finish(process)
-    assert code == 0, out + err
-    assert finish(guest)[0] == 0
-    assert_whole(run)
 
 
 @pytest.fixture
