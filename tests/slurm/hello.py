@@ -56,7 +56,7 @@ def anyone(world: Any, flag: bool) -> bool:
     mine, all_of_us = array("i", [flag]), array("i", [0])
     request = world.Iallreduce(mine, all_of_us)
     while not request.Test():
-        time.sleep(0.005)
+        time.sleep(0.02)
     return bool(all_of_us[0])
 
 

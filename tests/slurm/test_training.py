@@ -18,7 +18,7 @@ import yaml
 from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
 
-from tba_hpc.config import differences, dump_config, load_config
+from tba_hpc.config import Config, differences, dump_config, load_config
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import OF_A_START, RunDir
@@ -68,8 +68,8 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     return {**cluster.environment, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 
 
-def checkout(folder: Path, model: Path, *, time: str) -> RunDir:
-    """What sbatch needs of the repository, script, site and config edited; the run that will be there."""
+def checkout(folder: Path, config: Config, *, time: str = "00:10:00") -> RunDir:
+    """What sbatch needs of the repository, script and site edited; the run that will be there."""
     edits = {
         "--time=24:00:00": f"--time={time}",
         "USR1@300": "USR1@60",
@@ -86,10 +86,8 @@ def checkout(folder: Path, model: Path, *, time: str) -> RunDir:
         text = text.replace(old, new)
     script.write_text(text)
     (folder / "site.yaml").write_text(yaml.safe_dump(SITE))
-    bounded = "exchange.max_staleness=8"  # an engine that waits for the trainer leaves the processor alone
-    config = load_config(QUICKSTART, [f"model.path={model}", bounded, *test_engines.SETTINGS])
     (folder / "mine.yaml").write_text(dump_config(config))
-    return RunDir(folder / "runs" / test_engines.NAME)
+    return RunDir(folder / config.run_dir)
 
 
 def sbatch(cluster: Cluster, folder: Path, **environment: str) -> int:
@@ -98,7 +96,7 @@ def sbatch(cluster: Cluster, folder: Path, **environment: str) -> int:
     done = subprocess.run(
         ["sbatch", "--parsable", "slurm/tba_math.sbatch"],
         cwd=folder,
-        env={**cluster.environment, "PATH": path, "SITE": "site.yaml", **environment},
+        env={**_environment(cluster), "PATH": path, "SITE": "site.yaml", **environment},
         capture_output=True,
         text=True,
     )
@@ -192,17 +190,25 @@ def assert_same_training(run: RunDir, other: RunDir) -> None:
 # --- Stories ---
 
 
-def test_the_script_edited_by_hand_outlives_its_wall_time(
-    cluster: Cluster, model: Path, tmp_path: Path
-) -> None:
+def test_engines_and_learner_make_one_world(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """Of MPI, by the script edited by hand: what a rank has of Slurm and MPI, its engine must not inherit."""
+    bounded = "exchange.max_staleness=8"  # an engine that waits for the trainer leaves the processor alone
+    config = load_config(QUICKSTART, [f"model.path={model}", bounded, *test_engines.SETTINGS])
+    run = checkout(tmp_path, config)
+    finish(cluster, run, sbatch(cluster, tmp_path, CONFIG="mine.yaml"))
+    assert_whole(run, test_engines.STEPS, test_engines.SAMPLES)
+
+
+def test_the_script_edited_by_hand_outlives_its_wall_time(cluster: Cluster, tmp_path: Path) -> None:
     """Two minutes are too short for the run: what was done is kept, and the job goes on by itself."""
-    run = checkout(tmp_path, model, time="00:02:00")
+    patient = f"launch.timeout_seconds={START_SECONDS}"  # the leader is held until the signal comes
+    run = checkout(tmp_path, load_config(CONFIG, [patient]), time="00:02:00")
     job = sbatch(cluster, tmp_path, CONFIG="mine.yaml")
     reach_the_wall_time(cluster, run)
     cluster.wait(job, "PENDING")
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
     finish(cluster, run, job)
-    assert_whole(run, test_engines.STEPS, test_engines.SAMPLES)
+    assert_whole(run)
 
     first, second = events(run, "allocated")
     (stopped,) = events(run, "stopped")
