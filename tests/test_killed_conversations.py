@@ -70,6 +70,7 @@ class Deadly:
     """Ends with the completion. The ``NTH`` time that it is at ``turn`` it kills its process, once a run."""
 
     reached = 0
+    calls = failed_calls = 0
 
     def __init__(self, turn: int, done: Path) -> None:
         self._turn, self._done = turn, done
