@@ -343,6 +343,14 @@ def test_a_checkpoint_that_is_not_whole_is_named(copy: Callable[[str], RunDir]) 
     assert (verdict.lost, verdict.doubled) == (0, 0), verdict.problems
 
 
+def test_a_finished_run_without_its_last_checkpoint_is_not_clean(copy: Callable[[str], RunDir]) -> None:
+    run = copy("finished")
+    shutil.rmtree(newest(run))
+    problems = audit(run).problems
+    words = f"the run is finished, but its newest checkpoint is of step {STEPS - EVERY}, not {STEPS}"
+    assert words in problems, problems
+
+
 def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], RunDir]) -> None:
     """A corrupt shard is set aside by the resume, and the index of one that is gone is used again."""
     run = copy("stopped")

@@ -501,6 +501,7 @@ def test_a_damaged_evaluation_counts_for_nothing_and_is_written_over(
     assert find_evaluation(run, "test", 80) is find_evaluation(run, "test", 100) is None
     # An empty file may be one that is not to be seen yet.
     assert (f"{broken[0]} is damaged" in caplog.text) == bool(content)
+    assert (missing_parts(run, "test", 80, 1), missing_parts(run, "test", 100, 2)) == ([0], [0, 1])
     discard_evaluations(run, after=100)
     for step, searchers in ((80, 1), (100, 2)):
         for searcher in range(searchers):

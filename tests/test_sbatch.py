@@ -476,7 +476,7 @@ def test_a_watchdog_that_has_lost_its_own_node_is_replaced(tmp_path: Path) -> No
 
 
 QUEUE = """
-say() { echo "$1"; }; event() { :; }; ANSWER_SECONDS=3 ANSWER_PAUSE=0
+say() { echo "$1"; }; event() { :; }; ANSWER_SECONDS=9 ANSWER_PAUSE=0
 nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
 """
 """``nth NAME N``: whether it was called so often under that name."""

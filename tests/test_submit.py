@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.commands.order import Order
-from tba_hpc.commands.submit import _again
+from tba_hpc.commands.submit import _again, _left_out, _short_time
 from tba_hpc.launch import slurm
+from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
@@ -42,3 +43,19 @@ def test_a_chain_that_slurm_cuts_short_is_kept(tmp_path: Path, monkeypatch: pyte
     warning = slurm.chain(RunDir(tmp_path), "7", "after {}".format, length=4)
     assert warning == "the chain has 2 of 4 jobs: Slurm refused the job: too many"
     assert (tmp_path / "slurm/chain").read_text() == "7\n8\n"
+
+
+def test_what_a_shell_says_of_jobs_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SRUN_NTASKS"):
+        monkeypatch.setenv(name, "x")
+    (finding,) = _left_out("#!/bin/bash\n#SBATCH --partition=gpu\n")
+    assert finding.level == "warning"
+    assert finding.sentence.startswith("SBATCH_PARTITION of this shell would override the batch script")
+    monkeypatch.delenv("SBATCH_PARTITION")
+    assert _left_out("#!/bin/bash\n#SBATCH --partition=gpu\n") == [], "the account is left open"
+
+
+def test_a_time_that_is_short_for_a_start_is_said_so() -> None:
+    (finding,) = _short_time(Site(time="5", signal_seconds=60))
+    assert finding.sentence.startswith("time=5 leaves only 180 s to start engines and train: ask for more")
+    assert _short_time(Site(time="10", signal_seconds=60)) == []

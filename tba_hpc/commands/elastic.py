@@ -153,15 +153,18 @@ def follow_demand(run: RunDir, config: Config, script: str, name: str, *, least:
 
     name: of these jobs. Raises LaunchError if Slurm refuses a job, or jobs leave at once or are not found.
     """
-    sent = Sent()
+    sent, before = Sent(), ""
     monitor, tail = RunMonitor(run, job_states), MetricsTail.from_now(run.metrics_file("trainer"))
     while not run.finished:
         time.sleep(LOOK_SECONDS)
         monitor.update()
         state = run_state(monitor)
+        # Slurm may not know a job just after its controller has started.
+        over = state.state in ENDED and (state.state != "gone" or before == "gone")
+        before = state.state
         try:
             jobs = searcher_jobs(run, name)
-            if state.state in ENDED:
+            if over:
                 if jobs:
                     ask("scancel", *(job for job, _ in jobs))
                 print(f"{state.words}; jobs of searchers cancelled: {len(jobs)}")

@@ -374,7 +374,7 @@ go_once() {          # go_once TURN: the ranks from their start to their end; wh
     ask "$1" "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"
     [ "$NEXT" = again ] || return
     FAILURES=${WITH[0]}
-    sleep 2
+    sleep 2 || :         # a signal to all of the job's processes may end it
 }
 
 run_to_the_end() {   # start the ranks, again and again, until the run is finished

@@ -375,7 +375,8 @@ def join(turn: Turn) -> str:
         return "queue" if turn.stop else f"go {_caches(turn)}"
     unfit = [*_read(note).split(), *(answer[1:] for answer in turn.answers)]
     if len(unfit) <= turn.relaunches:
-        write_atomic(note, " ".join(unfit))
+        with suppress(OSError):  # without a note it is only counted less
+            write_atomic(note, " ".join(unfit))
         return "queue"
     say(f"giving up: these nodes have failed their check, one after the other: {' '.join(unfit)}")
     note.unlink(missing_ok=True)

@@ -257,9 +257,16 @@ def check_checkpoints(evidence: Evidence) -> Check:
         *(Violation(f"{one.name} {one.fault}") for one in broken),
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable if not evidence.gap),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
+        *_cut_short(evidence),
     )
     looked_at = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
     return Check("checkpoints agree with merges", looked_at, violations, proven=not evidence.gap)
+
+
+def _cut_short(evidence: Evidence) -> Iterator[Violation]:
+    saved, end = evidence.newest.step, evidence.config.train.steps
+    if evidence.finished and saved != end:
+        yield Violation(f"the run is finished, but its newest checkpoint is of step {saved}, not {end}")
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
