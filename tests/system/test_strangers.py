@@ -43,7 +43,7 @@ SECRET = "hf_0123456789abcdefSECRET"
 HEARD_SECONDS = 15.0
 """How long a port may be open to the network before it is deaf, on a busy machine; ranks live longer."""
 
-CALLS, TOGETHER = 1000, 500
+CALLS, TOGETHER = 10_000, 500
 """Connections to every port, and how many of them at once: more than a process of the run has descriptors."""
 
 FILES = 256
