@@ -527,3 +527,22 @@ def test_a_stop_before_the_work_begins_gives_the_place_back(run: RunDir) -> None
     assert process.wait(30) == 0
     (file,) = run.owners.iterdir()
     assert Owner(**json.loads(file.read_text())) == Owner()
+
+
+SWALLOWED = """
+import ctypes, os, signal, time
+from tba_hpc.loops.elastic import leaving_at_once
+@ctypes.CFUNCTYPE(None)
+def callback():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.05)
+with leaving_at_once():
+    callback()
+raise SystemExit(9)
+"""
+
+
+def test_a_stop_that_a_library_swallows_is_not_lost() -> None:
+    """An exception ends no callback from C."""
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True)
+    assert done.returncode == 0

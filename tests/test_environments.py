@@ -272,6 +272,8 @@ def test_tools_are_called_in_the_first_half_of_a_turns_time() -> None:
         ('[f(a="x)]", b=[1]), g()]Done: [f()]', [Call("f", {"a": "x)]", "b": [1]}), Call("g", {})]),
         ("[f(1)]", []),
         ("[f(a=b())]", []),
+        ("[f(a={[1]: 2})]", []),
+        ("<tool_call>Now: <function=f></function></tool_call>", [Call("f", {})]),
         ("[1] is f(a=1)]", []),
     ],
 )

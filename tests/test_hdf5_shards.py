@@ -359,6 +359,8 @@ FORGED = {
     "nothing": lambda file: file.__delitem__("record"),
     "no index": lambda file: file.attrs.__delitem__("index"),
     "a text for an index": lambda file: file.attrs.__setitem__("index", "one"),
+    "many numbers for an index": lambda file: file.attrs.__setitem__("index", np.zeros(4000, np.int64)),
+    "a fraction for an index": lambda file: file.attrs.__setitem__("index", 1.7),
 }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -523,6 +524,16 @@ def test_a_stop_saves_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
     assert checkpoints_after(lambda parts: every in str(latest_checkpoint(run))) == ["step-000000", every]
     assert checkpoints_after(lambda parts: True) == ["step-000000", every]
     assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "resumed"
+
+
+@pytest.mark.parametrize(("spare", "late"), [(5.0, False), (-0.1, True), (math.inf, False)])
+def test_a_step_is_begun_only_where_a_save_still_fits(spare: float, late: bool) -> None:
+    trainer = SimpleNamespace(
+        _saving=SimpleNamespace(under_way=False, seconds=40.0),
+        _step_log=SimpleNamespace(longest_step=7.0),
+        job_end=time.monotonic() + 7 + 40 + MARGIN_SECONDS + spare,
+    )
+    assert vars(Trainer)["_is_late"].fget(trainer) == late
 
 
 def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ CALL = re.compile(
 NAMED = (
     # Qwen 3.5, Nemotron 3
     (
-        re.compile(r"\s*<function=([^>]*)>"),
+        re.compile(r"<function=([^>]*)>"),
         re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL),
     ),
     # GLM
     (
-        re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?=<arg_key>|$)"),
+        re.compile(r"^\s*([A-Za-z_][\w.-]*)\s*(?=<arg_key>|$)"),
         re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     ),
 )
@@ -78,7 +78,7 @@ def parse_calls(text: str) -> list[Call | str]:
 
 def _call(body: str) -> Call | str:
     for function, argument in NAMED:
-        if found := function.match(body):
+        if found := function.search(body):
             return Call(found[1], dict(argument.findall(body)))
     try:
         call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
@@ -102,7 +102,7 @@ def _of_deepseek(body: str) -> dict[str, Any]:
 def _in_python(text: str) -> list[Call]:
     """The shortest list of calls at the beginning; none where there is anything else."""
     for end in islice(re.finditer(r"\)\s*\]", text), MOST_CALLS):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        with suppress(SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             match ast.parse(text[: end.end()], mode="eval").body:
                 case ast.List(elts=calls):
                     return [_python_call(call) for call in calls]

@@ -150,9 +150,12 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _number(group: h5py.h5g.GroupID, name: str) -> int:
-    """An attribute; HDF5 converts what is a number."""
-    value = np.empty((), np.int64)
-    h5py.h5a.open(group, name.encode()).read(value)
+    """An attribute, refused unless it is one number: h5py reads whatever there is into any array."""
+    attribute = h5py.h5a.open(group, name.encode())
+    if attribute.shape != () or attribute.dtype.kind not in "iu":
+        raise TypeError(f"attribute {name} is no number")
+    value = np.empty((), attribute.dtype)
+    attribute.read(value)
     return int(value)
 
 

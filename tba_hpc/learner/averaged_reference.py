@@ -37,11 +37,13 @@ class AveragedReference:
         model = load_policy(config.model.path, config.model.dtype).eval().requires_grad_(False)
         self._logprobs = PolicyLogprobs.of(model, config.model)
         self._parameters = dict(model.named_parameters())
-        initial = {slot.name: self._parameters[slot.name].data.float() for slot in self.slots}
-        pinned = group.device.type == "cuda"
-        self._average = {name: one.pin_memory() if pinned else one for name, one in initial.items()}
+        self._average = {slot.name: self._initial(slot.name) for slot in self.slots}
         for parameter in self._parameters.values():
             parameter.data = torch.empty(0, dtype=self._dtype)
+
+    def _initial(self, name: str) -> Tensor:
+        weight = self._parameters[name].data.float()
+        return weight.pin_memory() if self._group.device.type == "cuda" else weight
 
     @property
     def slots(self) -> tuple[WeightSlot, ...]:

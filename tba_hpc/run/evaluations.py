@@ -127,7 +127,12 @@ def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[
     """Places of the searchers whose parts have not come, if ``searchers`` of them make an evaluation."""
     if _read(_whole_file(run, split, step)):
         return []
-    return [place for place in range(searchers) if not read_part(run, place, searchers, split, step)]
+    there = _part_names(_folder(run, split, step))
+    return [
+        place
+        for place in range(searchers)
+        if _part_name(place, searchers) not in there or not read_part(run, place, searchers, split, step)
+    ]
 
 
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:

@@ -1,6 +1,7 @@
 """What is particular to the exchange over files: the files themselves, attempts, a full disk."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -62,6 +63,53 @@ def searcher(folder: Path, deadline: float = 60, attempt: str = "first") -> File
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["step-000001.safetensors", "latest.json", "progress"])
+def test_what_lies_in_the_place_of_a_file_is_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    """A folder cannot be mapped, and a pipe would be waited for: a sentence, not the deadline's."""
+    exchange = trainer(tmp_path)
+    publish(exchange, 1)
+    while not exchange.idle:
+        time.sleep(0.01)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+
+    def join() -> None:
+        reader = searcher(tmp_path)
+        reader.progress()
+        reader.poll()
+
+    with pytest.raises(ConfigError, match=f"{name} is no regular file: whoever made it, remove it"):
+        join()
+
+
+FIRST_LOOKS = """
+import sys, threading, time
+from pathlib import Path
+from tba_hpc.exchange.file_exchange import Manifest
+def slow(frame, event, argument):
+    if frame.f_code.co_name == "get_dataclass_info":
+        time.sleep(0.05)
+def look(i):
+    time.sleep(i * 0.02)
+    assert Manifest.read(Path(sys.argv[1])).entries
+threading.settrace(slow)
+threads = [threading.Thread(target=look, args=(i,)) for i in range(12)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_threads_may_look_for_the_first_time_at_once(tmp_path: Path) -> None:
+    """While msgspec builds what it knows of a dataclass, slowly here; a process of its own, as that died."""
+    exchange = trainer(tmp_path)
+    publish(exchange, 1)
+    exchange.close()
+    assert subprocess.run([sys.executable, "-c", FIRST_LOOKS, str(tmp_path)], timeout=60).returncode == 0
 
 
 def versions(folder: Path) -> list[int]:
