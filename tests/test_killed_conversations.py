@@ -29,7 +29,7 @@ from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 
 NTH = 300
-"""Of all turns of their kind that one is the last of its process; conversations of all places are open."""
+"""From so many turns of their kind on, conversations of all places are open."""
 
 
 class Letters(TabularGenerator):
@@ -67,13 +67,13 @@ class Letters(TabularGenerator):
 
 
 class Deadly:
-    """Ends with the completion. The ``NTH`` time that it is at ``turn`` it kills its process, once a run."""
+    """Ends with the completion. It kills its process at a ``turn``, once a run, when something is sealed."""
 
     reached = 0
     calls = failed_calls = 0
 
-    def __init__(self, turn: int, done: Path) -> None:
-        self._turn, self._done = turn, done
+    def __init__(self, turn: int, run: Path) -> None:
+        self._turn, self._run, self._done = turn, RunDir(run), run / "killed"
 
     def open(self) -> None:
         """Nothing is added to the prompt."""
@@ -82,7 +82,7 @@ class Deadly:
         """Say nothing."""
         if len(messages) == self._turn and not self._done.exists():
             Deadly.reached += 1
-            if Deadly.reached == NTH:
+            if Deadly.reached >= NTH and self._run.shard_files():
                 self._done.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return [], text == str(TABLE.eos) or len(messages) == TABLE.length
@@ -91,14 +91,14 @@ class Deadly:
         """The task knows it."""
 
 
-def conversations(turn: int, done: Path, seed: int) -> Conversations:
+def conversations(turn: int, run: Path, seed: int) -> Conversations:
     """Of the table, with a deadly environment."""
 
     def opening(prompt: Prompt, *_: object) -> tuple[Prompt, list[Message]]:
         return prompt, []
 
     task = SimpleNamespace(
-        session=lambda _: cast(Session, Deadly(turn, done)), opening=opening, max_turns=TABLE.length
+        session=lambda _: cast(Session, Deadly(turn, run)), opening=opening, max_turns=TABLE.length
     )
     chat = SimpleNamespace(
         decode=lambda tokens: str(tokens[0]),
@@ -111,7 +111,7 @@ def conversations(turn: int, done: Path, seed: int) -> Conversations:
 @pytest.mark.parametrize("turn", range(1, TABLE.length + 1))
 def test_killed_at_any_turn_a_run_has_lost_and_doubled_nothing(tmp_path: Path, turn: int) -> None:
     run = RunDir.create(tabular_run.make_config(tmp_path))
-    generator = partial(conversations, turn, tmp_path / "killed")
+    generator = partial(conversations, turn, run.path)
     for exitcode, attempts in ((-signal.SIGKILL, 1), (0, 2)):
         process = start(run, searchers=2, generator=generator)
         process.join(90)
