@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -132,8 +133,10 @@ class Cluster:
     def own(self, folder: Path) -> None:
         """Give what root has written there to the jobs' user."""
         owner = pwd.getpwnam(self.user)
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        for parent, folders, files in os.walk(folder):
+            for name in ("", *folders, *files):
+                with suppress(FileNotFoundError):  # the run is at work, and some of its files are short-lived
+                    os.chown(Path(parent, name), owner.pw_uid, owner.pw_gid, follow_symlinks=False)
 
     def submit(self, script: str, *options: str) -> int:
         """Job id of a batch script given as text. Its output stays in the cluster unless it says where to."""
