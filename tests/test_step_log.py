@@ -40,6 +40,20 @@ def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) ->
     assert record["train/flat_groups"] == pytest.approx(2 / 3) and record["train/length"] == 3
 
 
+def test_staleness_is_of_the_first_turn_and_of_the_last(tmp_path: Path) -> None:
+    """Two conversations of which one began with weights 7 and ended with 9, learned from in step 10."""
+    batch = batch_of([1, 1], [0, 1])
+    batch.record["version_oldest"], batch.record["version_newest"] = [7, 8], [9, 8]
+    log = StepLog(
+        TrainSection(), ReplayBuffer(BufferSection(), 0), MetricsWriter(tmp_path / "trainer.jsonl"), version=0
+    )
+    with log.clock("learn"):
+        pass
+    log.write(10, batch, {})
+    (record,) = read_metrics(tmp_path / "trainer.jsonl")
+    assert [record[f"staleness/{which}"] for which in ("mean", "max", "end")] == [2.5, 3, 1.5]
+
+
 def test_what_is_not_finite_in_a_skipped_step_is_no_figure(tmp_path: Path) -> None:
     """JSON knows neither NaN nor infinity, and a curve none either."""
     metrics = MetricsWriter(tmp_path / "trainer.jsonl")

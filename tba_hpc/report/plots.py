@@ -368,7 +368,11 @@ DRIFT = [
     ("train/log_weight", BLUE, "all completions"),
     ("train/better_log_weight", ROSE, "those above their group's mean reward"),
 ]
-STALENESS = [("staleness/mean", BLUE, "mean"), ("staleness/max", ORANGE, "largest")]
+STALENESS = [
+    ("staleness/mean", BLUE, "mean, first token or turn"),
+    ("staleness/end", GREEN, "mean, last token or turn"),
+    ("staleness/max", ORANGE, "largest"),
+]
 BUFFER = [
     ("buffer/size", BLUE, "held"),
     ("buffer/added", GREEN, "added"),

@@ -81,8 +81,9 @@ STEP = {
     "buffer/added": _curve("count, so far", "trajectories merged, without duplicates"),
     "buffer/duplicates": _curve("count, so far", "trajectories dropped for an equal or similar one"),
     "buffer/evicted": _curve("count, so far", "trajectories evicted for capacity, age, reference or reuse"),
-    "staleness/mean": _curve("steps", "mean of step − version of the weights that sampled"),
+    "staleness/mean": _curve("steps", "mean of step − version of the weights that sampled its first token"),
     "staleness/max": _curve("steps", "the largest of the batch"),
+    "staleness/end": _curve("steps", "mean for the last token instead: in a conversation, of its last turn"),
 }
 """The trainer's record of an optimizer step."""
 
