@@ -336,16 +336,21 @@ place() {            # whether the ranks may start on the nodes that the job has
     [ "$NEXT" = go ]
 }
 
-exclude_sick() {     # keep this job away from them, now that it is pending again, for Slurm changes no other
-    local job=$ME group excluded sick
-    [ ${#SICK[@]} -gt 0 ] || return 0
-    sick=`joined "${SICK[@]}"`
+exclude_sick() {     # for the next start alone, now that this job is pending again: Slurm changes no other
+    local job=$ME group name excluded kept note=$RUN/slurm/excluded-$ME before=
+    [ ! -r "$note" ] || read -r before < "$note"
+    [ -n "$before${SICK[*]}" ] || return 0
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
         excluded=`scontrol --oneliner show job "$job" | sed -nE 's/.* ExcNodeList=([^ (]*).*/\1/p'`
-        scontrol update "JobId=$job" "ExcNodeList=${excluded:+$excluded,}$sick" \
-            || say "${SICK[*]} could not be excluded from job $job"
+        kept=("${SICK[@]}")
+        for name in ${excluded:+`scontrol show hostnames "$excluded"`}; do
+            [[ " $before " = *" $name "* ]] || kept+=("$name")
+        done
+        scontrol update "JobId=$job" "ExcNodeList=`joined "${kept[@]}"`" \
+            || say "the nodes that job $job must not get could not be changed"
     done
+    echo "${SICK[*]}" > "$note"
 }
 
 # --- To the end ---

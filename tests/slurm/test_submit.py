@@ -422,6 +422,9 @@ def test_node_that_fails_its_check_is_excluded_from_the_next_start(
         excluded = cluster.run("scontrol", "show", "hostnames", component["ExcNodeList"]).split()
         assert sorted(excluded) == sorted({node, "node6"})
     assert node not in {rank["host"] for rank in _ranks(run, start)}
+    if homogeneous:  # whoever has rebooted it since wants it used again
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        cluster.until(lambda: cluster.jobs(int(job))[0]["ExcNodeList"] == "node6", "the node let back", 90)
     cluster.run("scancel", job)
 
 
