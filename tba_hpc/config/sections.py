@@ -53,7 +53,7 @@ MayChange = Annotated[T, MAY_CHANGE]
 
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run and, with the seed, of its directory."""
+    """Name of the run; its directory is NAME-seedN."""
     root: MayChange[str] = "runs"
     """Folder of run directories."""
     seed: int = Field(0, ge=0)
@@ -67,29 +67,28 @@ class LoraSection(Section):
     rank: Count = 16
     """r: rows of A, columns of B."""
     alpha: Positive = 32.0
-    """Scale of the adapter times its rank."""
+    """α: the adapter is scaled by alpha/rank."""
     targets: tuple[Text, ...] | None = Field(None, min_length=1)
-    """Linear layers with an adapter: names or ends of paths, such as q_proj or self_attn.q_proj. null: all
-    but the output layer."""
+    """Linear layers that get an adapter, by name or end of path, such as q_proj or self_attn.q_proj. null:
+    all but the output layer."""
 
 
 class ModelSection(Section):
     path: Text
-    """Folder or hub name of the initial policy, also the reference; or ``module:Class`` of your own, see
-    tba_hpc.core.ports.Backend."""
+    """Folder or hub name of the initial policy, which is also the reference; or your own ``module:Class``
+    (see tba_hpc.core.ports.Backend)."""
     dtype: Dtype = "bfloat16"
-    """Type of the weights in training, exchange and engines (master weights are float32)."""
+    """Dtype of the weights in training, exchange and engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)
-    """Longest prompt and completion together, in tokens."""
+    """Maximum tokens of prompt and completion together."""
     logprob_temperature: Positive | None = None
-    """T of the policy, softmax(logits/T), for all log-probabilities. Left out: 1, but generator.temperature
-    for objectives that need samples of the policy they train (oapl, rloo, proximal_rloo, grpo, dr_grpo, gspo,
-    topr)."""
+    """T in softmax(logits/T) for all log-probabilities. If unset: generator.temperature for objectives that
+    need samples of the policy they train (oapl, rloo, proximal_rloo, grpo, dr_grpo, gspo, topr), else 1."""
     fp32_head: bool = True
-    """Compute bfloat16 models' logits in float32, in learner, reference and engine, which brings their
-    log-probabilities closer together."""
+    """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
+    log-probabilities agree more closely."""
     lora: LoraSection | None = None
-    """Train a LoRA adapter; {} takes its defaults. null: train all weights."""
+    """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
     @property
     def policy_temperature(self) -> float:
@@ -101,28 +100,28 @@ class RewardSection(Section):
     """One of a task's rewards: your function, a judge behind a URL, or a program."""
 
     function: str | None = None
-    """``module:function`` of your own, beside the config, in the working directory, or installed; its
-    arguments are described in tba_hpc.tasks.rewards."""
+    """Your own ``module:function``, beside the config, in the working directory, or installed;
+    tba_hpc.tasks.rewards describes its arguments."""
     url: MayChange[str | None] = None
     """Address of a judge, which gets a JSON POST per completion. With ``model``: an OpenAI-style chat
     endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command run once per completion, without a shell; ``python`` is the run's interpreter, and files are
-    found as functions are. Only its time and memory are limited (docs/own-task.md)."""
+    looked up like functions. Its resources are limited, its access is not (docs/own-task.md)."""
     weight: float = 1.0
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum."""
     model: str | None = None
-    """Model of a chat judge; the last number in its reply counts."""
+    """Model name of a chat judge; the last number in its reply is the reward."""
     prompt: str | None = None
     """Prompt of a chat judge, with {completion} and {field} for fields of the row."""
     key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
-    """Environment variable with the judge's key, which is written nowhere."""
+    """Environment variable that holds the judge's key; the key is never stored."""
     seconds: MayChange[Positive] = 30.0
-    """Timeout of a judge's answer or a program's run, s."""
+    """Timeout of a judge request or a program run, s."""
     concurrency: MayChange[Count] = 8
-    """Requests or programs of a searcher at a time."""
+    """Concurrent requests or programs per searcher."""
     memory_mb: int = Field(1024, ge=16)
-    """Address space of each process of a program, MiB."""
+    """Address-space limit of each process of a program, MiB."""
     when_killed: float | None = None
     """Reward if the program timed out or was killed. null: the completion is set aside."""
 
@@ -134,15 +133,16 @@ class RewardSection(Section):
 
 class TaskSection(Section):
     name: str = "gsm8k"
-    """A task of tba_hpc.tasks, or ``module:Class`` of your own, found as reward functions are."""
+    """A built-in task, or your own ``module:Class``, looked up like reward functions."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
-    """Rewards of the task jsonl: ``module:function``, or several by name, summed by weight."""
+    """Rewards of the tasks jsonl and environment: ``module:function``, or several by name, summed by
+    weight."""
     train_file: str | None = None
     """JSONL with training problems. null: the task's own source."""
     test_file: str | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The task's own keyword arguments."""
+    """Keyword arguments of the task."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -157,61 +157,62 @@ class TaskSection(Section):
 
 class GeneratorSection(Section):
     completions_per_prompt: Count = 24
-    """S: completions sampled per prompt, at least train.completions_per_prompt."""
+    """S: completions sampled per prompt; at least train.completions_per_prompt."""
     temperature: Positive = 0.7
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass; below 1 the sampler lacks full support, and the objective its guarantee."""
+    """Nucleus sampling mass; below 1 the sampler lacks full support, and the objective loses its
+    guarantee."""
     tempered_range: tuple[float, float] | None = None
-    """Range of temperatures at which half of the training prompts are sampled instead, drawn uniformly per
-    prompt. null: none are."""
+    """Half of the training prompts are sampled at a temperature drawn uniformly from this range instead.
+    null: none."""
     max_tokens: Count = 512
-    """Longest completion, in tokens."""
+    """Maximum completion length, in tokens."""
     min_tokens: int = Field(0, ge=0)
-    """Shortest completion in training, in tokens."""
+    """Minimum completion length in training, in tokens."""
     stop: tuple[Text, ...] = ()
-    """Strings (also special tokens) that end a completion, in training and evaluation. They are part of it,
-    up to the token that completes the string; no end-of-sequence token follows."""
+    """Strings (also special tokens) that end a completion, in training and evaluation. The completion
+    includes them, up to the token that completes the string; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 8
-    """Prompts in a searcher's engine at a time."""
+    """Concurrent prompts in a searcher's engine."""
     kv_cache_mb: MayChange[Count | None] = None
     """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine is
     built; set it if other ranks start on the same GPU."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory for the engine, which must be free when it starts, even with kv_cache_mb; leave
-    room for the reference."""
+    """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb;
+    leave room for the reference."""
     tensor_parallel: MayChange[Count] = 1
-    """GPUs per engine; it must divide the model's attention heads."""
+    """GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
-    """Keep the KV cache of completions in flight when weights change: faster, but later tokens are sampled
-    over older weights' keys and values. Versions and log-probabilities describe that sampling."""
+    """Keep the KV cache of completions in flight when weights change: faster, but later tokens attend to keys
+    and values of older weights. Recorded versions and log-probabilities reflect that."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
-    """Further vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``, except
-    those that other keys set. ``tba plan`` does not know them."""
+    """Additional vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``; those
+    that other keys set are refused. ``tba plan`` ignores them."""
 
 
 class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m: probability that a group comes from the most recent sync."""
     capacity_per_prompt: Count = 100
-    """Trajectories kept per prompt; the oldest leave first."""
+    """Maximum trajectories per prompt; the oldest are evicted first."""
     capacity: Count = 100_000
-    """Trajectories kept in all; the oldest leave first."""
+    """Maximum trajectories in all; the oldest are evicted first."""
     reward_temperature: Positive | None = 1.0
-    """Temperature of the softmax over rewards within a prompt. null: uniform, the default of on-policy runs
-    (exchange.max_staleness=0 with a policy gradient)."""
+    """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: uniform, the
+    default of on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
     initial_completions: Count = 500
-    """Completions in the buffer before the first step (without max_staleness), at most capacity_per_prompt
-    for each training prompt."""
+    """Completions in the buffer before the first step (without max_staleness); at most capacity_per_prompt
+    times the training prompts."""
     duplicates: Duplicates = EqualDuplicates()
-    """Which completions of a prompt are duplicates. Left out: equal; none in on-policy runs."""
+    """Which completions of a prompt count as duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Steps that may learn from a trajectory; then it is evicted, and the rest of its prompt if too few for a
-    group. The trainer waits if too few prompts are left for a step. With exchange.max_staleness the buffer is
-    a queue: completions of the oldest weights come first, instead of by most_on_policy, and a step waits for
-    those that would soon be too stale. null: no limit."""
+    """Steps that may learn from a trajectory before it is evicted; what is left of its prompt goes too if it
+    is too few for a group. The trainer waits if too few prompts are left for a step. With
+    exchange.max_staleness the buffer is a queue: completions of the oldest weights come first, most_on_policy
+    is ignored, and a step waits for those that would soon be too stale. null: no limit."""
 
     @property
     def deduplicate(self) -> bool:
@@ -237,8 +238,8 @@ class LearningRate(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
     decay: MayChange[tuple[int, int] | None] = None
-    """First and last step of the decay, such as [400, 1000]; before it the rate is constant, and a run may
-    end within it. null: from the warm-up to train.steps."""
+    """First and last step of the decay, such as [400, 1000]; the rate is constant before it, and a run may
+    end during it. null: from the warm-up to train.steps."""
 
     @model_validator(mode="before")
     @classmethod
@@ -280,49 +281,50 @@ class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
     """The loss: trajectory balance, TBA′, OAPL, a baseline, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Bound on the pull of stale data, a weight on each token's gradient; TB's optimum stays where it is.
-    Left out: taper with trajectory_balance and tba_prime, else none. Not for proximal_rloo, grpo, dr_grpo,
-    gspo and topr, which have their own, or online_dpo."""
+    """Limits the influence of stale data by weighting each token's gradient; TB's optimum does not move. If
+    unset: taper with trajectory_balance and tba_prime, else none. Not for proximal_rloo, grpo, dr_grpo, gspo
+    and topr, which have their own, or online_dpo."""
     reference: ReferenceChoice = FrozenReference()
-    """π_ref. Left out: frozen; behaviour with oapl."""
+    """π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
-    """Divisor of a completion's loss, which is summed over tokens: none (sum), its own tokens, the batch's
-    mean, or generator.max_tokens. null: as published, completion_tokens for GRPO, else sum."""
+    """Divisor of a completion's loss, which is summed over tokens: sum (none), completion_tokens (its own),
+    batch_tokens (the batch's mean) or max_tokens (of the generator). null: as published, completion_tokens
+    for GRPO, else sum."""
     steps: MayChange[Count] = 1000
-    """Optimizer steps. A run, even a finished one, may go on to more, or end earlier, but not before the step
-    it has reached. A decaying learning rate is then laid out for the new length."""
+    """Optimizer steps. May be raised, even for a finished run, or lowered to no less than the step reached. A
+    decaying learning rate is then laid out for the new length."""
     prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Most tokens per forward and backward pass: completions, and a group's prompt once; padded sequences
-    with models whose attention is not all full. Larger groups are split and computed twice, so memory does
-    not depend on K. At least model.context_length. null: as the step's largest group."""
+    """Maximum tokens per forward and backward pass: completions, and a group's prompt once; padded sequences
+    if some layer lacks full attention. Larger groups are split and computed twice, so memory does not depend
+    on K. At least model.context_length. null: the step's largest group."""
     learning_rate: LearningRate = LearningRate()
-    """Learning rate by step; a number is a constant one."""
+    """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
-    """β of the target π* ∝ π_ref·exp(r/β): a number, or numbers by step, linear in between and constant after
+    """β of the target π* ∝ π_ref·exp(r/β): a number, or values by step, linear in between and constant after
     the last, such as {0: 1.0, 128: 0.05}."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T tempers the target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. By step, as beta."""
+    """T tempers the target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. A schedule, as beta."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ tempers the reference in it: higher, and fluency counts less. By step, as beta."""
+    """γ tempers the reference in that target: the higher, the less fluency counts. A schedule, as beta."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW's decay rates."""
+    """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
     gradient_clip: Positive | None = 1.0
-    """Largest global gradient norm, of the normalised loss. null: no limit."""
+    """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """What DeepSpeed shards over trainer ranks: optimizer (1), also gradients (2), also weights (3)."""
+    """What DeepSpeed shards over trainer ranks: optimizer state (1), also gradients (2), also weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
-    """Recompute activations in the backward pass: memory against speed."""
+    """Recompute activations in the backward pass: less memory, more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
         default_factory=dict
     )
-    """Further DeepSpeed settings, except those that other keys set. {zero_optimization: {offload_optimizer:
-    {device: cpu}}} keeps AdamW's state and master weights in host memory."""
+    """Additional DeepSpeed settings; those that other keys set are refused. {zero_optimization:
+    {offload_optimizer: {device: cpu}}} keeps AdamW's state and master weights in host memory."""
 
     @property
     def searcher_has_reference(self) -> bool:
@@ -366,26 +368,26 @@ QUEUE_STALENESS = 8
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """mpi: one MPI world of the run's own ranks. files: the shared file system."""
+    """mpi: one MPI world of the run's own ranks. files: a shared file system."""
     sync_every: Count = 2
     """k: optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)
-    """Most steps between the weights that sample a trajectory and those that learn from it; trainer and
-    searchers wait for each other. 0: on-policy. null: no bound, as in TBA. Left out: null, but 8, or 2k − 1
-    if more, with buffer.replay_limit=1 and launch.elastic=0."""
+    """Maximum steps between the weights that sample a trajectory and those that learn from it; trainer and
+    searchers wait for each other. 0: on-policy. null: no bound, as in TBA. If unset: 8, or 2k − 1 if more,
+    with buffer.replay_limit=1 and launch.elastic=0, else null."""
     seal_seconds: MayChange[Positive] = 2.0
-    """Longest time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
+    """Maximum time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
     that."""
     keep_shards: MayChange[Share] = 0.0
-    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, for ``tba
-    replay``."""
+    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, as ``tba
+    replay`` needs."""
 
 
 class CheckpointSection(Section):
     every: MayChange[Count] = 100
     """Optimizer steps between checkpoints."""
     keep: MayChange[Count] = 2
-    """Complete checkpoints kept."""
+    """Complete checkpoints to keep."""
 
 
 class EvaluateSection(Section):
@@ -401,8 +403,8 @@ class TrackSection(Section):
     """Trackers that follow the run in a process beside the leading trainer; see also ``tba track``."""
 
     wandb: MayChange[Text | None] = None
-    """Project in Weights & Biases to log to, as one run over all resumes; WANDB_ENTITY, WANDB_RUN_GROUP and
-    WANDB_MODE=offline work as usual. null: no."""
+    """Weights & Biases project to log to, as one run over all resumes; WANDB_ENTITY, WANDB_RUN_GROUP and
+    WANDB_MODE=offline work as usual. null: none."""
     tensorboard: MayChange[bool] = False
     """Write event files to RUN/track/tensorboard."""
 
@@ -427,11 +429,11 @@ class LaunchSection(Section):
     """Searcher ranks, one engine each, that start and end with the trainer; 0: only elastic ones."""
     elastic: MayChange[Ranks] = 0
     """Slots for elastic searchers, which join and leave at any time: ``tba search RUN`` on any machine that
-    sees the run directory. Prompts of a free slot wait."""
+    sees the run directory. Prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Longest wait for another rank, s; then the run ends and names it. Starts of ranks and engines may take
-    three times as long; elastic searchers wait six times as long for a queued trainer. A silent engine is
-    replaced after half of it, and a full disk is waited for half of it."""
+    """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
+    times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a
+    silent engine is replaced, or a full disk given up on."""
 
     @property
     def start_seconds(self) -> float:

@@ -45,19 +45,19 @@ class ObjectiveSection(Section):
 class TrajectoryBalance(ObjectiveSection):
     tapered = True
     name: Literal["trajectory_balance"] = "trajectory_balance"
-    """TB: the squared residual of VarGrad."""
+    """TB: the squared VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Log-probabilities in the estimate of log Z. behaviour: of the sampling weights; a group's completions
-    then cannot sink together on old data. policy: current ones, the paper's equation 7, for fresh or mostly
-    replayed data. none: no KL term; engine-learner mismatch then counts as reward."""
+    """Log-probabilities in the estimate of log Z. behaviour: the sampling weights', so that a group's
+    completions cannot sink together on old data. policy: the current ones, the paper's equation 7, for fresh
+    or mostly replayed data. none: no KL term; engine-learner mismatch then counts as reward."""
 
 
 class TbaPrime(ObjectiveSection):
     tapered = True
     name: Literal["tba_prime"] = "tba_prime"
-    """TBA′, for large models: the KL inside the advantage, per token."""
+    """TBA′, for large models: a per-token KL inside the advantage."""
     log_z: LogZ = "behaviour"
-    """As in trajectory_balance, for the KL in the group's mean."""
+    """As in trajectory_balance, for the group's mean KL."""
 
 
 class Oapl(ObjectiveSection):
@@ -74,8 +74,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """Added to the baseline, in units of the reward. Negative: successes pull more than failures push, for
-    stale data (AsymRE)."""
+    """Added to the baseline, in reward units. Negative: successes weigh more than failures, for stale data
+    (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -96,8 +96,8 @@ class ClippedTokens(PolicyGradient):
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
-    """Mask the tokens furthest beyond 1 until the mean squared log-ratio of the others beyond it is at most
-    this, nats² (M2PO: .04), instead of clipping. null: clip."""
+    """Instead of clipping, mask the tokens with the largest log-ratios, on the side where the clip would act,
+    until the mean square of the others there is at most this, nats² (M2PO: .04). null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -108,7 +108,7 @@ class Grpo(ClippedTokens):
 
 class DrGrpo(ClippedTokens, Shifted):
     name: Literal["dr_grpo"] = "dr_grpo"
-    """GRPO done right."""
+    """GRPO done right: advantages are not divided by the standard deviation, and there is no KL term."""
 
 
 class Gspo(PolicyGradient):
@@ -122,7 +122,7 @@ class Gspo(PolicyGradient):
 class Topr(PolicyGradient):
     bounded = True
     name: Literal["topr"] = "topr"
-    """REINFORCE; negatives are weighted by min(1, π_θ/π_behaviour) of the completion."""
+    """REINFORCE with negatives weighted by min(1, π_θ/π_behaviour) of the completion."""
 
 
 class OnlineDpo(ObjectiveSection):
@@ -133,7 +133,7 @@ class OnlineDpo(ObjectiveSection):
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """Your own function of tba_hpc.objectives.Groups and β that returns a loss per completion."""
+    """Your own function: takes tba_hpc.objectives.Groups and β, returns a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
@@ -143,26 +143,26 @@ class OwnObjective(ObjectiveSection):
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
-    """Data of any age count alike."""
+    """No bound: data of any age count alike."""
 
 
 class RatioCap(Section):
     name: Literal["cap"] = "cap"
-    """Weight min(cap, π_θ/π_behaviour) of each token (TBA′, CISPO)."""
+    """Weight each token by min(cap, π_θ/π_behaviour) (TBA′, CISPO)."""
     cap: Positive = 8.0
     """Largest weight."""
 
 
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
-    """Weight min(1, π_θ/π_behaviour) of the completion, only for those pushed down (TOPR)."""
+    """Weight completions that are pushed down by min(1, π_θ/π_behaviour) (TOPR)."""
 
 
 class SequenceMask(Section):
     name: Literal["mask"] = "mask"
     """Skip completions that are pushed down and have become unlikely (OPSM)."""
     limit: Positive = 0.5
-    """Mean log π_behaviour/π_θ per token from which they are skipped, nats."""
+    """Mean log π_behaviour/π_θ above which they are skipped, nats per token."""
 
 
 # --- References ---
@@ -173,8 +173,8 @@ class ModelReference(Section):
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Who computes log π_ref. searcher: all completions, when generated. trainer: only what it samples,
-    once, with a copy in host memory; searchers then hold no second model and log no KL."""
+    """Who computes log π_ref. searcher: for all completions, when generated. trainer: only for what it
+    samples, once, with a copy in host memory; searchers then hold no second model and log no KL."""
 
 
 class FrozenReference(ModelReference):
@@ -210,7 +210,7 @@ class LaggedReference(Section):
     """First-order approximation of that average, without a model: per token log π_ref = log π_θ −
     c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in steps (π_θ if 0)."""
     decay: Fraction = 0.9
-    """That of the average."""
+    """As for ema."""
 
 
 # --- Duplicates ---
@@ -218,7 +218,7 @@ class LaggedReference(Section):
 
 class NoDuplicates(Section):
     name: Literal["none"] = "none"
-    """Store every completion; groups are as sampled."""
+    """Keep every completion; groups are as sampled."""
 
 
 class EqualDuplicates(Section):
@@ -228,16 +228,16 @@ class EqualDuplicates(Section):
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions a small edit distance apart, keep the better."""
+    """Of completions within a small edit distance, keep the higher reward."""
     limit: float = Field(0.25, gt=0, le=0.5)
-    """Edits as a share of the tokens of both."""
+    """Edits as a share of both lengths together."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Of completions with similar embeddings, keep the better."""
+    """Of completions with similar embeddings, keep the higher reward."""
     limit: float = Field(0.4, ge=0, lt=1)
-    """Cosine similarity."""
+    """Cosine similarity above which they are duplicates."""
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
     """Folder or hub name of the sentence encoder, which the leading trainer runs."""
 

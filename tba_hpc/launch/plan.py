@@ -98,12 +98,12 @@ class Site(Section):
     constraint: str | None = None
     """Node features (``sbatch --constraint``)."""
     gpus_per_node: int = Field(4, ge=0)
-    """GPUs of a node, all of which the job takes; 0: a CPU cluster."""
+    """GPUs per node; the job takes all of them. 0: a CPU cluster."""
     ranks_per_node: int = Field(2, ge=1)
     """Ranks per node of a CPU cluster."""
     gpu_request: str | None = "--gres=gpu:{gpus}"
-    """Option that requests GPUs; ``{gpus}`` is gpus_per_node. Such as ``--gres=gpu:a100:{gpus}`` or
-    ``--gpus-per-node={gpus}``. null: nodes come with their GPUs."""
+    """Option that requests GPUs, such as ``--gres=gpu:a100:{gpus}`` or ``--gpus-per-node={gpus}``; ``{gpus}``
+    is gpus_per_node. null: nodes come with their GPUs."""
     cpus_per_node: int = Field(8, ge=1)
     """CPU cores the job takes per node, split evenly among ranks."""
     memory: str | None = "0"
@@ -115,8 +115,8 @@ class Site(Section):
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     """Wall time of a job; a run that needs more requeues itself."""
     signal_seconds: int = Field(300, ge=2 * SPARE_SECONDS)
-    """How long before the wall time ends the run is asked to checkpoint, s, of which 30 are kept for the
-    requeue; Slurm may ask 60 s earlier."""
+    """How long before the end of the wall time the run is asked to checkpoint, s; 30 of them are kept for the
+    requeue. Slurm may ask 60 s earlier."""
     requeue: bool = True
     """Whether jobs may requeue; if not, submit again to resume."""
     hetjob: bool = True
@@ -125,35 +125,35 @@ class Site(Section):
     """``srun --mpi=``: pmix (also pmix_v5, pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH.
     null: the cluster's default."""
     mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
-    """The MPI that ranks load: ``wheel``, pip's Open MPI; ``site``, the libmpi that nodes find, as by
-    ``modules``; or a path, which may hold ``$NAME``."""
+    """The MPI library of the ranks: ``wheel`` (pip's Open MPI), ``site`` (the libmpi found on the nodes, as
+    by ``modules``), or a path, which may contain ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()
-    """Further arguments of the ranks' srun."""
+    """Additional arguments for the ranks' srun."""
     sbatch_options: tuple[str, ...] = ()
-    """Further ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
+    """Additional ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
     network_interface: str | None = None
     """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
-    guess, and MPI's TCP listens on all (in a job of one node on none)."""
+    choose, and MPI's TCP listens on all interfaces (none in a one-node job)."""
     setup: tuple[str, ...] = ()
     """Shell lines that run first on the first node, such as ``module use /my/modules``, ``source
     /opt/conda/etc/profile.d/conda.sh``, or proxies; their exports reach all ranks."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in order."""
     venv: str | None = None
-    """Virtual environment on the nodes, may hold ``$NAME``; null: the Python that submits."""
+    """Virtual environment on the nodes; may contain ``$NAME``. null: the Python that submits."""
     container: Container | None = None
     """Container for all programs; null: none."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
         default_factory=dict
     )
-    """Environment variables of the job. ``$NAME`` in a value is filled in on the first node, which must know
-    it (else write ``${NAME:-}``). VLLM_CACHE_ROOT and the like keep compile caches elsewhere than in /tmp."""
+    """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where it must be
+    set (else write ``${NAME:-}``). VLLM_CACHE_ROOT and the like move compile caches out of /tmp."""
     relaunches: int = Field(3, ge=0)
-    """Failed starts in a row without a sealed shard after which the job gives up."""
+    """Consecutive failed starts without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
-    """What differs for trainer nodes; with one allocation, for all."""
+    """Overrides for trainer nodes; with one allocation, for all."""
     searcher: ComponentSite = ComponentSite()
-    """What differs for searcher nodes (het jobs)."""
+    """Overrides for searcher nodes (het jobs)."""
 
     @property
     def seconds(self) -> float:

@@ -27,14 +27,14 @@ STEP = {
     "train/loss": _curve("objective's", "loss over the batch"),
     "train/grad_norm": _curve("", "global norm of the gradient before clipping"),
     "train/skipped_steps": _curve(
-        "count, so far", "steps skipped as loss or gradient norm was not finite; such a step logs neither"
+        "count, so far", "steps skipped because loss or gradient norm was not finite; these log neither"
     ),
     "train/log_ratio": _curve(
-        "nats per completion", "mean of log π_θ − p·log π_ref over the batch of replayed data: no KL"
+        "nats per completion", "mean of log π_θ − p·log π_ref over the batch; on replayed data this is no KL"
     ),
     "train/log_weight": _curve(
         "nats per completion",
-        "mean of log π_θ − log π_behaviour over the batch: 0 on-policy, else minus the policy's drift since",
+        "mean of log π_θ − log π_behaviour over the batch: 0 on-policy, more negative as the policy drifts",
     ),
     "train/better_log_weight": _curve(
         "nats per completion",
@@ -45,13 +45,13 @@ STEP = {
         "share", "effective sample size of π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
     ),
     "train/clip_share": _curve(
-        "share", "of the batch's tokens (or completions) that the objective's clip, cap or mask acts on"
+        "share", "the batch's tokens (or completions) on which the objective's clip, cap or mask acts"
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
-    "train/length": _curve("tokens", "mean of sampled tokens over the batch's completions"),
-    "train/environment_share": _curve("share", "of the completions' tokens, those that an environment gave"),
+    "train/length": _curve("tokens", "mean number of sampled tokens per completion of the batch"),
+    "train/environment_share": _curve("share", "the completions' tokens that an environment wrote"),
     "train/replay_ratio": _curve(
-        "steps", "steps that have learned from a trajectory, this one included; mean over those of the batch"
+        "steps", "steps that have learned from a trajectory, this one included; mean over the batch"
     ),
     "train/engine_gap": _curve(
         "nats per token",
@@ -59,8 +59,8 @@ STEP = {
     ),
     "train/residual": Metric("objective's", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
-    "train/margin": Metric("nats", "mean of β times the preferred completion's lead (online DPO)"),
-    "train/ties": Metric("share", "groups that prefer no completion (online DPO)"),
+    "train/margin": Metric("nats", "mean of β times the preferred completion's margin (online DPO)"),
+    "train/ties": Metric("share", "groups without a preferred completion (online DPO)"),
     "train/log_z": Metric("nats", "estimated log Z, mean over groups"),
     "train/value": Metric("reward", "V̂ of the completions' requests, mean over completions (OAPL)"),
     "train/reward": _curve("reward", "mean over the batch"),
@@ -70,56 +70,64 @@ STEP = {
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
-    "time/learn_seconds": Metric("s", "of it, inside ``learner.step``"),
-    "time/reference_seconds": Metric("s", "of it, for the reference, if the trainer computes it"),
-    "sync/version": Metric("step", "weights published last"),
-    "sync/publish_stall_seconds": _curve("s", "standstill of the loop in this step's publish, if it had one"),
-    "sync/late": Metric("count, so far", "publishes put off because the round before was under way"),
+    "time/learn_seconds": Metric("s", "part of it inside ``learner.step``"),
+    "time/reference_seconds": Metric("s", "part of it for the reference, if the trainer computes it"),
+    "sync/version": Metric("step", "the last weights published"),
+    "sync/publish_stall_seconds": _curve("s", "stall of the loop in this step's publish, if there was one"),
+    "sync/late": Metric(
+        "count, so far", "publishes postponed because the previous one was still in progress"
+    ),
     "sync/publishes": Metric("count, so far", "publishes"),
     "buffer/size": _curve("count", "trajectories in the replay buffer"),
     "buffer/prompts": Metric("count", "distinct prompts in it"),
     "buffer/added": _curve("count, so far", "trajectories merged, without duplicates"),
-    "buffer/duplicates": _curve("count, so far", "trajectories dropped for an equal or similar one"),
-    "buffer/evicted": _curve("count, so far", "trajectories evicted for capacity, age, reference or reuse"),
-    "staleness/mean": _curve("steps", "mean of step − version of the weights that sampled its first token"),
-    "staleness/max": _curve("steps", "the largest of the batch"),
-    "staleness/end": _curve("steps", "mean for the last token instead: in a conversation, of its last turn"),
+    "buffer/duplicates": _curve("count, so far", "trajectories dropped as equal or similar to another"),
+    "buffer/evicted": _curve("count, so far", "trajectories evicted: capacity, age, reference or reuse"),
+    "staleness/mean": _curve(
+        "steps", "mean of step − version of the weights that sampled a completion's first token"
+    ),
+    "staleness/max": _curve("steps", "the batch's maximum"),
+    "staleness/end": _curve("steps", "mean for the last token instead: in a conversation, the last turn's"),
 }
 """The trainer's record of an optimizer step."""
 
 SEARCH = {
     "search/tokens": Metric("count", "tokens generated"),
     "search/tokens_per_second": Metric("tokens/s", "the same per second of wall time"),
-    "search/trajectories": Metric("count", "training completions scored and appended"),
+    "search/trajectories": Metric("count", "training completions scored"),
     "search/groups": Metric("count", "training requests answered"),
-    "search/reward": _curve("reward", "mean over these completions"),
-    "search/reward/NAME": Metric("reward", "one of several rewards, before its weight (task.reward)"),
-    "search/reward_seconds": Metric("s", "time of the task's reward per group, mean"),
-    "search/truncated_share": _curve("share", "of these, cut off by the token limit"),
+    "search/reward": _curve("reward", "mean over these"),
+    "search/reward/NAME": Metric("reward", "one of several rewards, unweighted (task.reward)"),
+    "search/reward_seconds": Metric("s", "mean time of the task's reward per group"),
+    "search/truncated_share": _curve("share", "completions cut off by the token limit"),
     "search/kl": _curve(
         "nats per completion",
-        "mean of log π_behaviour − log π_ref over those not tempered (generator.tempered_range): an estimate "
-        "of KL(π‖π_ref); absent if the reference is what samples",
+        "mean of log π_behaviour − log π_ref over completions not tempered (generator.tempered_range): an "
+        "estimate of KL(π‖π_ref); absent if searchers hold no reference",
     ),
-    "search/entropy": _curve("nats per token", "mean of −log π_behaviour over the tokens of the same"),
+    "search/entropy": _curve(
+        "nats per token", "mean of −log π_behaviour over the tokens of completions not tempered"
+    ),
     "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
-    "search/length": _curve("tokens", "mean of sampled tokens over fresh completions"),
-    "search/environment_share": _curve("share", "of their tokens, those that an environment gave"),
-    "search/turns": _curve("turns", "of the policy per fresh completion, mean: 1 without an environment"),
-    "search/failed_calls": _curve("share", "of their tool calls, those whose result begins with ``error:``"),
+    "search/length": _curve("tokens", "mean number of sampled tokens per fresh completion"),
+    "search/environment_share": _curve("share", "their tokens that an environment wrote"),
+    "search/turns": _curve(
+        "turns", "mean turns of the policy per fresh completion: 1 without an environment"
+    ),
+    "search/failed_calls": _curve("share", "their tool calls whose result begins with ``error:``"),
     "search/engine_gap": _curve(
-        "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"
+        "nats per token", "as train/engine_gap, on some answers of an evaluation; often absent"
     ),
     "search/busy_share": _curve("share", "wall time inside the engine's step"),
-    "search/reward_share": _curve("share", "wall time of the task's reward, in the scorer's thread"),
+    "search/reward_share": _curve("share", "wall time of the task's reward, in the scorer thread"),
     "search/seal_share": _curve("share", "wall time sealing shards"),
     "search/paused_share": _curve("share", "wall time idle: waiting for weights, or back-pressure"),
-    "search/load_seconds": _curve("s", "the engine's standstill for the last load of weights"),
-    "search/propagation_seconds": _curve("s", "from the publish call to in use"),
+    "search/load_seconds": _curve("s", "the engine's stall for the last load of weights"),
+    "search/propagation_seconds": _curve("s", "from publishing weights to using them"),
     "search/version": Metric("step", "weights in use"),
-    "search/pending_shards": Metric("count", "shards offered and not yet merged"),
+    "search/pending_shards": Metric("count", "shards sent but not yet merged"),
     "search/rebuilds": Metric("count, so far", "engines rebuilt after a failure"),
-    "search/rejected": Metric("count, so far", "trajectories set aside: no finite reward, or none at all"),
+    "search/rejected": Metric("count, so far", "trajectories set aside: reward missing or not finite"),
 }
 """A searcher's record; counts are since its record before, means over completions scored since."""
 
@@ -130,39 +138,39 @@ CURVES = tuple(name for name, metric in METRICS.items() if metric.curve)
 
 TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
-    "resumed": "it begins from the checkpoint of ``step``; later records before this one are taken back",
+    "resumed": "it begins from the checkpoint of ``step``; earlier records of later steps no longer count",
     "filling": "it waits for the first completions",
-    "waiting": "for a shard, after five syncs or 50 steps without one, or a resume; one record per wait",
+    "waiting": "it waits for a shard after five syncs or 50 steps without one, or a resume; one record a wait",
     "reset": "the policy became the reference",
-    "merged": "a shard came into the buffer: see the fields below",
-    "evicted": "trajectories were dropped for age, reference or reuse (buffer.replay_limit): ``evicted``",
-    "snapshot": "a checkpoint's content was copied; it is written while training goes on",
+    "merged": "a shard entered the buffer: see the fields below",
+    "evicted": "trajectories left for age, reference or reuse (buffer.replay_limit): ``evicted``",
+    "snapshot": "a checkpoint's content was copied; it is written while training continues",
     "checkpoint": "the checkpoint of ``step`` is complete",
-    "postponed": "the checkpoint of ``step`` was not written for lack of space: ``fault``; the next is tried",
-    "damaged": "a checkpoint was set aside and the one before is used: ``checkpoint``, ``fault``",
-    "stopped": "training stopped early; a checkpoint holds it",
+    "postponed": "the checkpoint of ``step`` was skipped for lack of space: ``fault``",
+    "damaged": "a damaged checkpoint was set aside, the previous one is used: ``checkpoint``, ``fault``",
+    "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",
 }
 """Records of the trainer with ``event``, ``step`` and ``revision``."""
 
 SEARCHER_EVENTS = {
-    "started": "the rank begins: ``searchers``, and ``place`` if that is not its number",
+    "started": "the rank begins: ``searchers``, and ``place`` if it differs from its number",
     "sealed": "a shard was sealed: ``shard``, ``trajectories``, ``tokens``",
-    "joined": "an elastic searcher is at work: ``place``, ``host``, ``job``",
+    "joined": "an elastic searcher has joined: ``place``, ``host``, ``job``",
     "moved": "the trainer restarted with another number of places: ``place``, ``searchers``",
     "left": "an elastic searcher has gone: ``place``, ``why`` (stopped, finished, no slot)",
 }
 """Records of a searcher with ``event``."""
 
 FIELDS = {
-    "revision": "how often the buffer's content has changed, by a collection's merges or an eviction",
-    "sync": "weights published last at a merge (optimizer steps)",
-    "searcher, shard": "whose shard it was, and its index",
-    "trajectories, tokens": "in the shard (tokens of completions)",
-    "request_ids": "the requests that its groups answer, by their place in the run's prompt sequence",
-    "added, duplicates, evicted": "what the buffer did with them: buffer/… went up by this",
-    "again, answered": "of them, dropped because a shard before answered their request; these requests",
-    "fault": "what is wrong, in words",
+    "revision": "how often merges or evictions have changed the buffer",
+    "sync": "version of the last weights published before the merge",
+    "searcher, shard": "the shard's searcher and index",
+    "trajectories, tokens": "how many the shard has (tokens of completions)",
+    "request_ids": "the requests that its groups answer: positions in the run's prompt sequence",
+    "added, duplicates, evicted": "what the buffer did with them, as increments of buffer/…",
+    "again, answered": "trajectories dropped since an earlier shard answered their request; these requests",
+    "fault": "what is wrong",
     "place, searchers": "an elastic searcher's place in the prompt sequence, and how many there are",
 }
 """Fields of events."""
