@@ -57,19 +57,19 @@ ConfigOrRun = Annotated[
 SitePath = Annotated[Path | None, typer.Option(help="The cluster: a site file, or a shipped one's name.")]
 RunRoot = Annotated[Path | None, typer.Option(help="Folder of run directories; all nodes must see it.")]
 Subject = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model's folder or hub name.")]
-TaskConfig = Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")]
-Index = Annotated[int | None, typer.Option(help="Rank within the role, if no MPI launcher gives it.")]
+TaskConfig = Annotated[Path | None, typer.Option(help="For a MODEL: the config with its task.")]
+Index = Annotated[int | None, typer.Option(help="Rank within the role, if no MPI launcher sets it.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
 EXITS = (
-    "Exit status: 0 finished, or stopped on request; 2 only you can fix it; 4 given up, since restarts gain "
-    "nothing; 75 asked to stop inside a Slurm job, with a checkpoint: the same command goes on."
+    "Exit status: 0 finished, or stopped on request; 2 an error only you can fix; 4 gave up, since restarts "
+    "made no progress; 75 stopped inside a Slurm job, with a checkpoint: run the same command again."
 )
 AGAIN = "train again with --set run.name=…, or continue to more steps with --set train.steps=…"
 WaitSeconds = Annotated[
     float | None,
     typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after this long."),
 ]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page there.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -131,13 +131,13 @@ def run(
 @app.command(rich_help_panel=TRAINING)
 def submit(
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes in all; with --print in a job, default: its own.")
+        int | None, typer.Option(help="Number of nodes; with --print inside a job, default: the job's.")
     ] = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: a job each."),
+        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: one job each."),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="A job for each run.seed, such as 0-4 or 0,2,7.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="A job per run.seed, such as 0-4 or 0,2,7.")] = None,
     after: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start when the job of that run has ended.")
     ] = None,
@@ -158,13 +158,15 @@ def submit(
         bool, typer.Option("--print", help="Make the run directory and print its script, for sbatch.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Return when the job has ended, with its success.")
+        bool, typer.Option("--wait", help="Wait for the job to end; exit 1 if its run is not finished.")
     ] = False,
     as_json: AsJson = False,
     chain: Annotated[
-        int, typer.Option(min=1, help="Submit so many jobs, each after the other, that do not requeue.")
+        int, typer.Option(min=1, help="Submit this many jobs, each after the last; none requeues.")
     ] = 1,
-    time_min: Annotated[str | None, typer.Option(help="Least wall time, as for sbatch.")] = None,
+    time_min: Annotated[
+        str | None, typer.Option(help="Shortest acceptable wall time, as for sbatch.")
+    ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another option of sbatch; repeatable.")
     ] = None,
@@ -173,11 +175,11 @@ def submit(
     ] = None,
     least: Annotated[
         int | None,
-        typer.Option(
-            "--min", min=0, help="Stay, and order between so many and --nodes of them, as the trainer waits."
-        ),
+        typer.Option("--min", min=0, help="Stay, and keep from this many to --nodes of them, on demand."),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Of elastic searchers; default: the site's.")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="Partition of elastic searchers; default: the site's.")
+    ] = None,
 ) -> None:
     """Submit a run to Slurm, or resume one; the job requeues itself until the run is finished."""
     from tba_hpc.commands import order as ordered
@@ -318,9 +320,11 @@ def logs(
         str | None, typer.Option(help="One log: trainer-0, searcher-3, mpiexec, or batch; default: all.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue, over requeues, until the end.")
+        bool, typer.Option("--follow", "-f", help="Follow, across requeues, until the run ends.")
     ] = False,
-    attempt: Annotated[int | None, typer.Option(help="Number of the start; default: the newest.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option(help="Which start of the ranks; default: the newest.")
+    ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 20,
 ) -> None:
     """Show the logs of RUN's ranks and batch script, each below its path."""
@@ -361,11 +365,11 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 def doctor(
     site: SitePath = None,
     config: Annotated[
-        Path | None, typer.Option(help="Check this config's models, data and chat template, too.")
+        Path | None, typer.Option(help="Also check this config's models, data and chat template.")
     ] = None,
     run_root: RunRoot = None,
-    launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
-    wait: Annotated[float, typer.Option(help="Longest wait for that job, seconds.")] = 600.0,
+    launch: Annotated[bool, typer.Option("--launch", help="Also run a short job on two nodes.")] = False,
+    wait: Annotated[float, typer.Option(help="Longest wait for that job, in seconds.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Check this cluster or machine; exit 1 if a run would fail."""
@@ -419,7 +423,7 @@ def plan_run(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate whether a run fits on GPUs, and what would; exit 1 if it does not fit."""
+    """Estimate whether a run fits in GPU memory, and what would; exit 1 if it does not."""
     from tba_hpc.checks import planner
 
     fits = planner.plan_run(
@@ -436,7 +440,7 @@ def plan_run(
 
 @app.command(rich_help_panel=RESULTS)
 def audit(run: RunPath, as_json: AsJson = False) -> None:
-    """Prove from RUN's files that nothing was lost, doubled or skipped; exit 1 if something was."""
+    """Check from RUN's files that nothing was lost, doubled or skipped; exit 1 if something was."""
     from tba_hpc.report.audit import audit, print_audit
 
     verdict = audit(RunDir.open(run))
@@ -448,16 +452,14 @@ def audit(run: RunPath, as_json: AsJson = False) -> None:
 def evaluate(
     what: Subject,
     config: TaskConfig = None,
-    task: Annotated[
-        str | None, typer.Option(help="Of a MODEL: its task, with --set for its options.")
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="For a MODEL: its task; --set its options.")] = None,
     overrides: Overrides = None,
     split: Annotated[Split, typer.Option(help="Which prompts.")] = "test",
     samples: Annotated[
         int, typer.Option(min=0, help="Completions per prompt for pass@k; 0: greedy only.")
     ] = 0,
     temperature: Annotated[
-        float | None, typer.Option(min=1e-3, help="Of these; default: as trained.")
+        float | None, typer.Option(min=1e-3, help="Temperature of --samples; default: as trained.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts used; default: all.")] = None,
     reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
@@ -476,12 +478,12 @@ def evaluate(
 @app.command(rich_help_panel=RESULTS)
 def ask(
     what: Subject,
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="Put as the run's task does.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="Formatted as in the run's task.")],
     config: TaskConfig = None,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: greedy. Default: that, or as trained for several.")
+        float | None, typer.Option(min=0, help="0: greedy. Default: greedy; for several answers, as trained.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
@@ -534,8 +536,10 @@ def samples(
     steps: Annotated[
         str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these steps.")
     ] = None,
-    text: Annotated[str, typer.Option(help="In question or answer, in either case.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Most shown, equal ones once; 0: all.")] = 10,
+    text: Annotated[
+        str, typer.Option(help="Only with this text in question or answer; case is ignored.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most to show, duplicates once; 0: all.")] = 10,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -566,7 +570,7 @@ def create(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel=SCRIPTS)
 def prepare(run: RunPath, overrides: Overrides = None) -> None:
-    """Set how many ranks RUN has and begin new logs; before every start of its ranks."""
+    """Set RUN's number of ranks and begin new logs, before each start."""
     run_dir = RunDir.open(run)
     refuse_owned(run_dir)
     run_dir.adapt(overrides or [])

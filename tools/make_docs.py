@@ -202,8 +202,8 @@ def design_page() -> str:
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
     parts = [
         "# Design: where things are",
-        "A room imports from those above it here and from itself; `tests/test_layers.py` holds the code to "
-        "that. What a module is for stands in its first line. How they work together: [one step]"
+        "Each package imports only from those above it and from itself, which `tests/test_layers.py` "
+        "enforces. A module's first line says what it is for. How they work together: [one step]"
         "(one-step.md). Why: [decisions](decisions.md).",
         *(
             f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}".rstrip()
