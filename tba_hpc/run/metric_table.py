@@ -140,7 +140,7 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "it begins from the checkpoint of ``step``; earlier records of later steps no longer count",
     "filling": "it waits for the first completions",
-    "waiting": "it waits for a shard after 50 steps or five syncs without one, or a resume; one event a wait",
+    "waiting": "it waits for a shard: none for 50 steps (5 syncs if longer) or since a resume; once a wait",
     "reset": "the policy became the reference",
     "merged": "a shard entered the buffer: see the fields below",
     "evicted": "trajectories left for age, reference or reuse (buffer.replay_limit): ``evicted``",
