@@ -84,7 +84,7 @@ def test_questions_put_to_the_quickstart_are_such_as_it_was_trained_on(question:
     assert arithmetic.START[0] <= problem.start <= arithmetic.START[1]
     assert all(arithmetic.CHANGE[0] <= number <= arithmetic.CHANGE[1] for _, number in changes)
     assert all(0 <= total <= arithmetic.LARGEST for total in problem.totals)
-    workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()  # which asks it after runs of three seeds
+    workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()  # asks it after runs of three seeds
     assert question in workflow and f'grep -F "#### {problem.totals[-1]}"' in workflow
 
 
