@@ -192,7 +192,9 @@ def delete_a_merge(run: RunDir) -> Damage:
     merge = one_of_several(trainer(run))
     write(run.metrics_file("trainer"), [record for record in trainer(run) if record != merge])
     shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
-    return Damage(f"trainer.jsonl is damaged (a checkpoint counts {shard}, of which they have no merge): ")
+    return Damage(
+        f"trainer.jsonl is damaged (a checkpoint counts {shard}, but no merge of it is on record): "
+    )
 
 
 def change_the_index_of_a_merge(run: RunDir) -> Damage:
@@ -202,14 +204,16 @@ def change_the_index_of_a_merge(run: RunDir) -> Damage:
     records = [changed if record == merge else record for record in trainer(run)]
     write(run.metrics_file("trainer"), records)
     shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
-    return Damage(f"trainer.jsonl is damaged (a checkpoint counts {shard}, of which they have no merge): ")
+    return Damage(
+        f"trainer.jsonl is damaged (a checkpoint counts {shard}, but no merge of it is on record): "
+    )
 
 
 def delete_a_revision(run: RunDir) -> Damage:
     """What was merged at once."""
     records = trainer(run)
     write(run.metrics_file("trainer"), [record for record in records if record.get("revision") != 2])
-    return Damage("trainer.jsonl is damaged (revision 3 follows revision 1): it cannot be proven any more")
+    return Damage("trainer.jsonl is damaged (revision 3 follows revision 1): it can no longer be proven")
 
 
 def empty_the_trainers_records(run: RunDir) -> Damage:
@@ -372,7 +376,7 @@ def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], Ru
     verdict = audit(run)
     assert verdict.finished and (verdict.lost, verdict.doubled) == (lost, 0), verdict.problems
     aside, again = sorted(verdict.problems, key=lambda problem: "2 times" in problem)
-    assert "is past it, but no merge of it is on record: its file is corrupt" in aside
+    assert "should hold it, but no merge of it is on record: its file is corrupt" in aside
     assert f"shard {int(gone.stem)} of searcher 1 was sealed 2 times" in again
 
 
@@ -386,6 +390,6 @@ def test_a_resume_without_the_records_before_it_makes_no_loss_of_that(copy: Call
     assert verdict.finished and (verdict.lost, verdict.doubled) == (corrupt.lost, 0), verdict.problems
     gap, lost = verdict.problems
     assert "trainer.jsonl is damaged (a resume from step" in gap and "follows step 0, revision 0" in gap
-    assert lost.endswith("that the newest checkpoint is past are lost")
+    assert lost.endswith("are lost that the newest checkpoint should hold")
     words = {check.name: check.proven for check in verdict.checks}
-    assert words["no seal is lost"] and not words["every shard merged once"]
+    assert words["no sealed shard is lost"] and not words["every shard merged once"]

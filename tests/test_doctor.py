@@ -171,8 +171,8 @@ def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
         ("pspmix", "Open MPI v5.0.11", "problem", ("no --mpi=pspmix, only: cray_shasta, pmi2",)),
         (None, "", "ok", ("left to the cluster (MpiDefault=none)",)),
         (None, "Open MPI v5.0.11", "warning", ("MpiDefault=none is not for Open MPI", "set mpi: pmix")),
-        ("pmi2", "Open MPI v5.0.11", "problem", ("would be alone", "set mpi: pmix")),
-        ("pmix", "MPICH Version: 5.0.2", "problem", ("would be alone", "set mpi: pmi2")),
+        ("pmi2", "Open MPI v5.0.11", "problem", ("would not meet", "set mpi: pmix")),
+        ("pmix", "MPICH Version: 5.0.2", "problem", ("would not meet", "set mpi: pmi2")),
         ("pmix", "MPI VERSION : CRAY MPICH version 8.1.29", "problem", ("set mpi: cray_shasta",)),
         (
             "pmix_v5",
@@ -208,7 +208,7 @@ def test_variables_that_a_site_fills_in_should_be_known_here(monkeypatch: pytest
     site = Site(environment={"HF_HOME": "$SCRATCH/hf", "B": "$SLURM_JOB_ID"}, venv="$HOME/venv")
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("SCRATCH", raising=False)
-    words = "SCRATCH is not set here, but the site key environment.HF_HOME holds it"
+    words = "SCRATCH is not set here, but the site key environment.HF_HOME uses it"
     _says(slurm_checks.check_variables(Facts(site=site)), "warning", words)
     monkeypatch.setenv("SCRATCH", "")
     assert list(slurm_checks.check_variables(Facts(site=site))) == []
@@ -416,7 +416,7 @@ def test_a_folder_that_does_not_replace_files_at_once_is_named(
 
     assert _of_folder(tmp_path, "renames") == []
     monkeypatch.setattr(Path, "replace", slow)
-    _says(_of_folder(tmp_path, "renames"), "problem", "does not replace files at once", "--run-root")
+    _says(_of_folder(tmp_path, "renames"), "problem", "does not replace files atomically", "--run-root")
 
 
 def test_a_clock_that_is_far_from_the_file_servers_is_named(
@@ -432,7 +432,7 @@ def test_a_clock_that_is_far_from_the_file_servers_is_named(
     ("own", "stamp", "level", "words"),
     [
         (49, 0, "ok", ("2 nodes agree",)),
-        (51, 0, "warning", ("n2 is 51 s ahead of n1", "leases go by the stamps", "NTP")),
+        (51, 0, "warning", ("n2 is 51 s ahead of n1", "leases use the stamps", "NTP")),
         (-51, -51, "problem", ("n1 is 51 s ahead of n2", "taken for dead")),
     ],
 )

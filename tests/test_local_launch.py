@@ -375,7 +375,7 @@ def test_ranks_start_again_as_long_as_each_start_takes_a_new_step(tmp_path: Path
     code, out, err = launched.end()
     assert code == Exit.NO_PROGRESS and err.count("was ended by SIGKILL") == 3
     assert launched.events() == ["start", "failed"] * 3, "the third start came no further than the second"
-    assert out.count("starting all ranks again, from the last checkpoint") == 2
+    assert out.count("restarting all ranks from the last checkpoint") == 2
     assert alive(launched.pids()) == []
 
 

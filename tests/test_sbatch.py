@@ -223,9 +223,9 @@ def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> No
     [
         (
             {"environment": {"HF_HOME": "$SCRATCH/hf"}},
-            "SCRATCH is not set on n1, but the site key environment.HF_HOME holds it: set it under setup",
+            "SCRATCH is not set on n1, but the site key environment.HF_HOME uses it: set it under setup",
         ),
-        ({"venv": "$SCRATCH/venv"}, "SCRATCH is not set on n1, but the site key venv holds it: set it"),
+        ({"venv": "$SCRATCH/venv"}, "SCRATCH is not set on n1, but the site key venv uses it: set it"),
         (
             {"container": {"image": "${SCRATCH}/a.sif"}},
             "SCRATCH is not set on n1, but the site key container",

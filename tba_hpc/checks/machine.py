@@ -76,7 +76,7 @@ def judge_gpus(
 ) -> Finding:
     """newest: CUDA that the driver runs; built: CUDA of ``torch``, empty for none."""
     if expected and "rocm" in torch:
-        return ok(GPUS, f"torch {torch}; AMD's are not looked at")
+        return ok(GPUS, f"torch {torch}; AMD GPUs are not checked")
     if len(names) < expected:
         return problem(
             GPUS,
@@ -229,11 +229,11 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
         found = f"{kind} has no atomic hard links: two starts of one run at the same moment may both go on"
         yield warning("hard links", found, f"start a run from one place at a time, or {elsewhere}")
     if not swaps:
-        found = f"{kind} does not replace files at once: a reader found none, and a rank may end for that"
+        found = f"{kind} does not replace files atomically: a reader found none, which may end a rank"
         yield problem("renames", found, elsewhere)
     if abs(ahead) > SILENT_SECONDS:
         found = f"files in {root} are stamped {ahead:+.0f} s from the clock of this machine"
-        remedy = "leases go by the stamps alone and hold; times in logs do not agree: set the clocks (NTP)"
+        remedy = "leases use only the stamps and hold; times in logs disagree: set the clocks (NTP)"
         yield warning(CLOCKS, found, remedy)
 
 
@@ -244,7 +244,7 @@ def judge_clocks(clocks: Mapping[str, tuple[float, float]]) -> Iterator[Finding]
     own, stamps = ({host: pair[index] for host, pair in clocks.items()} for index in (0, 1))
     for which, seen, holds in (
         ("their files' stamps", stamps, "a rank whose stamps are behind would be taken for dead"),
-        ("their clocks", own, "leases go by the stamps of files and hold, but times in logs do not agree"),
+        ("their clocks", own, "leases use the stamps of files and hold, but times in logs disagree"),
     ):
         late, early = (choose(seen, key=lambda host: seen[host]) for choose in (min, max))
         if (apart := seen[early] - seen[late]) > LEASE_SECONDS:

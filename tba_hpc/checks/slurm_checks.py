@@ -32,7 +32,7 @@ def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
         found = f"srun has no --mpi={site.mpi}, only: {there}"
         yield problem(title, found, f"set mpi: {better} in the site file")
     elif fits not in site.mpi:  # pmix_v5 and pspmix speak PMIx, too
-        found = f"mpi: {site.mpi} is not for {library}, which mpi4py loads here: every rank would be alone"
+        found = f"mpi: {site.mpi} is not for {library}, which mpi4py loads here: ranks would not meet"
         others = "" if fits in asked.mpi else f" (srun has: {there})"
         yield problem(title, found, f"set mpi: {fits} in the site file{others}")
     else:
@@ -57,7 +57,7 @@ def check_variables(facts: Facts) -> Iterator[Finding]:
     for key, names in facts.site.variables.items():
         for name in names:
             if name not in os.environ and not name.startswith("SLURM_"):
-                found = f"{name} is not set here, but the site key {key} holds it"
+                found = f"{name} is not set here, but the site key {key} uses it"
                 remedy = "unless a line of setup, a module or the nodes set it, the job will refuse to start"
                 yield warning("environment", found, remedy)
 

@@ -128,8 +128,8 @@ def _short_time(site: Site) -> list[Finding]:
 def _left_out(script: str) -> list[Finding]:
     """What this shell says of jobs, and what is not heeded since the script says otherwise."""
     names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
-    found = f"{', '.join(names)} of this shell would override the batch script, and so is not handed on"
-    return [warning("shell", found, "write into the site file what is to hold")] if names else []
+    found = f"{', '.join(names)} of this shell would override the batch script, so it is not passed on"
+    return [warning("shell", found, "put what you need into the site file")] if names else []
 
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
@@ -137,7 +137,7 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
     last = last_job(path)
     if slurm_queue.active_job(RunDir.open(path)):
         return last, []
-    found = f"--after {path}: no job of that run is queued or running, so none is awaited"
+    found = f"--after {path}: no job of that run is queued or running, so there is nothing to wait for"
     return None, [warning("after", found, "submit that run first if this one is to follow it")]
 
 

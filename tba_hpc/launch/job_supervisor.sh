@@ -26,7 +26,7 @@ unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters that
 needs() {            # needs KEY NAME…: refuse what a site key fills in if it is not set
     local key=$1 name
     for name in "${@:2}"; do
-        [ -n "${!name+set}" ] || refuse "$name is not set on $HERE, but the site key $key holds it: set it under setup \
+        [ -n "${!name+set}" ] || refuse "$name is not set on $HERE, but the site key $key uses it: set it under setup \
 in the site file, or write out what it stands for"
     done
 }
@@ -348,7 +348,7 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
             [[ " $before " = *" $name "* ]] || kept+=("$name")
         done
         scontrol update "JobId=$job" "ExcNodeList=`joined "${kept[@]}"`" \
-            || say "the nodes that job $job must not get could not be changed"
+            || say "the excluded nodes of job $job could not be changed"
     done
     echo "${SICK[*]}" > "$note"
 }

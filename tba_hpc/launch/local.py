@@ -355,7 +355,7 @@ def launch(
             if reached <= before:
                 return Exit.NO_PROGRESS
             before = reached
-            console.print("starting all ranks again, from the last checkpoint", highlight=False)
+            console.print("restarting all ranks from the last checkpoint", highlight=False)
 
 
 def _attempt(
@@ -374,11 +374,13 @@ def _attempt(
     if asked.kill:
         log_event(run, "aborted")
         again = shlex.join(["tba", "run", str(run.path)])
-        text = f"killed; to go on from the last checkpoint: {again}"
+        text = f"killed; to resume from the last checkpoint: {again}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return code
     if asked.stop and not at_work(logs):
-        console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
+        console.print(
+            "stopped before all ranks were up: nothing was trained, nothing is lost", highlight=False
+        )
         log_event(run, "stopped")
         return 0
     # mpiexec does not count ranks that were killed.
@@ -440,7 +442,7 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:
-        how = "ended, and with it all ranks, before the run did"
+        how = "ended before the run was finished, and all ranks with it"
     elif code > 128:
         how = f"was ended by {signal.Signals(code - 128).name}"
     log = log_file(logs, name)

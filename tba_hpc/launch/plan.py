@@ -328,7 +328,7 @@ def plan(
     Raises ConfigError with one sentence.
     """
     if nodes < 1:
-        raise ConfigError(f"--nodes {nodes} is no job: ask for at least 1")
+        raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
     slots, engine = _slots(config, site)
     alone = trainer_nodes == nodes and config.launch.elastic > 0
     if nodes == 1 and not alone:

@@ -170,7 +170,7 @@ def start(turn: Turn) -> str:
     hosts = [*turn.hosts, *turn.others]
     missing = [host for host in hosts if host not in turn.answers]
     if missing and not turn.last_look:
-        say(f"no answer yet from {' '.join(missing)}: asking once more")
+        say(f"no answer yet from {' '.join(missing)}: asking again")
         return "look"
     for host in missing:
         sick = f"?{host}" in turn.answers or host in blind
@@ -280,19 +280,19 @@ def leave(turn: Turn) -> str:
         try:
             _draw(turn)
         except Exception as error:  # a stop is a stop, with or without a picture
-            say(f"no report was drawn ({error}): try tba report {turn.run}")
+            say(f"the report could not be written ({error}): try tba report {turn.run}")
         return turn.end()
     idle, goes_on = _count_idle(turn), turn.requeue != "no" or bool(turn.links)
     if idle > (turn.relaunches if goes_on else 0):
         turn.mark("idle").unlink()
         return turn.refuse(
             f"nothing was sealed in {count(idle, 'allocation')} in a row: see the job's log, give it more "
-            "time (--time, site key time) or, if the nodes would not do, other nodes or the form without "
-            "het job (--homogeneous), and submit the same run again",
+            "time (--time, site key time) or, if its nodes were rejected, other nodes or no het job "
+            "(--homogeneous), and submit the same run again",
             Exit.NO_PROGRESS,
         )
     if turn.requeue == "no":
-        say(f"stopped; {f'job {turn.links[0]} goes on' if goes_on else 'submit the same run again to go on'}")
+        say(f"stopped; {f'job {turn.links[0]} continues' if goes_on else 'submit the same run to resume'}")
         return f"exit {Exit.UNFINISHED}"
     turn.log("requeue")
     return "queue"
@@ -392,7 +392,7 @@ def searched(turn: Turn) -> str:
     if turn.stop or turn.ending or turn.code == 0:
         return "queue"
     if turn.code == Exit.NO_SLOT:
-        say("the run has as many elastic searchers as it takes: this job is not needed")
+        say("all slots for elastic searchers are taken: this job is not needed")
         return f"exit {Exit.DONE}"
     failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
     say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")

@@ -166,7 +166,7 @@ def constant_reward(view: View) -> Alert | None:
     return _alert(
         f"reward {_few(values[-1])} for every one of {count:,} completions{cut}",
         key="nothing to learn",
-        why="without a difference there is nothing to learn",
+        why="equal rewards give no gradient",
         remedy="check the task's reward against a few completions, the format of answers that it expects "
         f"(task.name, task.options), and whether {view.config.model.path} can solve the task at all; "
         "generator.temperature adds variety",
@@ -347,7 +347,7 @@ def engine_gap(view: View) -> Alert | None:
         f"engine and learner differ by {_few(held[0])} nats per token{grew}",
         held[1],
         key="model.dtype",
-        why="what is learned from was sampled by another policy than its log-probabilities say",
+        why="the log-probabilities are not those of the policy that sampled",
         remedy="check that the engine loads all weights" if dtype == "float32" else exact,
     )
 
@@ -368,8 +368,8 @@ def biased_samples(view: View) -> Alert | None:
     return _alert(
         f"samples filtered by {' and '.join(keys)}",
         key=keys[0],
-        why=f"the gradient of train.objective={train.objective.name} takes them for the policy's, and is "
-        "biased",
+        why=f"the gradient of train.objective={train.objective.name} assumes that they follow the "
+        "policy, so it is biased",
         remedy="leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
     )
 
@@ -387,7 +387,7 @@ def flat_groups(view: View) -> Alert | None:
         f"{_share(held[0])} of the groups have one reward for all completions",
         held[1],
         key="train.completions_per_prompt",
-        why="they give no gradient, the prompts are too hard or too easy",
+        why="they give no gradient, since the prompts are too hard or too easy",
         remedy="choose prompts that are sometimes solved (task.train_file), or raise "
         "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
     )
@@ -450,7 +450,7 @@ def idle_searchers(view: View) -> Alert | None:
         f"searchers idle {_share(idle)} of their time",
         points[0].step,
         key="launch.trainers",
-        why="the trainer takes less than they give",
+        why="the trainer uses less than they produce",
         remedy="give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
     )
 

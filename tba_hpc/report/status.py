@@ -139,7 +139,7 @@ def done(counts: Counts) -> dict[str, str]:
     """What the run has done, as ``tba audit`` counts it too."""
     if not counts.attempts:
         return {}
-    dropped = f", {counts.dropped:,} dropped (asked twice)" if counts.dropped else ""
+    dropped = f", {counts.dropped:,} dropped (answered twice)" if counts.dropped else ""
     found = {
         "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
         f"{count(counts.tokens, 'token')}",

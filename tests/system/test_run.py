@@ -263,7 +263,7 @@ def test_ranks_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     wait_for(lambda: len(list(run.logs.glob("attempt-*"))) == 2 and steps_done(tmp_path) >= 12, process)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
-    assert code == 0 and "starting all ranks again, from the last checkpoint" in out, out + err
+    assert code == 0 and "restarting all ranks from the last checkpoint" in out, out + err
     # By whoever noticed first, amidst whatever they did together.
     assert re.search(r"trainer-0000 was ended by SIGKILL|trainer rank 0,? has died", err), out + err
 

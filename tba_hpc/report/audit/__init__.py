@@ -91,8 +91,8 @@ def audit(run: RunDir) -> Audit:
 
 def _notes(evidence: Evidence) -> list[str]:
     """What is worth knowing and not wrong."""
-    over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, none is "
-    over += "trained on"
+    over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, so "
+    over += "they were not used for training"
     return [
         *(
             f"shards/searcher-{searcher:04d}/{index:06d}.h5 was set aside: it {file.fault or 'is whole now'}"
@@ -114,7 +114,7 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
         print(verdict.to_json())
         return
     print_rows(
-        [{"promise": check.name, "": _word(check), "looked at": check.evidence} for check in verdict.checks]
+        [{"guarantee": check.name, "": _word(check), "evidence": check.evidence} for check in verdict.checks]
     )
     done = f"{count(verdict.steps, 'step')} in {count(verdict.attempts, 'attempt')}"
     summary = (

@@ -64,7 +64,7 @@ def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Seque
 def check_records(evidence: Evidence) -> Check:
     """The trainer's records have no gap; one takes away what the checks after it prove."""
     history = evidence.history
-    gap = f"metrics/trainer.jsonl is damaged ({evidence.gap}): it cannot be proven any more that every "
+    gap = f"metrics/trainer.jsonl is damaged ({evidence.gap}): it can no longer be proven that every "
     gap += "shard was merged once, no prompt skipped or doubled, and every step taken once"
     redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
     looked_at = f"{count(len(history.steps), 'step')}, {redone}, {count(history.last_revision, 'revision')}"
@@ -92,23 +92,23 @@ def check_seals(evidence: Evidence) -> Check:
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
-            violations.append(Violation(f"{many} that the newest checkpoint is past are lost", lost=lost))
+            violations.append(Violation(f"{many} are lost that the newest checkpoint should hold", lost=lost))
     violations += [_lost(evidence, key, number) for key, number in missing.items()]
     looked_at = (
         f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
         f"{len(evidence.waiting):,} on disk beyond it"
     )
-    return Check("no seal is lost", looked_at, tuple(violations))
+    return Check("no sealed shard is lost", looked_at, tuple(violations))
 
 
 def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
     file = evidence.files.get(key) or evidence.refused.get(key)
     passed = evidence.passed(key)
-    why = "the newest checkpoint is past it, but no merge of it is on record" if passed else ""
+    why = "the newest checkpoint should hold it, but no merge of it is on record" if passed else ""
     why = why or "no checkpoint holds it"
     fault = file.fault if file else "is gone"
     why += f": its file {fault}" if fault else ""
-    many = count(number, "acknowledged trajectory") if number else "nobody knows how many trajectories"
+    many = count(number, "acknowledged trajectory") if number else "an unknown number of trajectories"
     return Violation(f"{_shard(key)} is lost ({many}): {why}", lost=number or 1)
 
 
@@ -149,12 +149,12 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
     if sealed and sealed[-1].trajectories != merge.trajectories:
         yield Violation(
             f"{_shard(merge.key)} was sealed with {sealed[-1].trajectories} trajectories, "
-            f"merged {merge.trajectories}"
+            f"but {merge.trajectories} were merged"
         )
     if file and not file.fault and (file.size, file.request_ids) != (brought, merge.request_ids):
-        yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
+        yield Violation(f"{_shard(merge.key)} differs on disk from what was merged")
     if merge.trajectories != merge.added + merge.duplicates + merge.again:
-        left_out = f", and {merge.again} stayed out by rule" if merge.again else ""
+        left_out = f", and left out {merge.again} answered before" if merge.again else ""
         yield Violation(
             f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
             f"{merge.added} as new and {merge.duplicates} as duplicates{left_out}"
@@ -279,7 +279,9 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
     expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
     for name, value in expected.items():
         if (there := getattr(state, name)) != value:
-            yield Violation(f"{checkpoint.name}: {name} is {there}, the merges on record come to {value}")
+            yield Violation(
+                f"{checkpoint.name}: {name} is {there}, but the merges on record add up to {value}"
+            )
 
 
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
@@ -288,7 +290,7 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for key in sorted(merged - set(evidence.files)):
         if key[1] >= cursors.get(key[0], 0):
-            yield Violation(f"the file of {_shard(key)} is gone: {oldest.name} cannot do without it")
+            yield Violation(f"the file of {_shard(key)} is gone, and {oldest.name} needs it")
 
 
 def _shard(key: ShardKey) -> str:

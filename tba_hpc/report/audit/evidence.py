@@ -153,13 +153,13 @@ class Evidence:
         ]
         if saved.step > history.last_step or saved.revision > history.last_revision:
             found.append(
-                f"a checkpoint is of step {saved.step}, revision {saved.revision}, but they end at step "
-                f"{history.last_step}, revision {history.last_revision}"
+                f"a checkpoint is of step {saved.step}, revision {saved.revision}, but the records end at "
+                f"step {history.last_step}, revision {history.last_revision}"
             )
         if not self.uncounted:
             merged = {merge.key for merge in self.saved_merges}
             found += [
-                f"a checkpoint counts shard {index} of searcher {searcher}, of which they have no merge"
+                f"a checkpoint counts shard {index} of searcher {searcher}, but no merge of it is on record"
                 for (searcher, index), size in self.sizes.items()
                 if size.trajectories and self.passed((searcher, index)) and (searcher, index) not in merged
             ]
