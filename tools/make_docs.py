@@ -140,11 +140,11 @@ def metrics_page() -> str:
         "## trainer.jsonl, a record per optimizer step",
         _metrics_list(metric_table.STEP),
         "### Its events",
-        "With `event`, `step`, `buffer/size` and `revision`.",
+        "Each has `event`, `step`, `buffer/size` and `revision`.",
         _names_list(metric_table.TRAINER_EVENTS),
         "## searcher-NNNN.jsonl, a record per second",
-        f"Of more than {RECORDS_PER_SECOND} searchers each logs less often, so that all of them write "
-        f"{RECORDS_PER_SECOND} records per second. Counts are since the record before.",
+        f"With more than {RECORDS_PER_SECOND} searchers each logs less often: together they write "
+        f"{RECORDS_PER_SECOND} records per second. Counts are since the previous record.",
         _metrics_list(metric_table.SEARCH),
         "### Its events",
         _names_list(metric_table.SEARCHER_EVENTS),

@@ -429,7 +429,7 @@ class LaunchSection(Section):
     """Searcher ranks, one engine each, that start and end with the trainer; 0: only elastic ones."""
     elastic: MayChange[Ranks] = 0
     """Slots for elastic searchers, which join and leave at any time: ``tba search RUN`` on any machine that
-    sees the run directory. Prompts of an empty slot wait."""
+    sees the run directory. The prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
     times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a

@@ -173,8 +173,8 @@ class ModelReference(Section):
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Who computes log π_ref. searcher: for all completions, when generated. trainer: only for what it
-    samples, once, with a copy in host memory; searchers then hold no second model and log no KL."""
+    """Who computes log π_ref. searcher: for all completions, when generated. trainer: only for those in its
+    batches, once, with a copy in host memory; searchers then hold no second model and log no KL."""
 
 
 class FrozenReference(ModelReference):
@@ -228,14 +228,14 @@ class EqualDuplicates(Section):
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions within a small edit distance, keep the higher reward."""
+    """Of completions within a small edit distance, keep the higher-rewarded one."""
     limit: float = Field(0.25, gt=0, le=0.5)
     """Edits as a share of both lengths together."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Of completions with similar embeddings, keep the higher reward."""
+    """Of completions with similar embeddings, keep the higher-rewarded one."""
     limit: float = Field(0.4, ge=0, lt=1)
     """Cosine similarity above which they are duplicates."""
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
