@@ -144,7 +144,7 @@ def random_items(rng: np.random.Generator, count: int, first_uid: int, prompts: 
             first_uid + i,
             int(rng.integers(prompts)),
             tuple(rng.integers(0, 2, rng.integers(1, 5)).tolist()),
-            float(np.float32(rng.random())),
+            float(rng.integers(8)) / 8,  # many are equal, too
         )
         for i in range(count)
     ]

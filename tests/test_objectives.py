@@ -452,6 +452,7 @@ def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound)
     plain = gradient(objective_of(name), groups, beta)
     found = gradient(objective_of(name, bound), groups, beta)
     some = {"weighed": 0, "left": 0}
+    completions = 0
     for i, j in product(range(4), range(5)):
         row = tokens(groups, i, j)
         drift = sum(p.item() - b for p, b, _ in row)
@@ -467,9 +468,12 @@ def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound)
                 weight = 0.0 if down and -drift / len(row) > bound.limit else 1.0
             assert found[i, j, t].item() == pytest.approx(weight * plain[i, j, t].item(), rel=1e-9)
             some["left" if weight == 1 else "weighed"] += 1
+        completions += weight != 1
     assert some["weighed"] and (some["left"] or isinstance(bound, RatioCap))
-    loss = objective_of(name)(groups, beta).loss
-    torch.testing.assert_close(objective_of(name, bound)(groups, beta).loss, loss)
+    output = objective_of(name, bound)(groups, beta)
+    torch.testing.assert_close(output.loss, objective_of(name)(groups, beta).loss)
+    if not isinstance(bound, RatioCap):  # whose share is of tokens
+        assert float(output.metrics["clip_share"]) == pytest.approx(completions / 20)
 
 
 # --- Of the user's ---
