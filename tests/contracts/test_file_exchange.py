@@ -1,5 +1,6 @@
 """What is particular to the exchange over files: the files themselves, attempts, a full disk."""
 
+import errno
 import json
 import os
 import resource
@@ -194,6 +195,22 @@ def test_held_weights_outlive_their_file(tmp_path: Path) -> None:
     assert versions(tmp_path) == [4, 5]
     assert update is not None and (update.data == 1).all()
     exchange.close()
+
+
+@pytest.mark.parametrize(("number", "taken"), [(errno.EPERM, True), (errno.EDQUOT, False)])
+def test_weights_are_read_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, taken: bool
+) -> None:
+    """By the name they have; on a full disk not, where others come later."""
+
+    def link(source: Path, name: Path) -> None:
+        raise OSError(number, os.strerror(number), str(name))
+
+    publish(trainer(tmp_path), 4)
+    monkeypatch.setattr(os, "link", link)
+    update = searcher(tmp_path).poll()
+    assert (update is not None and (update.data == 4).all()) is taken
+    assert not [*tmp_path.glob("held-*")]
 
 
 def test_a_resume_goes_on_where_the_attempt_before_ended(tmp_path: Path) -> None:
