@@ -209,7 +209,7 @@ def test_weights_are_read_where_there_are_no_links(
     publish(trainer(tmp_path), 4)
     monkeypatch.setattr(os, "link", link)
     update = searcher(tmp_path).poll()
-    assert (update is not None and (update.data == 4).all()) is taken
+    assert bool(update and (update.data == 4).all()) == taken
     assert not [*tmp_path.glob("held-*")]
 
 
