@@ -72,7 +72,9 @@ def test_a_digest_that_is_kept_and_taken_up_is_that_of_all_lines(
     assert len(rest.new()) == len(records) - kept_at or kept_at == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "other format", "no JSON", "longer than the file", "in a line"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "other format", "no JSON", "longer than the file", "in a line", "flipped"]
+)
 def test_a_digest_that_does_not_fit_its_file_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -85,13 +87,20 @@ def test_a_digest_that_does_not_fit_its_file_is_made_again(
     kept = digest_file(path)
     head, _, body = kept.read_bytes().partition(b"\n")
     end = path.stat().st_size
+
+    def covering(end: int) -> bytes:
+        pair = [end, digests._checksum(end, body)]
+        return json.dumps({f"format {digests.FORMAT}": pair}).encode() + b"\n" + body
+
+    assert kept.read_bytes() == covering(end)
     kept.write_bytes(
         {
             "cut": head + b"\n" + body[:-9],
             "other format": head.replace(b"format ", b"format 9") + b"\n" + body,
             "no JSON": b"\x00" * 500,
-            "longer than the file": json.dumps({f"format {digests.FORMAT}": end + 7}).encode() + b"\n" + body,
-            "in a line": json.dumps({f"format {digests.FORMAT}": end - 7}).encode() + b"\n" + body,
+            "longer than the file": covering(end + 7),
+            "in a line": covering(end - 7),
+            "flipped": head + b"\n" + body.replace(b"200", b"201", 1),
         }[damage]
     )
     found, _ = read_digest(path, SearcherDigest(0))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from zlib import crc32
 
 from pydantic import TypeAdapter
 
@@ -25,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -216,7 +217,7 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """The digest of a metrics file: a line with FORMAT and the length of what it covers, then the digest."""
+    """The digest of a metrics file: FORMAT, the length it covers and a checksum in a line; the digest."""
     return metrics.with_suffix(".digest.json")
 
 
@@ -230,12 +231,14 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest on disk, or ``digest``, a fresh one; and a reader of the records after it."""
     try:
         head, _, body = read_regular(digest_file(metrics)).partition(b"\n")
+        end, checksum = json.loads(head)[f"format {FORMAT}"]
+        if checksum != _checksum(end, body):
+            raise ValueError("damaged")
         kept: D = _adapter(type(digest).__name__).validate_json(body)
-        end = json.loads(head)[f"format {FORMAT}"]
         with open_regular(metrics) as file:
             file.seek(end - 1)
             fits = file.read(1) == b"\n"  # lines can end there
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError):
         fits = False
     return (kept, MetricsTail(metrics, place=end)) if fits else (digest, MetricsTail(metrics))
 
@@ -263,12 +266,16 @@ class KeptDigest(Generic[D]):
             keep_digest(self._metrics, self._digest, end)
 
 
+def _checksum(end: int, body: bytes) -> int:
+    return crc32(b"%d %b" % (end, body))
+
+
 def keep_digest(metrics: Path, digest: TrainerDigest | SearcherDigest, end: int) -> None:
     """Write the digest of the file's first ``end`` bytes; on a full disk the old one stays."""
-    path, head = digest_file(metrics), json.dumps({f"format {FORMAT}": end})
+    path, body = digest_file(metrics), _adapter(type(digest).__name__).dump_json(digest)
+    head = json.dumps({f"format {FORMAT}": [end, _checksum(end, body)]})
     try:
-        body = _adapter(type(digest).__name__).dump_json(digest).decode()
-        write_atomic(path, f"{head}\n{body}")
+        write_atomic(path, f"{head}\n{body.decode()}")
     except OSError as error:
         if not is_for_room(error):
             raise
