@@ -175,6 +175,24 @@ def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> No
     assert damaged_checkpoints(run) == {complete.parent: "COMPLETE is corrupt"}
 
 
+def test_a_kill_while_an_old_one_is_deleted_leaves_none_that_looks_complete(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go in any order: here the weights first, and then the trainer is killed."""
+
+    def killed(path: Path) -> None:
+        (path / "weights.bin").unlink()
+        raise KeyboardInterrupt
+
+    save(run, 4)
+    save(run, 8)
+    monkeypatch.setattr("tba_hpc.run.checkpoints.remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run, 12)
+    assert [path.name for path in checkpoint_folders(run, complete=True)] == ["step-000008", "step-000012"]
+    assert damaged_checkpoints(run) == {}
+
+
 def test_what_a_kill_leaves_is_deleted_and_not_called_damaged(run: RunDir) -> None:
     save(run, 4)
     half = begin_checkpoint(run, 8)
