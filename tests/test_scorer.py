@@ -87,7 +87,8 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     """As a mistake of the user's, which no other start would mend."""
     sentence = (
         rf"^the task {__name__}:Faulty had 7 groups without a usable reward in a row, at last rewards\(\) of "
-        rf"prompt \d \(request \d+\) {last}: check its code and data$"
+        rf"prompt \d \(request \d+\) {last}: mend its code or data, and start from the config "
+        r"again \(the run keeps a copy of the code\)$"
     )
     task = Faulty(fault)
     with pytest.raises(ConfigError, match=sentence):

@@ -201,7 +201,7 @@ def main(folder: str, seed: int = 0, steps: int = STEPS) -> tuple[float, float]:
         optimizer.zero_grad()
         if step % 10 == 9:
             print(
-                f"step {step + 1:3}  loss {loss.item():.4f}  reward {rewards.mean():.2f}  "
+                f"step {step + 1:3}  loss {loss.item():.4f}  reward of the batch {rewards.mean():.2f}  "
                 f"{time.monotonic() - start:.0f} s"
             )
     after = pass_at_1(policy, tokenizer, validation)

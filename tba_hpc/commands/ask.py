@@ -172,7 +172,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
     console.print(Text(asked.prompt.strip("\n"), style="dim"))
     for reply in asked.replies:
         end = " […its environment failed]" if reply.failed else " […cut off]" if reply.truncated else ""
-        text = f"{reply.text.strip()}{end}".strip()
+        text = f"{reply.text.strip()}{end}".strip() or "(no text: the model ended at once)"
         console.print(Padding(Text(text), (0, 0, 0, 2)))
     console.print(Text(_how(asked), style="dim"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 Z = NormalDist().inv_cdf(0.975)
@@ -56,12 +56,13 @@ def passes(correct_P: Sequence[int], samples: int) -> dict[int, Estimate]:
     """k → pass@k for k of 1, 2, 4, … up to ``samples``: the mean over prompts.
 
     correct_P: correct ones of each prompt's ``samples``. A single prompt has no spread over prompts: its
-    interval is Wilson's for one sample, carried over by 1 − (1 − p)^k.
+    interval is Wilson's for one sample, carried over by 1 − (1 − p)^k. No interval leaves [0, 1].
     """
     found = {}
     for k in (1 << exponent for exponent in range(samples.bit_length())):
         each = [pass_at_k(correct, samples, k) for correct in correct_P]
         found[k] = mean(sum(each), sum(value**2 for value in each), len(each))
+        found[k] = replace(found[k], low=max(0.0, found[k].low), high=min(1.0, found[k].high))
         if len(each) == 1:
             one = wilson(correct_P[0], samples)
             found[k] = Estimate(each[0], 1 - (1 - one.low) ** k, 1 - (1 - one.high) ** k)

@@ -132,7 +132,8 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """The headline numbers."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ettr = "" if summary.ettr is None else f", ETTR {_share(summary.ettr)}"
+    ended = data.attempts and data.attempts[-1].end  # until then its share of held time is still to fall
+    ettr = f", ETTR {_share(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
     rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
@@ -152,6 +153,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
     if before and after:
         by = after.value - before.value
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
+        gain += f", now {data.show(after.low)} … {data.show(after.high)}"
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
         f"{summary.score_name} before → after",

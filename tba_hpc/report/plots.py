@@ -369,9 +369,9 @@ DRIFT = [
     ("train/better_log_weight", ROSE, "those above their group's mean reward"),
 ]
 STALENESS = [
-    ("staleness/mean", BLUE, "mean, first token or turn"),
-    ("staleness/end", GREEN, "mean, last token or turn"),
-    ("staleness/max", ORANGE, "largest"),
+    ("staleness/mean", BLUE, "first turn"),
+    ("staleness/end", GREEN, "last turn"),
+    ("staleness/max", ORANGE, "most"),
 ]
 BUFFER = [
     ("buffer/size", BLUE, "held"),
