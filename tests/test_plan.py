@@ -158,7 +158,7 @@ def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
 @pytest.mark.parametrize(
     ("config", "site", "nodes", "trainer_nodes", "words"),
     [
-        (_config(), Site(), 0, None, "--nodes 0 is no job"),
+        (_config(), Site(), 0, None, "--nodes 0 is too few: ask for at least 1"),
         (
             _config(),
             Site(),

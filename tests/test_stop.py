@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from recorded import happen
 from typed import tba
@@ -131,6 +132,7 @@ def test_a_launcher_of_ours_need_not_name_the_run(run: RunDir, words: str, accep
     # Python takes what follows the program for the program's own words.
     command = [sys.executable, "-c", "import time; time.sleep(60)", *words.split()]
     with subprocess.Popen(command) as launcher:
+        wait_until(lambda: words.split()[-1] in psutil.Process(launcher.pid).cmdline())  # not at once
         run.owners.mkdir()
         (run.owners / "launch.000001").write_text(Owner.this(launcher.pid).to_json())
         if accepted:
