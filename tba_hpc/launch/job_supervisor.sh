@@ -340,6 +340,7 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
     local job=$ME group name excluded kept note=$RUN/slurm/excluded-$ME before=
     [ ! -r "$note" ] || read -r before < "$note"
     [ -n "$before${SICK[*]}" ] || return 0
+    echo "${SICK[*]}" > "$note"
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
         excluded=`scontrol --oneliner show job "$job" | sed -nE 's/.* ExcNodeList=([^ (]*).*/\1/p'`
@@ -350,7 +351,6 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
         scontrol update "JobId=$job" "ExcNodeList=`joined "${kept[@]}"`" \
             || say "the excluded nodes of job $job could not be changed"
     done
-    echo "${SICK[*]}" > "$note"
 }
 
 # --- To the end ---
