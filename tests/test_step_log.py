@@ -1,7 +1,7 @@
 """The record of a step."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
 from tba_hpc.loops.step_log import StepLog
-from tba_hpc.run.metrics import MetricsWriter, read_metrics
+from tba_hpc.run.metrics import MetricsWriter, Record, read_metrics
 
 
 def batch_of(lengths: Sequence[int], rewards: Sequence[float]) -> TrajectoryBatch:
@@ -27,16 +27,27 @@ def batch_of(lengths: Sequence[int], rewards: Sequence[float]) -> TrajectoryBatc
 BATCH = batch_of([1, 1], [1, 1])
 
 
+def new_log(folder: Path) -> StepLog:
+    metrics = MetricsWriter(folder / "trainer.jsonl")
+    return StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
+
+
+def record_of(
+    folder: Path, step: int, batch: TrajectoryBatch, learned: Mapping[str, float] | None = None
+) -> Record:
+    """What is logged of one step."""
+    log = new_log(folder)
+    with log.clock("learn"):
+        pass
+    log.write(step, batch, learned or {})
+    (record,) = read_metrics(folder / "trainer.jsonl")
+    return record
+
+
 def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) -> None:
     """Three groups of two, one of them with two rewards; completions of 1, 2, 3, 4, 5 and 3 tokens."""
     batch = batch_of([1, 2, 3, 4, 5, 3], [0, 0, 0, 1, 1, 1])
-    log = StepLog(
-        TrainSection(), ReplayBuffer(BufferSection(), 0), MetricsWriter(tmp_path / "trainer.jsonl"), version=0
-    )
-    with log.clock("learn"):
-        pass
-    log.write(0, batch, {})
-    (record,) = read_metrics(tmp_path / "trainer.jsonl")
+    record = record_of(tmp_path, 0, batch)
     assert record["train/flat_groups"] == pytest.approx(2 / 3) and record["train/length"] == 3
 
 
@@ -44,32 +55,21 @@ def test_staleness_is_of_the_first_turn_and_of_the_last(tmp_path: Path) -> None:
     """Two conversations of which one began with weights 7 and ended with 9, learned from in step 10."""
     batch = batch_of([1, 1], [0, 1])
     batch.record["version_oldest"], batch.record["version_newest"] = [7, 8], [9, 8]
-    log = StepLog(
-        TrainSection(), ReplayBuffer(BufferSection(), 0), MetricsWriter(tmp_path / "trainer.jsonl"), version=0
-    )
-    with log.clock("learn"):
-        pass
-    log.write(10, batch, {})
-    (record,) = read_metrics(tmp_path / "trainer.jsonl")
+    record = record_of(tmp_path, 10, batch)
     assert [record[f"staleness/{which}"] for which in ("mean", "max", "end")] == [2.5, 3, 1.5]
 
 
 def test_what_is_not_finite_in_a_skipped_step_is_no_figure(tmp_path: Path) -> None:
     """JSON knows neither NaN nor infinity, and a curve none either."""
-    metrics = MetricsWriter(tmp_path / "trainer.jsonl")
-    log = StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
-    with log.clock("learn"):
-        learned = {"loss": np.nan, "grad_norm": np.inf, "log_ratio": 0.5, "skipped_steps": 1.0}
-    log.write(0, BATCH, learned)
-    (record,) = read_metrics(tmp_path / "trainer.jsonl")
+    learned = {"loss": np.nan, "grad_norm": np.inf, "log_ratio": 0.5, "skipped_steps": 1.0}
+    record = record_of(tmp_path, 0, BATCH, learned)
     assert (record["train/log_ratio"], record["train/skipped_steps"]) == (0.5, 1)
     assert not {"train/loss", "train/grad_norm"} & record.keys()
 
 
 def test_the_longest_step_leaves_out_waits_for_data_and_checkpoints(tmp_path: Path) -> None:
     """Else one long wait made a job stop that much before its limit, ever after."""
-    metrics = MetricsWriter(tmp_path / "trainer.jsonl")
-    log = StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
+    log = new_log(tmp_path)
     for part, seconds in (("wait", 0.4), ("checkpoint", 0.4), ("learn", 0.1)):
         with log.clock(part):
             time.sleep(seconds)

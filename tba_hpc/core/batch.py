@@ -146,11 +146,6 @@ def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     return np.abs(version - batch.version_N)
 
 
-def staleness_of_ends(batch: TrajectoryBatch, version: int) -> np.ndarray:
-    """int32 [N]: the same of the weights that sampled the last token: of a conversation, its last turn."""
-    return np.abs(version - batch.record["version_newest"])
-
-
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
     """The batch as named contiguous arrays of numbers, as safetensors takes them."""
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}

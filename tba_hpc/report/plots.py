@@ -369,9 +369,9 @@ DRIFT = [
     ("train/better_log_weight", ROSE, "those above their group's mean reward"),
 ]
 STALENESS = [
-    ("staleness/mean", BLUE, "first turn"),
-    ("staleness/end", GREEN, "last turn"),
-    ("staleness/max", ORANGE, "most"),
+    ("staleness/mean", BLUE, "first token"),
+    ("staleness/end", GREEN, "last token"),
+    ("staleness/max", ORANGE, "max"),
 ]
 BUFFER = [
     ("buffer/size", BLUE, "held"),
