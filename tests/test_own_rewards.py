@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 from tiny_models import make_random_model
@@ -516,6 +517,9 @@ def test_each_example_gives_the_rewards_that_it_says(name: str, monkeypatch: pyt
             section = section.model_copy(update={"reward": rewards})
         task = load_task(section, ByteTokenizer())
         prompt = task.prompts("train")[5]
+        row = json.loads((EXAMPLES / "prompts.jsonl").read_text().splitlines()[5])
+        asked = task.encode_question(row["prompt"].strip())  # as a user types it
+        assert np.array_equal(asked, prompt.tokens)
         end = f"#### {prompt.target}"
         texts = ["x" * (80 - len(end)) + end, "#### 77777", "no"]
         rewards_K = task.rewards(prompt, [completion(text) for text in texts])

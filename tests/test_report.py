@@ -65,9 +65,12 @@ def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_h
     happen(run, 4600.0, "allocated", job="7", nodes="a,c")
     happen(run, 4650.0, "start", job="7", attempt="attempt-002", trainers=1, searchers=2)
     assert summarise(run).ettr == pytest.approx((4 * 10 + 6 * 5) / (65 + 110))
+    assert "ETTR" not in written(run)  # the last attempt has not ended: it is still to fall
     happen(run, 4710.0, "failed", job="7", code=1)
     happen(run, 4750.0, "start", job="7", attempt="attempt-003", trainers=1, searchers=2)
     assert summarise(run).ettr == pytest.approx(70 / (65 + 110 + 40))
+    happen(run, 4790.0, "finished", job="7")
+    assert f"ETTR {70 / (65 + 110 + 80):.1%}".replace("%", " %") in written(run)
 
 
 def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +269,8 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     assert re.search(r"mean reward before +0.250 \(0.2.* … 0.2.*\)", text) and "pass@1" not in text
     page_ = written(run)
     assert "mean reward before → after" in page_ and "0.250" in page_ and "+0.450" in page_
+    after_ = f"{0.7 - half * 2:.3f} … {0.7 + half * 2:.3f}"  # twice as spread as before
+    assert f"95 % interval {after_}" in page_
     assert "reward 0.75" in page_ and "✗ wrong" not in page_
 
 

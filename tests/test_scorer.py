@@ -87,7 +87,7 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     """As a mistake of the user's, which no other start would mend."""
     sentence = (
         rf"^the task {__name__}:Faulty had 7 groups without a usable reward in a row, at last rewards\(\) of "
-        rf"prompt \d \(request \d+\) {last}: mend its code or data, and start from the config "
+        rf"prompt \d \(request \d+\) {last}: fix its code or data, and start from the config "
         r"again \(the run keeps a copy of the code\)$"
     )
     task = Faulty(fault)

@@ -109,7 +109,7 @@ class Failures:
         self.in_a_row += counts
         if self.in_a_row >= self.limit:
             raise ConfigError(
-                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: mend "
+                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: fix "
                 "its code or data, and start from the config again (the run keeps a copy of the code)"
             )
 
