@@ -270,7 +270,7 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     page_ = written(run)
     assert "mean reward before → after" in page_ and "0.250" in page_ and "+0.450" in page_
     after_ = f"{0.7 - half * 2:.3f} … {0.7 + half * 2:.3f}"  # twice as spread as before
-    assert f"95 % interval {after_}" in page_
+    assert f"after: {after_} (95 % interval)" in page_
     assert "reward 0.75" in page_ and "✗ wrong" not in page_
 
 

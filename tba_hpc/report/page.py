@@ -153,7 +153,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
     if before and after:
         by = after.value - before.value
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
-        gain += f", 95 % interval {data.show(after.low)} … {data.show(after.high)}"
+        gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
         f"{summary.score_name} before → after",
