@@ -27,7 +27,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
-from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
+from tba_hpc.run.changes import consequences, going_on, is_done, refuse_steps_behind
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
@@ -108,20 +108,22 @@ def run(
     run_dir = RunDir.check(resolved)
     refuse_steps_behind(run_dir, resolved)
     done = is_done(run_dir, resolved)
+    said: list[str] = []
     if not done:
         refuse_owned(run_dir)
-        refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
-    changes = [sentence] if not done and (sentence := consequences(run_dir, resolved)) else []
+        warnings = refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
+        said = [f"warning: {warning.sentence}" for warning in warnings]
+        said += filter(None, [consequences(run_dir, resolved), going_on(run_dir)])
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
-        remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
+        remarks = "".join(f"# {line}\n" for line in [*said, *commands])
         typer.echo(dump_config(resolved) + remarks, nl=False)
         return
     if done:
         typer.echo(f"{run_dir.path} is finished, so this is its summary; {AGAIN}", err=True)
     else:
         with owned(run_dir):
-            typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
+            typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
             if code := local.launch(run_dir, resolved, console=Terminal(stderr=as_json)):
                 raise typer.Exit(code)

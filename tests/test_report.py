@@ -15,6 +15,7 @@ from tba_hpc.commands.compare import compare, write_comparison
 from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
+from tba_hpc.report.digest import keep_digest
 from tba_hpc.report.summary import print_summary, summarise, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
@@ -212,13 +213,14 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
         for row in page.attempt_rows(RunData.read(run))
     ]
     assert shown == [  # the bars' scale: 995 to 4710, the trainer's last word
-        ("attempt-001", "", "1:05", "0 → 6", "ended without a word", "bad", 0),
+        ("attempt-001", "", "1:05", "0 → 6", "killed, or its node lost", "bad", 0),
         ("no ranks", "job 7, restarts: 0", "0:10", "–", "back to the queue", "", 27),
         ("attempt-002", "job 7, restarts: 1", "1:50", "4 → 10", "finished", "good", 97),
     ]
     text = written(run)
     assert (
-        "2 × engine rebuilt · 1 × ended without a word · 1 × node unreachable · 1 × back to the queue" in text
+        "2 × engine rebuilt · 1 × killed, or its node lost · 1 × node unreachable · 1 × back to the queue"
+        in text
     )
 
 
@@ -278,6 +280,20 @@ def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:
     evaluate(run, "test", 0, (2, 2), 4, rewards=(1.0, 0.0, 1.0, 0.0))
     summary = summarise(run)
     assert summary.score_name == "pass@1" and summary.score_before and summary.score_before.value == 0.5
+
+
+@pytest.mark.parametrize(("fresh", "name"), [(0.5, "pass@1"), (0.1, "mean reward"), (-0.5, "mean reward")])
+def test_a_graded_reward_is_known_by_training_while_all_held_out_answers_get_0(
+    run: RunDir, fresh: float, name: str
+) -> None:
+    """Four completions whose rewards are 0 or 1 have a mean of quarters."""
+    write(run.metrics_file("searcher", 0), [search(1.0, 4, 100, reward=fresh)])
+    evaluate(run, "test", 0, (0, 0), 4, rewards=(0.0,) * 4)
+    data = RunData.read(run)
+    assert data.score_name == name
+    metrics = run.metrics_file("searcher", 0)
+    keep_digest(metrics, data.searchers[0], metrics.stat().st_size)
+    assert RunData.read(run).score_name == name
 
 
 HOSTILE = 'x"><script>alert(1)</script><svg a="\\1\x1b\u202e'

@@ -128,6 +128,15 @@ def test_how_a_submitted_run_stands(
     assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "aborted", "finished"))
 
 
+def test_a_run_whose_own_code_was_refused_is_not_started_with_its_copy(run: RunDir) -> None:
+    """Its sentence says to start from the config, which takes the code as it is now."""
+    allocation(run, *STARTED, "refused")
+    assert run_state(look(run, queue("FORGOTTEN"))).command
+    run.modules.mkdir()
+    found = run_state(look(run, queue("FORGOTTEN")))
+    assert (found.state, found.command) == ("refused", "")
+
+
 @pytest.mark.parametrize(
     ("kinds", "state", "command"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -144,6 +145,15 @@ def test_prompts_are_read_as_the_model_would_and_their_number_counts(folder: Pat
     files = {"train_file": str(folder / "train.jsonl"), "test_file": str(folder / "train.jsonl")}
     with pytest.raises(ConfigError, match=r"2 of 4 train prompts are too long: 2\d\d tokens .* leaves 88"):
         check(config_of(folder, name="gsm8k", options={"validation_problems": 2}, **files))
+
+
+def test_a_row_that_is_set_aside_is_told_before_the_run(folder: Path) -> None:
+    rows = [json.dumps({"question": "1+1", "answer": "#### 2"})] * 200
+    (folder / "train.jsonl").write_text("\n".join([*rows, "{}"]))
+    files = {"train_file": str(folder / "train.jsonl"), "test_file": str(folder / "train.jsonl")}
+    config = config_of(folder, name="gsm8k", options={"validation_problems": 2}, **files)
+    (warning, _) = refuse([check_task], Facts(config=config, seconds=200))  # of both splits
+    assert re.search(r"train.jsonl, line 201: cannot be used.*1 of 201 rows", warning.sentence)
 
 
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])

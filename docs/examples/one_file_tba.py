@@ -1,7 +1,7 @@
 """Trajectory Balance with Asynchrony in one file: the algorithm, without engines, ranks, shards and clusters.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0     # the tiny policy, made once
-    python docs/examples/one_file_tba.py .cache/tiny-model-seed0
+    python docs/examples/one_file_tba.py .cache/tiny-model-seed0 0             # the last word: another seed
 
 One process plays both roles. A searcher samples with weights that lag behind; a trainer learns from a replay
 buffer, and hands its weights over every SYNC steps. Searcher and trainer take turns here, so that the only
@@ -107,7 +107,8 @@ class Searcher:
 
 def sample(model, tokenizer, problems: list[Problem], n: int, greedy: bool = False) -> list[list[list[int]]]:
     """``n`` completions of each problem, EOS included."""
-    inputs = tokenizer([p.question for p in problems], padding=True, return_tensors="pt")
+    questions = [p.question for p in problems]
+    inputs = tokenizer(questions, padding=True, padding_side="left", return_tensors="pt")
     options = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "num_return_sequences": n}
     tokens_NL = model.generate(
         input_ids=inputs["input_ids"],

@@ -132,5 +132,6 @@ def check_task(facts: Facts) -> Iterator[Finding]:
     except (OSError, subprocess.TimeoutExpired):  # then the ranks find out
         return
     said = done.stdout.strip().splitlines()
-    if done.returncode == Exit.REFUSED and said:
-        yield problem("task", said[-1], "")
+    refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
+    yield from (warning("task", line, "") for line in said)
+    yield from (problem("task", line, "") for line in refused)

@@ -6,6 +6,7 @@ code is the user's; see ``config_checks.check_task``. It uses no GPU; what it ca
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib.util import find_spec
@@ -88,6 +89,7 @@ def _serve(*_: object, **__: object) -> Victim:
 
 if __name__ == "__main__":
     modules.use_here()
+    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # rows that are set aside
     try:
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:

@@ -370,7 +370,8 @@ def biased_samples(view: View) -> Alert | None:
         key=keys[0],
         why=f"the gradient of train.objective={train.objective.name} assumes that they follow the "
         "policy, so it is biased",
-        remedy="leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
+        remedy="set what filters back to its default, or train by trajectory_balance, which holds for any "
+        "sampler and any choice",
     )
 
 

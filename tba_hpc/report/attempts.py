@@ -24,7 +24,7 @@ FAULTS = {
     "rebuilds": "engine rebuilt",
     "damaged": "damaged checkpoint set aside",
     "failed": "ranks failed",
-    KILLED: "ended without a word",
+    KILLED: "killed, or its node lost",
     "unreachable": "node unreachable",
     "unhealthy": "node unhealthy",
     "draining": "node drained",

@@ -147,7 +147,7 @@ class Trends:
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
     if that is plainly against π_ref. last_skip: the last step that was skipped. rejected: trajectories set
-    aside, in all attempts.
+    aside, in all attempts. graded: whether some reward was neither 0 nor 1.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -157,6 +157,7 @@ class Trends:
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
+    graded: bool = False
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
@@ -188,6 +189,8 @@ class Trends:
             return
         step, count = int(version), number(record, "search/trajectories", 0.0)
         self.trajectories += int(count)
+        reward = number(record, "search/reward", 0.0)
+        self.graded |= not 0 <= reward <= 1 or not math.isclose(reward * count, round(reward * count))
         for name in FRESH_CURVES:
             self._follow(name, record, step, 1.0 if name in OF_TIME else count)
 
@@ -202,6 +205,7 @@ class Trends:
             self.curves[name].add(curve)
         self.trajectories += other.trajectories
         self.rejected += other.rejected
+        self.graded |= other.graded
 
     @property
     def skipped(self) -> int:

@@ -159,8 +159,12 @@ class RunData:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards are not just 0 and 1, so that their mean is the run's score."""
-        return any(evaluation.is_graded for evaluation in self.evaluations.values())
+        """Whether rewards are not just 0 and 1, so that their mean is the run's score.
+
+        While all answers to held-out prompts get 0, only the rewards of training can show it.
+        """
+        found = [evaluation for evaluation in self.evaluations.values() if evaluation.graded]
+        return any(evaluation.is_graded for evaluation in found) or bool(found and self.trends.graded)
 
     @property
     def score_name(self) -> str:

@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0

@@ -31,7 +31,7 @@ OUTCOMES = {
     "aborted": "killed on request",
     "failed": "failed",
     "refused": "refused",
-    KILLED: "ended without a word",
+    KILLED: "killed, or its node lost",
 }
 """Ends of an attempt → words."""
 

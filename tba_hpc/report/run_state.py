@@ -226,7 +226,7 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     if state == "FAILED" and not _heard_of(monitor, job):
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
     ended = _ended(monitor) if _heard_of(monitor, job) else None
-    return replace(ended or gone, command=_submit(monitor, job_id))
+    return _with_next(monitor, ended or gone, _submit(monitor, job_id))
 
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
@@ -234,7 +234,13 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
     if not monitor.events and not monitor.newest:
         return RunState("created", "not started yet", again)
     ended = _ended(monitor)
-    return replace(ended, command=again) if ended else _with_silence(monitor, _at_work(monitor))
+    return _with_next(monitor, ended, again) if ended else _with_silence(monitor, _at_work(monitor))
+
+
+def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
+    """The same with the command that goes on, unless that would use code that the run was refused for."""
+    stale_code = ended.state == "refused" and monitor.run.modules.is_dir()
+    return ended if stale_code else replace(ended, command=again)
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:

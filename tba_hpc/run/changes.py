@@ -33,6 +33,11 @@ def reached(run: RunDir) -> int:
     return int(folder.stem.removeprefix("step-")) if folder else 0
 
 
+def going_on(run: RunDir) -> str:
+    """Where a resume goes on, in a sentence; empty for a run that has no checkpoint."""
+    return f"resuming; the newest checkpoint is of step {step}" if (step := reached(run)) else ""
+
+
 def refuse_steps_behind(run: RunDir, config: Config) -> None:
     """Raise ConfigError if the run is to end before the step that it has reached."""
     if run.config_file.exists() and config.train.steps < (step := reached(run)):

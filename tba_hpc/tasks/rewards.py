@@ -36,7 +36,11 @@ Reward = Callable[[Sequence[Answer]], list[float]]
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
     """By name. Raises ConfigError where one cannot be had."""
-    return {name: _make(f"task.reward.{name}", section) for name, section in sections.items()}
+    alone = list(sections) == ["reward"]  # as a config may say for short
+    return {
+        name: _make("task.reward" if alone else f"task.reward.{name}", section)
+        for name, section in sections.items()
+    }
 
 
 def _make(key: str, section: RewardSection) -> Reward:

@@ -213,7 +213,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     assert code == 0 and f"# {sentence}" in out and run.finished, out + err
 
     code, out, err = finish(tba(*go_on, folder=tmp_path))
-    assert code == 0 and sentence in out, out + err
+    assert code == 0 and sentence in out and "resuming; the newest checkpoint is of step 40" in out, out + err
     assert_whole(run, 50)
     rates = [r["train/learning_rate"] for r in step_records(read_metrics(run.metrics_file("trainer")))]
     assert rates[39] < rates[40] > rates[41]

@@ -78,7 +78,7 @@ def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
     files = sorted(evidence.files.items())
     violations = [Violation(f"the file of {_shard(key)} {file.fault}") for key, file in files if file.fault]
-    looked_at = f"{count(len(evidence.files), 'file')}, every checksum verified"
+    looked_at = f"{count(len(evidence.files), 'file')} not pruned yet, every checksum verified"
     return Check("shard files are whole", looked_at, tuple(violations))
 
 
