@@ -174,10 +174,10 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
     for group in answers("train", 0, task.prompts("train")):
         scorer.submit(group)
     sums = Sums()
-    while sums.groups < 4:
+    while sums["groups"] < 4:
         sums = sum((scored.sums for scored in scorer.finished()), sums)
     scorer.close()
-    assert sums.compared == compared and bool(sums.own) == bool(compared)
+    assert sums["compared"] == compared and bool(sums["own"]) == bool(compared)
 
 
 class Unjudged(TabularTask):

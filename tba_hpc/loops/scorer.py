@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,29 +55,10 @@ ENDS_THE_RUN = (ConfigError, EngineError)
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What became of a group, or of a call to seal; ``+`` adds up all but the shard.
-
-    sums: over the completions kept. groups, reward_seconds: that were given to the task, and the time that it
-    took. rejected: completions set aside, because their reward is not a finite number, or there is none since
-    the task's code raised. shard: the open shard, if it was now sealed, which took ``seal_seconds``.
-    """
+    """What became of a group, or of a call to seal. shard: the open shard, if it was now sealed."""
 
     sums: Sums = field(default_factory=Sums)
-    groups: int = 0
-    reward_seconds: float = 0.0
-    rejected: int = 0
     shard: Shard | None = None
-    seal_seconds: float = 0.0
-
-    def __add__(self, other: Scored) -> Scored:
-        return Scored(
-            self.sums + other.sums,
-            self.groups + other.groups,
-            self.reward_seconds + other.reward_seconds,
-            self.rejected + other.rejected,
-            None,
-            self.seal_seconds + other.seal_seconds,
-        )
 
 
 @dataclass
@@ -147,7 +128,7 @@ class EngineCheck:
     def measure(self, reference: Reference) -> Scored:
         """Compute them; ``reference`` is what it was afterwards."""
         rows = reference.logprobs_under(self.weights, self.answers)
-        return Scored(sums=Sums.between(self.answers, rows))
+        return Scored(Sums.between(self.answers, rows))
 
 
 class Scorer:
@@ -268,8 +249,9 @@ class Scorer:
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
         sums = self._store(group, [rewards[row] for row in kept], parts) if kept else Sums()
+        sums += Sums(asked=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
-        return replace(sealed, sums=sums, groups=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
+        return Scored(sums + sealed.sums, sealed.shard)
 
     def _store(self, group: Group, rewards: list[float], parts: Mapping[str, Sequence[float]]) -> Sums:
         """Append a group to the open shard."""
@@ -342,7 +324,7 @@ class Scorer:
         """Acknowledge what is scored: it is durable on disk before anybody hears of it."""
         start = time.monotonic()
         shard = self._shards.seal()
-        return Scored(shard=shard, seal_seconds=time.monotonic() - start)
+        return Scored(Sums(seal_seconds=time.monotonic() - start), shard)
 
 
 NOTHING = Scored()

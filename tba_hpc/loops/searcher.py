@@ -13,6 +13,7 @@ from tba_hpc.core.ports import Generator, SearcherExchange
 from tba_hpc.core.types import Group, Publication, Request
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
 from tba_hpc.loops.scorer import Scored, Scorer
+from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
@@ -28,7 +29,7 @@ class Tally:
     """What happened since the last metric record."""
 
     tokens: int = 0
-    scored: Scored = field(default_factory=Scored)
+    sums: Sums = field(default_factory=Sums)
     load_seconds: float = 0.0
     propagation_seconds: float = 0.0
 
@@ -167,9 +168,9 @@ class Searcher:
     def _hand_over(self, results: list[Scored]) -> None:
         """Offer what is sealed to the trainer."""
         for scored in results:
-            self._tally.scored += scored
-            self._rejected += scored.rejected
-            self._set_aside += bool(scored.rejected and not scored.sums.groups)
+            self._tally.sums += scored.sums
+            self._rejected += int(scored.sums["rejected"])
+            self._set_aside += bool(scored.sums["rejected"] and not scored.sums["groups"])
             if shard := scored.shard:
                 # The trace of an acknowledgement if the file is lost; ``tba audit`` reads it.
                 self.metrics.log(
@@ -202,18 +203,18 @@ class Searcher:
         spent = self._clock.reset()
         before = self._busy_seconds  # a step that began before the last record counts for the next ones, too
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
-        scored = tally.scored
+        sums = tally.sums
         self.metrics.log(
             {
                 "search/version": self.generator.version,
                 "search/tokens": tally.tokens,
                 "search/tokens_per_second": tally.tokens / seconds,
-                **scored.sums.figures(),
-                "search/reward_seconds": scored.reward_seconds / scored.groups if scored.groups else None,
+                **sums.figures(),
+                "search/reward_seconds": sums["reward_seconds"] / sums["asked"] if sums["asked"] else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
-                "search/reward_share": scored.reward_seconds / seconds,
+                "search/reward_share": sums["reward_seconds"] / seconds,
                 "search/rebuilds": self.generator.rebuilds,
-                "search/seal_share": scored.seal_seconds / seconds,
+                "search/seal_share": sums["seal_seconds"] / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
                 "search/load_seconds": tally.load_seconds or None,
                 "search/propagation_seconds": tally.propagation_seconds or None,
