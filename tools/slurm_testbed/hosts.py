@@ -85,7 +85,11 @@ def missing() -> str | None:
     """As that of a cluster."""
     if absent := [name for name in ("ip", "tc", "nsenter") if find(name) is None]:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends iproute2 util-linux"
-    return missing_of_cluster()
+    if why := missing_of_cluster():
+        return why
+    bridge = ["unshare", "--net", "ip", "link", "add", "hosts", "type", "bridge"]
+    made = subprocess.run(bridge, capture_output=True).returncode == 0
+    return None if made else "this container may not make networks: run it privileged"
 
 
 @dataclass
@@ -214,7 +218,7 @@ class Hosts(Cluster):
     @property
     def served(self) -> bool:
         """Whether the folder comes from a server."""
-        return find("glusterfs") is not None
+        return find("glusterfs") is not None and Path("/dev/fuse").exists()
 
     def _share_folder(self) -> None:
         self.share.mkdir()
