@@ -403,7 +403,7 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     assert _of_folder(tmp_path, "hard links") == []
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
         monkeypatch.setattr(machine.os, "link", link)
-        _says(_of_folder(tmp_path, "hard links"), "warning", "two starts of one run", "--run-root")
+        _says(_of_folder(tmp_path, "hard links"), "problem", "two starts of a run", "--run-root")
 
 
 def test_a_folder_that_does_not_replace_files_at_once_is_named(

@@ -1,5 +1,6 @@
 """The run directory: what may be resumed, what counts as a checkpoint, which prompts are issued."""
 
+import errno
 import json
 import math
 import os
@@ -212,6 +213,18 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
             ConfigError, match=r"cannot write to the run directory .*: Not a directory; choose"
         ):
             RunDir.create(config_in(root))
+
+
+def test_a_file_system_without_hard_links_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConfigError, match=r"cannot write to the run directory .*: Operation not permitted"):
+        RunDir.create(config_in(tmp_path))
+    assert not [*tmp_path.iterdir()]
 
 
 # --- A run that goes on with another config ---

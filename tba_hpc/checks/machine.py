@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ import psutil
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.resources import find_file, hub_cache, is_offline
 from tba_hpc.config import is_local
-from tba_hpc.run.files import NO_LINKS, publish
+from tba_hpc.run.files import publish
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
@@ -163,24 +162,12 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
 
 
-def _locks(path: Path) -> bool:
-    """Whether a file can be locked; some file systems of clusters cannot."""
-    with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
-
-
 def _links(path: Path) -> bool:
     """Whether a second name can be given to a file, and only once."""
     other = path.with_name("link")
     try:
         os.link(path, other)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
+    except OSError:
         return False
     with suppress(FileExistsError):
         os.link(path, other)
@@ -216,18 +203,15 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
         publish(file, b"text")
         took, ahead = time.monotonic() - began, file.stat().st_mtime - time.time()
         private = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077
-        locks, links, swaps = _locks(file), _links(file), _swaps(file)
+        links, swaps = _links(file), _swaps(file)
     if private:
         yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * took:.1f} ms)")
     else:
         found = f"{root} ({kind}) does not keep file modes: others may read a run"
         yield warning(RUN_ROOT, found, elsewhere)
-    if not locks:
-        remedy = "read shards with HDF5_USE_FILE_LOCKING=FALSE, as batch scripts do"
-        yield warning("file locks", f"{kind} locks no files", remedy)
     if not links:
-        found = f"{kind} has no atomic hard links: two starts of one run at the same moment may both go on"
-        yield warning("hard links", found, f"start a run from one place at a time, or {elsewhere}")
+        found = f"{kind} has no atomic hard links, by which two starts of a run are kept apart"
+        yield problem("hard links", found, elsewhere)
     if not swaps:
         found = f"{kind} does not replace files atomically: a reader found none, which may end a rank"
         yield problem("renames", found, elsewhere)

@@ -46,7 +46,6 @@ from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLay
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.weight_changes import DeltaMemory, apply_changes
 from tba_hpc.run.files import (
-    NO_LINKS,
     insist,
     listing,
     passes,
@@ -392,7 +391,7 @@ class FileSearcherExchange:
         if entry is None:
             return None
         try:
-            layout, file = self._patched(entry) if entry.changes else read_weights(*self._hold(entry))
+            layout, file = self._patched(entry) if entry.changes else self._held(entry)
         except OSError as error:  # superseded between two looks, or not visible yet
             _refuse_lasting(error)
             return None
@@ -408,7 +407,7 @@ class FileSearcherExchange:
         """Weights that are stored as changes, put together. Raises DamagedError, OSError."""
         assert self._manifest is not None
         whole, *links = self._manifest.chain(entry.sequence)
-        layout, file = read_weights(*self._hold(whole))
+        layout, file = self._held(whole)
         if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         missed = [link for link in links if link.sequence > self._own_sequence]
@@ -425,23 +424,19 @@ class FileSearcherExchange:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
 
-    def _hold(self, entry: Entry) -> tuple[Path, Path | None]:
-        """A path to weights, and the name of our own among its names, if it has one.
+    def _held(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
+        """Weights by a name of our own. Raises DamagedError, OSError.
 
-        On NFS a mapped file that another host removes is lost: a name of our own keeps it.
+        On NFS a mapped file that another host removes is lost: that name keeps it.
         """
         path = self._folder / entry.file
         require_regular(path)
         own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
-        try:
+        with suppress(FileExistsError):  # a request that was served and repeated: only we give this name
             os.link(path, own)
-        except FileExistsError:
-            pass  # a request that was served and repeated: only we give this name
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            return path, None
-        return own, own
+        layout, file = read_weights(own)
+        weakref.finalize(file, _remove_name, own)
+        return layout, file
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round; call it again until it is heard."""
@@ -615,11 +610,8 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
         raise error
 
 
-def read_weights(path: Path, own_name: Path | None = None) -> tuple[WeightLayout, WeightFile]:
-    """Layout and data of a safetensors file, verified by its library. own_name: goes with the data.
-
-    Raises DamagedError, OSError.
-    """
+def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
+    """Layout and data of a safetensors file, verified by its library. Raises DamagedError, OSError."""
     try:
         with safe_open(path, framework="numpy") as opened:
             lora = json.loads((opened.metadata() or {}).get("lora", "null"))
@@ -629,10 +621,7 @@ def read_weights(path: Path, own_name: Path | None = None) -> tuple[WeightLayout
             layout = WeightLayout.of(shapes, dtype, lora and LoraWeights(**lora))
     except (SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
-    file = WeightFile.open(path, layout.nbytes)
-    if own_name:
-        weakref.finalize(file, _remove_name, own_name)
-    return layout, file
+    return layout, WeightFile.open(path, layout.nbytes)
 
 
 def _remove_name(path: Path) -> None:

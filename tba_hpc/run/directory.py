@@ -143,7 +143,12 @@ class RunDir:
             elif run.path.exists():
                 run._refuse_strangers()
             place = next(path for path in (run.path, *run.path.parents) if path.exists())
-            tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
+            with tempfile.TemporaryDirectory(
+                ".tmp", dir=place
+            ) as trial:  # rights alone do not tell it to root
+                file = Path(trial, "file")
+                file.touch()
+                os.link(file, file.with_name("link"))  # by which owners are kept apart
         return run
 
     @contextmanager

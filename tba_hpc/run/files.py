@@ -19,9 +19,6 @@ log = logging.getLogger(__name__)
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of the system that say that there is no room."""
 
-NO_LINKS = frozenset({errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Errors of a file system without hard links."""
-
 AWAY = frozenset(
     {
         *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN),
@@ -86,12 +83,6 @@ def _name_once(temporary: Path, path: Path) -> None:
     except FileExistsError:
         if temporary.stat().st_nlink != 2:  # else it was linked, and NFS repeated a request already served
             raise
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        if path.exists():  # the best that is left; run.owners keeps two writers apart
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        temporary.replace(path)
 
 
 def make_folder(path: Path) -> None:
