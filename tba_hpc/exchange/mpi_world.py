@@ -308,7 +308,6 @@ class NodeMemory:
         self._files, self._order = self._open()
         self._maps = [file.map("r+") for file in self._files]
         self._crowded: float | None = None  # since when readers delay the next write
-        self._warned = False  # that there is no memory for the spare
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
 
@@ -348,17 +347,11 @@ class NodeMemory:
 
     def _gets_memory(self, spare: int) -> bool:
         """Take memory for a third copy, if there is enough."""
-        if shutil.disk_usage(SHARED_MEMORY).free >= self.layout.nbytes:
-            with suppress(OSError):  # others were faster
-                self._files[spare].allocate()
-                return True
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "%s on %s has no room for a third copy of the weights: new ones wait until nobody reads the "
-                "oldest, in an evaluation for instance",
-                *(SHARED_MEMORY, socket.gethostname()),
-            )
+        if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
+            return False
+        with suppress(OSError):  # others were faster
+            self._files[spare].allocate()
+            return True
         return False
 
     def _refuse_readers(self, seconds: float) -> None:
