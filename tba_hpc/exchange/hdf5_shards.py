@@ -401,7 +401,7 @@ class PendingShards:
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
         """One searcher's, up to the first that is missed. beyond: look for more than is listed."""
-        end = self._listed_end(searcher)
+        end, has_waited = self._listed_end(searcher), False
         while end is not None and (index < end or beyond):
             path, shard = self._run.shard_file(searcher, index), None
             try:
@@ -412,9 +412,11 @@ class PendingShards:
                 if index >= end and isinstance(error, FileNotFoundError):
                     self._missed.pop(path, None)  # its server may have been away at an earlier look
                     return
-                others = (self._run.shard_file(searcher, other) for other in range(index + 1, end))
-                if not self._gives_up(path, error, others):
-                    return
+                if path not in self._given_up:
+                    has_waited &= isinstance(error, FileNotFoundError)
+                    if not self._gives_up(path, error, has_waited=has_waited):
+                        return
+                    has_waited = True
             if shard is not None:
                 yield shard
             index += 1
@@ -460,38 +462,28 @@ class PendingShards:
             )
         return shard
 
-    def _gives_up(self, path: Path, error: OSError, others: Iterable[Path] = ()) -> bool:
+    def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
         """Whether something has been missed for so long that the run goes on without it.
 
-        others: those that do not exist then are not waited for again.
+        has_waited: it does not exist, and one before it was waited for just now.
         """
+        if path in self._given_up:
+            return True
         since = self._missed.setdefault(path, time.monotonic())
-        if path not in self._given_up and time.monotonic() - since < self._timeout:
+        if not has_waited and time.monotonic() - since < self._timeout:
             return False
         del self._missed[path]
-        if path not in self._given_up:
-            absent = [other for other in others if _is_absent(other)]
-            self._given_up.update([path, *absent])
-            too = f" and {len(absent)} later ones that do not exist" if absent else ""
-            log.warning(
-                "%s could not be read for %g s (%s), and others follow it: the run goes on without it%s",
-                *(path, self._timeout, error.strerror, too),
-            )
+        self._given_up.add(path)
+        log.warning(
+            "%s could not be read for %g s (%s), and others follow it: the run goes on without it",
+            *(path, self._timeout, error.strerror),
+        )
         return True
 
 
 def _aside(path: Path) -> Path:
     """The name of a broken file that no reader meets again; its index stays taken."""
     return path.with_name(path.name + REFUSED)
-
-
-def _is_absent(path: Path) -> bool:
-    """Whether there is no such shard, nor was one set aside; no, if the file server does not tell."""
-    try:
-        path.stat()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError) and not _is_aside(path)
-    return False
 
 
 def _is_aside(path: Path) -> bool:
