@@ -165,9 +165,14 @@ def leave_one_out(value_BK: Tensor) -> Tensor:
     return centred(value_BK) * completions / (completions - 1)
 
 
-def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """PPO's surrogate min(ρ·A, clip(ρ, 1 ± clip)·A) (arXiv 1707.06347, eq. 7), to be maximised."""
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to be maximised.
+
+    And bool: where the clipped term is the lower one, which has no gradient.
+    """
+    plain = ratio * advantage
+    surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantage)
+    return surrogate, surrogate < plain
 
 
 def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
@@ -184,11 +189,6 @@ def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Te
     stays = torch.empty_like(beyond[beyond])
     stays[order] = mean_of_smallest <= limit  # the means rise with the squares: a first part of them
     return torch.ones_like(beyond).masked_scatter(beyond, stays)
-
-
-def clip_acts(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """bool: where ``clipped`` has the clipped term, and so no gradient."""
-    return clipped(ratio, advantage, clip) < ratio * advantage
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:

@@ -18,7 +18,6 @@ from tba_hpc.objectives.common import (
     ObjectiveOutput,
     bounded_exp,
     centred,
-    clip_acts,
     clipped,
     leave_one_out,
     second_moment_mask,
@@ -53,9 +52,8 @@ def proximal_rloo(
     clipped term is the lower one).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
-    clip_share = clip_acts(groups.ratio_BK, advantage_BK, ratio_clip).double().mean()
-    loss_BK = -clipped(groups.ratio_BK, advantage_BK, ratio_clip)
-    return _output(groups, loss_BK, advantage_BK, clip_share=clip_share)
+    surrogate_BK, acts_BK = clipped(groups.ratio_BK, advantage_BK, ratio_clip, ratio_clip)
+    return _output(groups, -surrogate_BK, advantage_BK, clip_share=acts_BK.double().mean())
 
 
 def grpo(
@@ -111,13 +109,10 @@ def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> Obj
     s = (π_θ/π_behaviour of the completion)^(1/tokens), A as in ``grpo``. It has no KL term: ``beta`` is not
     used. Metrics as there; clip_share is of completions.
     """
-    low, high = ratio_clip
     log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
-    ratio_BK, advantage_BK = bounded_exp(log_ratio_BK), _standardised(groups.reward_BK)
-    plain_BK = ratio_BK * advantage_BK
-    clipped_BK = torch.minimum(plain_BK, ratio_BK.clamp(1 - low, 1 + high) * advantage_BK)
-    clip_share = (clipped_BK < plain_BK).double().mean()
-    return _output(groups, -clipped_BK, advantage_BK, clip_share=clip_share)
+    advantage_BK = _standardised(groups.reward_BK)
+    surrogate_BK, acts_BK = clipped(bounded_exp(log_ratio_BK), advantage_BK, *ratio_clip)
+    return _output(groups, -surrogate_BK, advantage_BK, clip_share=acts_BK.double().mean())
 
 
 def topr(groups: Groups, beta: float) -> ObjectiveOutput:
@@ -148,8 +143,8 @@ def _surrogate(
     """
     advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
     if limit is None:
-        acts_BKL = clip_acts(ratio_BKL, advantage_BK1, clip)
-        return clipped(ratio_BKL, advantage_BK1, clip), token_share(acts_BKL, groups)
+        surrogate_BKL, acts_BKL = clipped(ratio_BKL, advantage_BK1, clip, clip)
+        return surrogate_BKL, token_share(acts_BKL, groups)
     stays_BKL = second_moment_mask(groups.policy_BKL - groups.behaviour_BKL, advantage_BK1, limit)
     return ratio_BKL * advantage_BK1 * stays_BKL, token_share(~stays_BKL, groups)
 
