@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +92,13 @@ class Conversations:
     at_once: environments that work at a time. seconds: deadline of what one does in a turn.
     """
 
+    # The engine's own:
+    version = property(attrgetter("_generator.version"))
+    loading = property(attrgetter("_generator.loading"))
+    load_seconds = property(attrgetter("_generator.load_seconds"))
+    busy_seconds = property(attrgetter("_generator.busy_seconds"))
+    rebuilds = property(attrgetter("_generator.rebuilds"))
+
     def __init__(
         self, generator: Generator, task: Environment, chat: Chat, *, at_once: int, seconds: float
     ) -> None:
@@ -104,31 +112,6 @@ class Conversations:
         self._loaded = generator.version
         self._finished: list[Group] = []
         self._faults: Counter[str] = Counter()
-
-    @property
-    def version(self) -> int:
-        """The engine's."""
-        return self._generator.version
-
-    @property
-    def loading(self) -> bool:
-        """The engine's."""
-        return self._generator.loading
-
-    @property
-    def load_seconds(self) -> float:
-        """The engine's."""
-        return self._generator.load_seconds
-
-    @property
-    def busy_seconds(self) -> float:
-        """The engine's."""
-        return self._generator.busy_seconds
-
-    @property
-    def rebuilds(self) -> int:
-        """The engine's."""
-        return self._generator.rebuilds
 
     @property
     def in_flight(self) -> int:
