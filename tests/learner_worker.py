@@ -174,7 +174,7 @@ def _work(folder: Path, config: Config, plan: Plan, rank: int, fused: bool) -> N
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
     torch.set_num_threads(1)
     ranks = config.launch.trainers
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store", deadline=DEADLINE)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
     if rank == 0:
         _lead(learner, folder, plan)
     else:

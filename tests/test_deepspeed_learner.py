@@ -414,7 +414,7 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     """The steps of ``WHOLE``, and a publish; notes the bytes that are whole at a time."""
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
     deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
     gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
 
@@ -458,7 +458,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_sav
 
 def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
     log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_files = learner._write_files
 
@@ -505,7 +505,7 @@ def _checkpoint_and_die(folder: Path, rank: int, path: Path, config: Config, kil
     """Rank ``killed`` ends as it is about to change the disk for the ``nth`` time after the first save."""
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
     directory = RunDir.open(path)
     if rank == 1:
         if killed == 1:
@@ -582,7 +582,7 @@ def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Pa
 
 def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> None:
     log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
     if rank == 0:
         learner._group.tell(Command(command, (str(folder),)))
         os._exit(9)
@@ -645,7 +645,7 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
     ranks = config.launch.trainers
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
     batch = make_batch(7)
     batch = replace(batch, logprobs=np.where(batch.action_T, behaviour, np.float32(np.nan)))
@@ -691,7 +691,7 @@ def _note_tokens(folder: Path, rank: int, config: Config) -> None:
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
     ranks, noted = config.launch.trainers, list[list[tuple[int, int, bool]]]()
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
 
     def note(module: torch.nn.Module, arguments: object, keywords: dict[str, torch.Tensor]) -> None:
         rows, width = keywords["input_ids"].shape
@@ -828,4 +828,4 @@ def test_a_setting_that_deepspeed_knows_is_not_refused() -> None:
 
 def _fail(folder: Path, config: Config) -> None:
     log_to(folder / "log-0")
-    DeepSpeedLearner(config, rank=0, ranks=1, store=folder / "store", deadline=60)
+    DeepSpeedLearner(config, rank=0, ranks=1, store=folder / "store")

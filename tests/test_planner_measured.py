@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import fork
 from known_models import KNOWN
-from learner_worker import DEADLINE, join, make_batch, make_config
+from learner_worker import join, make_batch, make_config
 from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -158,9 +158,7 @@ def test_a_learner_holds_what_the_planner_says(
 
 def _hold(folder: Path, config: Config, rank: int) -> None:
     """Be a rank: two steps, for the first makes AdamW's state; note what is alive before the optimizer's."""
-    learner = DeepSpeedLearner(
-        config, rank=rank, ranks=config.launch.trainers, store=folder / "store", deadline=DEADLINE
-    )
+    learner = DeepSpeedLearner(config, rank=rank, ranks=config.launch.trainers, store=folder / "store")
     take = learner._engine.step
 
     def note_and_take() -> None:

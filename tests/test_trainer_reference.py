@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forks import fork
-from learner_worker import DEADLINE, join, log_to, make_batch, make_config
+from learner_worker import join, log_to, make_batch, make_config
 from tiny_models import make_random_model
 
 from tba_hpc.config import Config, ModelSection, parse_config
@@ -96,7 +96,6 @@ def _train(folder: Path, rank: int, config: Config, way: str) -> None:
         rank=rank,
         ranks=config.launch.trainers,
         store=folder / f"store-{way}",
-        deadline=DEADLINE,
         references=lambda step: references / str(step),
     )
     if rank:

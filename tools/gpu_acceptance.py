@@ -256,7 +256,7 @@ def learner(stage: Stage) -> None:
     began = time.monotonic()
     store = stage.scratch / "store"
     store.mkdir()
-    trainer = DeepSpeedLearner(config, rank=0, ranks=1, store=store, deadline=300)
+    trainer = DeepSpeedLearner(config, rank=0, ranks=1, store=store)
     stage.note("learner made", time.monotonic() - began, "s")
     batch = make_batch(shape)
     seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))

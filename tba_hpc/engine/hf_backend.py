@@ -50,15 +50,7 @@ class HfBackend:
         """A rank of the group that meets in ``store``. Raises ExchangeError, too."""
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
-        return DeepSpeedLearner(
-            self.config,
-            rank=rank,
-            ranks=ranks,
-            store=store,
-            references=folder_of,
-            deadline=self.config.launch.timeout_seconds,
-            start_deadline=self.config.launch.start_seconds,
-        )
+        return DeepSpeedLearner(self.config, rank=rank, ranks=ranks, store=store, references=folder_of)
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:

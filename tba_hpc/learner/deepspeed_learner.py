@@ -76,9 +76,6 @@ RANKS_FILE = "ranks.json"
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Variable that torch.load obeys before its arguments."""
 
-NO_COMPILER = "TORCHDYNAMO_DISABLE"
-"""Variable that torch reads when its compiler is first imported."""
-
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
 
@@ -92,18 +89,6 @@ CONVERTERS = 4
 """Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
 
 
-@contextmanager
-def _without_a_compiler() -> Iterator[None]:
-    """Keep ZeRO from loading torch's compiler for an optimizer not used; later engines may have it."""
-    given = os.environ.get(NO_COMPILER)
-    os.environ.setdefault(NO_COMPILER, "1")
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ[NO_COMPILER]
-
-
 class DeepSpeedLearner:
     """A policy and its AdamW state, shared by the trainer ranks.
 
@@ -111,12 +96,11 @@ class DeepSpeedLearner:
     adapter's alone are trained, published and checkpointed. The port's methods are called on the leader (rank
     0), while the others are inside ``follow``; all ranks then act together.
 
-    rank, ranks, store, deadline, start_deadline: see TrainerGroup. references: where policies that become the
-    reference are exported, if the trainer computes it. Raises ConfigError for a model that cannot be trained,
+    rank, ranks, store: see TrainerGroup. references: where policies that become the reference are exported,
+    if the trainer computes it. Raises ConfigError for a model that cannot be trained,
     ExchangeError naming the ranks that did not come.
     """
 
-    @_without_a_compiler()
     def __init__(
         self,
         config: Config,
@@ -124,13 +108,17 @@ class DeepSpeedLearner:
         rank: int,
         ranks: int,
         store: Path,
-        deadline: float,
-        start_deadline: float | None = None,
         references: Callable[[int], Path] | None = None,
     ) -> None:
+        # ZeRO would load torch's compiler, which takes seconds, for an optimizer that is not used.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._config = config
         self._group = group = TrainerGroup(
-            store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
+            store,
+            rank=rank,
+            ranks=ranks,
+            deadline=config.launch.timeout_seconds,
+            start_deadline=config.launch.start_seconds,
         )
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._load_policy()

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from tba_hpc.run.files import listing
 
-PAUSE = 0.02
-"""Seconds between two looks for an entry of another rank."""
+FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
+"""Seconds between two looks for an entry of another rank, which may still be starting."""
 
 
 class FolderStore(dist.Store):
@@ -27,7 +27,7 @@ class FolderStore(dist.Store):
 
     def __init__(self, folder: Path, *, deadline: float) -> None:
         super().__init__()
-        self._folder = folder
+        self.folder = folder
         self._deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -37,33 +37,34 @@ class FolderStore(dist.Store):
     def get(self, key: str) -> bytes:
         """Wait for an entry."""
         self.wait([key])
-        return (self._folder / _name(key)).read_bytes()
+        return (self.folder / _name(key)).read_bytes()
 
     def add(self, key: str, amount: int) -> int:
         """Sum of what all ranks have added, this amount included."""
         if amount:
             self._publish(f"{_name(key)}+{secrets.token_hex(8)}", str(amount).encode())
-        added = [name for name in listing(self._folder) if name.startswith(f"{_name(key)}+")]
-        return sum(int((self._folder / name).read_bytes()) for name in added)
+        added = [name for name in listing(self.folder) if name.startswith(f"{_name(key)}+")]
+        return sum(int((self.folder / name).read_bytes()) for name in added)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all entries are there."""
-        return {_name(key) for key in keys} <= set(listing(self._folder))
+        return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for all entries. Raises torch's error of a store."""
         seconds = timeout.total_seconds() if timeout else self._deadline
-        give_up = time.monotonic() + seconds
+        give_up, pause = time.monotonic() + seconds, FIRST_PAUSE
         while not self.check(keys):
             if time.monotonic() > give_up:
-                raise dist.DistStoreError(f"waited {seconds:g} s for {', '.join(keys)} in {self._folder}")
-            time.sleep(PAUSE)
+                raise dist.DistStoreError(f"waited {seconds:g} s for {', '.join(keys)} in {self.folder}")
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
 
     def _publish(self, name: str, data: bytes) -> None:
         # Not durable: after a crash of the machine nobody reads it.
-        temporary = self._folder / f".{name}.{secrets.token_hex(4)}"
+        temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
         temporary.write_bytes(data)
-        temporary.replace(self._folder / name)
+        temporary.replace(self.folder / name)
 
 
 def _name(key: str) -> str:

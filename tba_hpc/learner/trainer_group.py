@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import numpy as wire
+from torch.nn import functional
 
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.learner.folder_store import FolderStore
-from tba_hpc.run.files import listing, write_atomic
 from tba_hpc.run.listeners import own_listeners, stop_listening
 
 IDLE_DEADLINE = timedelta(days=2)
@@ -31,9 +30,6 @@ IDLE_DEADLINE = timedelta(days=2)
 
 Its death is noticed at once, by the closed connection.
 """
-
-FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
-"""Seconds between two looks for ranks that are still starting."""
 
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks that nobody outside their machine has to reach."""
@@ -77,7 +73,9 @@ class TrainerGroup:
     ) -> None:
         self.rank = rank
         self.ranks = ranks
-        hosts = _meet(store, rank, ranks, start_deadline or deadline)
+        (store / "group").mkdir(exist_ok=True)
+        self._entries = FolderStore(store / "group", deadline=deadline)  # torch keeps no reference to it
+        hosts = _meet(self._entries, rank, ranks, start_deadline or deadline)
         local_rank, self.local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
             os.environ |= ON_ONE_MACHINE
@@ -88,8 +86,6 @@ class TrainerGroup:
             torch.cuda.set_device(self.device)
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
         self._others = own_listeners()  # before the group has any
-        (store / "group").mkdir(exist_ok=True)
-        self._entries = FolderStore(store / "group", deadline=deadline)  # torch keeps no reference to it
         timeout = timedelta(seconds=deadline)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
@@ -143,7 +139,7 @@ class TrainerGroup:
                 self._broadcast(b"\0")
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank; on a follower its own alone.
+        """The texts of all ranks, none of them empty, by rank.
 
         One thread of each rank may be here while others command and sum: it has connections of its own.
         Raises ExchangeError if another rank is gone, or does not come for the deadline.
@@ -151,18 +147,13 @@ class TrainerGroup:
         if self._alone:
             return [text]
         with _lost(f"trainer rank {self.rank} could not agree with the others: one of them"):
-            if self.leads:
-                return [text, *(self._receive(rank) for rank in range(1, self.ranks))]
-            for data in (SIZE.pack(len(text.encode())), text.encode()):
-                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self._texts)
-            return [text]
-
-    def _receive(self, rank: int) -> str:
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size.view(torch.uint8), src=rank, group=self._texts)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, src=rank, group=self._texts)
-        return data.numpy().tobytes().decode()
+            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            longest = torch.tensor([len(data)])
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._texts)
+            padded = functional.pad(data, (0, int(longest) - len(data)))
+            texts = [torch.empty_like(padded) for _ in range(self.ranks)]
+            dist.all_gather(texts, padded, group=self._texts)
+            return [one.numpy().tobytes().rstrip(b"\0").decode() for one in texts]
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """float64 sums over all ranks."""
@@ -209,24 +200,20 @@ def _lost(who: str) -> Iterator[None]:
         ) from error
 
 
-def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
-    """Host names of all ranks; each leaves its own in a file of ``store``."""
-    names = [f"rank-{other:04d}" for other in range(ranks)]
-    write_atomic(store / names[rank], socket.gethostname())
-    give_up, pause = time.monotonic() + deadline, FIRST_PAUSE
-    while True:
-        there = set(listing(store))  # one request to the file server, not one per rank
-        missing = [place for place, name in enumerate(names) if name not in there]
-        if not missing:
-            return [(store / name).read_text() for name in names]
-        if time.monotonic() > give_up:
-            raise ExchangeError(
-                f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
-                f"{store}: they have not started, or do not see that folder; see their logs, or raise "
-                "launch.timeout_seconds"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, LAST_PAUSE)
+def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[str]:
+    """Host names of all ranks."""
+    keys = [f"host of rank {other}" for other in range(ranks)]
+    entries.set(keys[rank], socket.gethostname())
+    try:
+        entries.wait(keys, timedelta(seconds=deadline))
+    except dist.DistStoreError:
+        missing = [other for other, key in enumerate(keys) if not entries.check([key])]
+        raise ExchangeError(
+            f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
+            f"{entries.folder}: they have not started, or do not see that folder; see their logs, or raise "
+            "launch.timeout_seconds"
+        ) from None
+    return [entries.get(key).decode() for key in keys]
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
