@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that would command a terminal, or turn the order of a text; not tab and line end."""
@@ -19,6 +19,12 @@ def count(number: int, thing: str) -> str:
     """``1 shard``, ``2 shards``, ``3,000 trajectories``."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def first_few(things: Sequence[object], most: int = 5, between: str = ", ") -> str:
+    """``3, 5, 8``; of more than ``most`` the first ones, ``and 7 more``."""
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return between.join(map(str, things[:most])) + more
 
 
 def first_words(text: str) -> str:

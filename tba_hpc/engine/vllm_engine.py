@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from tba_hpc.core.types import Sampling, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.core.wording import first_few
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Channel,
@@ -215,7 +216,7 @@ class Engine:
                 return
         missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
-            reason = f"took no new value, or not all of it, for {_named(names)}"
+            reason = f"took no new value, or not all of it, for {first_few(names, NAMED)}"
             remedy = "train a model that this version of vLLM updates as a whole"
             self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
@@ -303,7 +304,8 @@ class WeightLoader:
         given, base = WeightLayout.from_json(layout), _weights_of_files(self)
         wanted = [f"{name}.weight" for name in layers_of(given)]
         if lacking := [name for name in wanted if name not in base]:
-            return f"has no {_named(lacking)} in its files; save it by save_pretrained and start from that"
+            names = first_few(lacking, NAMED)
+            return f"has no {names} in its files; save it by save_pretrained and start from that"
         if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
             return (
                 "has other weights than the trainer's, which are adapted there; give all nodes the same model"
@@ -400,11 +402,6 @@ def _merged(
     """All weights of the base, those of the adapter's layers merged with it, on the device."""
     for name, weight in base.items():
         yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _divided(

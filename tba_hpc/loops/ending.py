@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 from tba_hpc.config import Config, LaunchSection
 from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
+from tba_hpc.core.wording import first_few
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.summary import summarise, write_summary
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
-from tba_hpc.run.metrics import MetricsTail, number
+from tba_hpc.run.metrics import MetricsTail, Record, number
 
 POLL_SECONDS = 0.1
 """Pause between two looks at the exchange and the evaluations."""
 
 NEWS_SECONDS = 5.0
 """Pause between two looks at what the searchers write, which are a file each."""
-
-NAMED = 5
-"""Most searchers that an error names."""
 
 
 def end_run(
@@ -73,73 +71,48 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     Raises ExchangeError if for a whole timeout none of those whose part is missing has done anything.
     """
     step, timeout = config.train.steps, config.launch.timeout_seconds
-    watch = Watch(run, config.launch, step)
+    news = _news(run, config.launch, step)
+    heard = looked = time.monotonic()
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
         trainer.poll()
-        if watch.silence > timeout:
+        now = time.monotonic()
+        if now - looked >= NEWS_SECONDS:
+            looked = now
+            heard = now if next(news) else heard
+        if now - heard > timeout:
+            who, remedy = _missing(run, config.launch, step)
             raise ExchangeError(
-                f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "
-                f"{timeout:g} s: {watch.remedy}; the model is in {run.export}, and the same "
-                "run, started again, evaluates only what is missing"
+                f"the last evaluation is incomplete, and {who} generated nothing for {timeout:g} s: "
+                f"{remedy}; the model is in {run.export}, and the same run, started again, evaluates only "
+                "what is missing"
             )
         time.sleep(POLL_SECONDS)
     return True
 
 
-@dataclass
-class Watch:
-    """When a searcher whose part of the last evaluation is missing was last heard of.
+def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
+    """Whether a part has come since the last look, or a searcher whose part is missing generated anything.
 
-    News is a part that has come, or a record of tokens generated. If all searchers are elastic one of them
-    evaluates, whichever it is.
+    If all searchers are elastic one of them evaluates, whichever it is.
     """
+    tails: dict[int, MetricsTail] = {}
+    missing: list[int] = []
+    while True:
+        before, missing = missing, missing_parts(run, "test", step, launch.searchers or 1)
+        records: list[Record] = []
+        for searcher in missing if launch.searchers else launch.elastic_searchers:
+            if searcher not in tails:
+                tails[searcher] = MetricsTail.from_now(run.metrics_file("searcher", searcher))
+            records += tails[searcher].new()
+        yield missing != before or any(number(record, "search/tokens", 0.0) > 0 for record in records)
 
-    run: RunDir
-    launch: LaunchSection
-    step: int
-    missing: list[int] = field(default_factory=list)
-    _tails: dict[int, MetricsTail] = field(default_factory=dict)
-    _heard: float = field(default_factory=time.monotonic)
-    _looked: float = -NEWS_SECONDS
 
-    @property
-    def silence(self) -> float:
-        """Seconds without news."""
-        now = time.monotonic()
-        if now - self._looked >= NEWS_SECONDS:
-            self._looked = now
-            before, self.missing = (
-                self.missing,
-                missing_parts(self.run, "test", self.step, self.launch.searchers or 1),
-            )
-            waited_for = self.missing if self.launch.searchers else self.launch.elastic_searchers
-            at_work = [self._is_at_work(searcher) for searcher in waited_for]  # of all, lest old news wait
-            if self.missing != before or any(at_work):
-                self._heard = now
-        return now - self._heard
-
-    def _is_at_work(self, searcher: int) -> bool:
-        """Whether a searcher has generated anything since the last look."""
-        if searcher not in self._tails:
-            path = self.run.metrics_file("searcher", searcher)
-            self._tails[searcher] = MetricsTail.from_now(path)
-        records = self._tails[searcher].new()
-        return any(number(record, "search/tokens", 0.0) > 0 for record in records)
-
-    @property
-    def remedy(self) -> str:
-        """What to look at, or to start."""
-        if self.launch.searchers:
-            return f"see the log in {self.run.attempt}"
-        return f"if no searcher is at work, add one: tba search {self.run.path}"
-
-    @property
-    def missing_words(self) -> str:
-        """Who they are."""
-        if not self.launch.searchers:
-            return "elastic searchers"
-        named = ", ".join(map(str, self.missing[:NAMED]))
-        more = f" and {len(self.missing) - NAMED} more" if len(self.missing) > NAMED else ""
-        return f"searcher{'' if len(self.missing) == 1 else 's'} {named}{more}"
+def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
+    """Whose part is missing, and what to look at, or to start."""
+    if not launch.searchers:
+        return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
+    places = missing_parts(run, "test", step, launch.searchers)
+    searchers = "searcher" if len(places) == 1 else "searchers"
+    return f"{searchers} {first_few(places)}", f"see the log in {run.attempt}"

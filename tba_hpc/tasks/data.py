@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Resource, ResourceKind, Split
+from tba_hpc.core.wording import first_few
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +20,6 @@ T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
 """Share of the rows that may be of no use; with more of them the data are taken for others than meant."""
-
-NAMED = 5
-"""Lines that a sentence about unusable rows names, of any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,8 @@ def usable_rows(
     if unusable:
         found = _fields(rows[unusable[0] - 1])
         name = where if isinstance(where, str) else where.name
-        problem = f"{name}, {_lines(unusable)}: cannot be used{found}"
+        lines = f"line{'s' * (len(unusable) > 1)} {first_few(unusable)}"
+        problem = f"{name}, {lines}: cannot be used{found}"
         share = f"{len(unusable)} of {len(rows)} rows"
         if len(unusable) > MOST_SET_ASIDE * len(rows):
             raise ConfigError(
@@ -142,12 +141,6 @@ def split_rows(
     starts = {split: len(rows) - size * (i + 1) for i, split in enumerate(held_out)}
     parts = {split: rows[start : start + size] for split, start in starts.items()}
     return {"train": rows[:rest], **parts}
-
-
-def _lines(numbers: Sequence[int]) -> str:
-    """``line 3``, ``lines 3, 5``, ``lines 3, 5, 8, 9, 12 and 7 more``."""
-    named, more = ", ".join(map(str, numbers[:NAMED])), len(numbers) - NAMED
-    return f"line{'s' * (len(numbers) > 1)} {named}" + (f" and {more} more" if more > 0 else "")
 
 
 def _fields(row: object) -> str:

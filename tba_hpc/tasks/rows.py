@@ -12,7 +12,8 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
-from tba_hpc.tasks.data import MOST_SET_ASIDE, NAMED
+from tba_hpc.core.wording import first_few
+from tba_hpc.tasks.data import MOST_SET_ASIDE
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class Rows(ABC, Generic[Row]):
         """Say which prompts leave no room for a completion. Raises ConfigError if they are many."""
         if not long:
             return
-        more = f" and {len(long) - NAMED} more" if len(long) > NAMED else ""
-        found = f"{len(long)} of {total} {split} prompts are too long: {'; '.join(long[:NAMED])}{more}"
+        found = f"{len(long)} of {total} {split} prompts are too long: {first_few(long, between='; ')}"
         rule = f"model.context_length less generator.max_tokens leaves {self.room}"
         if len(long) > MOST_SET_ASIDE * total:
             raise ConfigError(
