@@ -25,19 +25,18 @@ class CompletedRequests:
     """The requests whose groups lie in sealed shards: a growing bitmap."""
 
     def __init__(self) -> None:
-        self._done = np.zeros(0, np.uint8)
-        self._used = 0  # bytes; those beyond are 0
+        self._done = np.zeros(0, np.uint8)  # perhaps with room for more at the end
 
     @classmethod
     def from_array(cls, packed: np.ndarray) -> CompletedRequests:
         """Inverse of to_array."""
         made = cls()
-        made._done, made._used = packed.copy(), len(packed)
+        made._done = packed.copy()
         return made
 
     def to_array(self) -> np.ndarray:
         """A copy of the bitmap, uint8."""
-        return self._done[: self._used].copy()
+        return np.trim_zeros(self._done, "b").copy()
 
     def add(self, request_ids: np.ndarray | int) -> None:
         """Mark requests (int64, any shape, repeats allowed) as completed."""
@@ -45,11 +44,9 @@ class CompletedRequests:
         if request_ids.size == 0:
             return
         assert request_ids.min() >= 0, "the number of a request is never negative"
-        self._used = max(self._used, int(request_ids.max()) // 8 + 1)
-        if self._used > len(self._done):
-            grown = np.zeros(max(self._used, 2 * len(self._done)), np.uint8)
-            grown[: len(self._done)] = self._done
-            self._done = grown
+        lacking = int(request_ids.max()) // 8 + 1 - len(self._done)
+        if lacking > 0:
+            self._done = np.pad(self._done, (0, max(lacking, len(self._done))))
         np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
 
     def unite(self, other: CompletedRequests) -> None:
@@ -58,11 +55,13 @@ class CompletedRequests:
 
     def __contains__(self, request_id: int) -> bool:
         """Whether the group of a request is sealed."""
-        return request_id < 8 * self._used and bool(self._done[request_id // 8] & (128 >> request_id % 8))
+        return request_id < 8 * len(self._done) and bool(
+            self._done[request_id // 8] & (128 >> request_id % 8)
+        )
 
     def among(self, request_ids: np.ndarray) -> np.ndarray:
         """bool, in the shape of ``request_ids`` (int64): which of these groups are sealed."""
-        known = request_ids < 8 * self._used
+        known = request_ids < 8 * len(self._done)
         found = np.zeros(request_ids.shape, bool)
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
         return found

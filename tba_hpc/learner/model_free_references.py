@@ -12,8 +12,10 @@ from tba_hpc.core.types import BEHAVIOUR, Group, WeightUpdate
 class BehaviourReference:
     """The Reference port whose π_ref is the policy that sampled."""
 
-    step = BEHAVIOUR
     has_model = False
+
+    def __init__(self) -> None:
+        self.step = BEHAVIOUR
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: as sampled, bit for bit."""
@@ -24,8 +26,8 @@ class BehaviourReference:
         raise AssertionError(f"no model here takes the weights of step {weights.publication.version}")
 
     def load(self, step: int) -> None:
-        """Never called."""
-        raise AssertionError(f"the sampler is the reference, not the policy of step {step}")
+        """Note the policy of ``step``."""
+        self.step = step
 
 
 class DeferredReference(BehaviourReference):
@@ -37,7 +39,3 @@ class DeferredReference(BehaviourReference):
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: NaN, which the trainer replaces."""
         return [np.full(len(completion.tokens), np.nan, np.float32) for completion in group.completions]
-
-    def load(self, step: int) -> None:
-        """Note the policy of ``step``."""
-        self.step = step
