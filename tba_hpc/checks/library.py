@@ -5,19 +5,19 @@ It must not import mpi4py: a process that has loaded it describes itself, by ``d
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.core.wording import first_words
 
 LOOK = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    "from tba_hpc.checks.library import describe; print(describe(MPI.Get_library_version()).to_json())"
+    "import json, dataclasses; from tba_hpc.checks.library import describe; "
+    "print(json.dumps(dataclasses.asdict(describe(MPI.Get_library_version()))))"
 )
-"""Program that loads MPI without starting it, which some libraries refuse outside of a job."""
+"""Prints a Library as JSON; loads MPI without starting it, which some libraries refuse outside of a job."""
 
 NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
 """File names of MPI libraries; MPICH's may have names of their own, and those of Cray the compiler's."""
@@ -44,15 +44,6 @@ class Library:
         if self.pmix:
             return ""
         return "cray_shasta" if "CRAY" in self.version else "pmi2"
-
-    def to_json(self) -> str:
-        """JSON text that from_json reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Library:
-        """Inverse of to_json."""
-        return cls(**json.loads(text))
 
 
 def describe(version: str) -> Library:

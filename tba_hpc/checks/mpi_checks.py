@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def find_library(site: Site) -> tuple[Library | None, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
     if found := re.search(r"^{.*}$", done.stdout, re.MULTILINE):
-        return Library.from_json(found[0]), ""
+        return Library(**json.loads(found[0])), ""
     if site.modules:  # one of them may bring it
         return None, ""
     return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]

@@ -81,24 +81,6 @@ def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
-def write_clock(run: RunDir, host: str) -> None:
-    """Leave the time of a node that has just met the others; the stamp of the file is the file system's."""
-    (run.attempt / f"clock-{host}").write_text(str(time.time()))
-
-
-def _clocks(run: RunDir) -> dict[str, tuple[float, float]]:
-    """Of each node: its own time, and the stamp of its file."""
-    files = run.attempt.glob("clock-*")
-    return {
-        file.name.removeprefix("clock-"): (float(file.read_text()), file.stat().st_mtime) for file in files
-    }
-
-
-def read_site(run: RunDir) -> Site:
-    """The site file of the trial that this rank belongs to."""
-    return Site.model_validate_json((run.path / "site.json").read_text())
-
-
 def prepare(
     site: Site, root: Path, model: str | None, *, lay_out: Callable[[Plan, Site], Plan] | None = None
 ) -> tuple[Config, Plan, str]:
@@ -152,11 +134,20 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         for file in sorted(run.attempt.glob("findings-*.json"))
     }
     world = left.pop(WORLD, None)
-    clocks = list(machine.judge_clocks(_clocks(run)))
+    clocks = {
+        file.name.removeprefix("clock-"): (float(file.read_text()), file.stat().st_mtime)
+        for file in run.attempt.glob("clock-*")
+    }
     findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
     if findings[0].level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
-    return [*findings, *_of_nodes(left), *clocks, *check_job_requeue(facts), *(world or [])]
+    return [
+        *findings,
+        *_of_nodes(left),
+        *machine.judge_clocks(clocks),
+        *check_job_requeue(facts),
+        *(world or []),
+    ]
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
@@ -172,17 +163,15 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
 def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
     """Wait until the run's job has ended or gone back to the queue; what to say if that takes too long."""
     end, pause = time.monotonic() + seconds, WATCH_SECONDS
-    while (active := slurm_queue.active_job(run)) and not _requeued(run):
+    while active := slurm_queue.active_job(run):
+        if any(event["event"] == "requeue" for event in read_events(run)):
+            break
         if time.monotonic() > end:
             return [_too_late(job, active.state, seconds)]
         # A queue may be long, and its server is asked by everybody.
         pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else WATCH_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
-
-
-def _requeued(run: RunDir) -> bool:
-    return any(event["event"] == "requeue" for event in read_events(run))
 
 
 def _too_late(job: str, state: str, seconds: float) -> Finding:

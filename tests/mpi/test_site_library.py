@@ -67,7 +67,7 @@ def _loaded(**environment: str) -> Library:
         [sys.executable, "-c", LOOK], env={**ENVIRONMENT, **environment}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return Library.from_json(done.stdout)
+    return Library(**json.loads(done.stdout))
 
 
 def test_the_wheel_is_loaded_unless_somebody_chooses() -> None:
