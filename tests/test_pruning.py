@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -90,16 +88,6 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(
     prune(run, {0: 5, 7: 3})
     assert sorted(run.shard_files()) == [(0, 5)]
     assert (run.shard_folder(0) / "000001.h5.refused").exists()
-
-
-def test_a_full_disk_keeps_nothing_from_being_deleted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    seal(run, 0, 4)
-    monkeypatch.setattr(Path, "rename", full)
-    prune(run, {0: 3}, 1.0)
-    assert list(run.sealed_files()) == [(0, 3)]
 
 
 def _prune_until_killed(path: Path, nth: int) -> None:

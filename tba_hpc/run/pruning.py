@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from tba_hpc.run.directory import RunDir, ShardKey
-from tba_hpc.run.files import is_for_room, make_folder
+from tba_hpc.run.files import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +50,11 @@ def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
 
 
 def _drop(run: RunDir, key: ShardKey, share: float) -> None:
-    """Move the file of a shard to RUN/kept, or delete it if it is not to be kept or the disk is full."""
+    """Move the file of a shard to RUN/kept, or delete it if it is not to be kept."""
     file, kept = run.shard_file(*key), run.kept_file(*key)
     if place_of(key) < share:
-        try:
-            if not kept.parent.is_dir():
-                make_folder(kept.parent)
-            file.rename(kept)
-            return
-        except OSError as error:
-            if not is_for_room(error):
-                raise
-    file.unlink(missing_ok=True)
+        if not kept.parent.is_dir():
+            make_folder(kept.parent)
+        file.rename(kept)
+    else:
+        file.unlink(missing_ok=True)
