@@ -255,7 +255,7 @@ class ShardWriter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         folder = run.shard_folder(searcher)
-        make_folder(folder)
+        insist(lambda: make_folder(folder), seconds=timeout)
         for stale in folder.glob(".*.tmp"):  # of a writer that was killed
             stale.unlink(missing_ok=True)
         self._run = run
