@@ -156,21 +156,40 @@ def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
 
 @pytest.mark.parametrize("content", [None, "", '{"host": "no', '{"hast": "node7"}', "[1]", "\xff\x00"])
 def test_of_another_host_or_a_damaged_claim_the_last_sign_of_life_decides(
-    run: RunDir, content: str | None
+    run: RunDir, content: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """content: of the damaged file. Whoever's clock is ahead is alive."""
+    """content: of the damaged file. A server's clock that is set makes nobody immortal."""
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.2)
     file = claimed(run, ELSEWHERE)
     sentence = r"process 4711 on node7, since 2023-11-1.*try again in 60 s"
     if content is not None:
         file.write_bytes(content.encode("latin-1"))
         sentence = rf"{file} is damaged .* try again in \d+ s$"
     now, silent = time.time(), owners.SILENT_SECONDS
-    for sign, free in ((now - silent + 20, False), (now - silent - 5, True), (now + 3600, False)):
+    for sign, free in ((now - silent + 20, False), (now - silent - 5, True), (now + 3600, True)):
         os.utime(file, (sign, sign))
         if not free:
             with pytest.raises(OwnedError, match=sentence):
                 refuse_owned(run)
         assert is_free(run) is free
+
+
+def test_an_owner_whose_clock_is_ahead_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 20.0)
+    file, left = claimed(run, ELSEWHERE), threading.Event()
+
+    def beat() -> None:
+        while not left.wait(0.1):
+            os.utime(file, (time.time() + 3600,) * 2)
+
+    os.utime(file, (time.time() + 3600,) * 2)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert not is_free(run)
+    finally:
+        left.set()
+        thread.join()
 
 
 def test_a_stale_file_handle_is_opened_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

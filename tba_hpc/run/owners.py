@@ -347,9 +347,25 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Whether an owner gives no sign of life any more; a job's launcher never does, but its ranks do."""
-    files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
-    return clock(run) - max(map(_last_sign, files), default=0.0) > SILENT_SECONDS
+    """Whether an owner gives no sign of life any more.
+
+    A sign that is far ahead was made by another clock, a client's, or one that was set: the owner is watched
+    for longer than it goes without one.
+    """
+
+    def sign() -> float:  # a job's launcher gives none, but its ranks do
+        files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
+        return max(map(_last_sign, files), default=0.0)
+
+    last = sign()
+    if clock(run) > last - SILENT_SECONDS:
+        return clock(run) - last > SILENT_SECONDS
+    end = time.monotonic() + 1.5 * BEAT_SECONDS
+    while time.monotonic() < end:
+        if sign() != last:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
