@@ -6,7 +6,12 @@ import multiprocessing
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 
-IMPORTED = ("pytest", "tba_hpc.learner.deepspeed_learner", "tba_hpc.runtime", "tba_hpc.report.page")
+IMPORTED = (
+    *("pytest", "tba_hpc.learner.deepspeed_learner", "tba_hpc.runtime", "tba_hpc.report.page"),
+    # What DeepSpeed and transformers import only for a learner, but for each.
+    *("deepspeed.ops.op_builder.all_ops", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("deepspeed.moe.ep_repack", "transformers.models.llama.modeling_llama"),
+)
 """Modules of the tests themselves are not on the server's path."""
 
 

@@ -179,6 +179,6 @@ def test_the_model_of_the_quickstart_starts_between_30_and_55_percent(
 def test_the_algorithm_in_one_file_learns() -> None:
     folder = REPOSITORY / ".cache" / "tiny-model-seed0"
     tool.main(["--seed", "0", "--out", str(folder)])
-    before, after = one_file_tba.main(str(folder), steps=20)
+    before, after = one_file_tba.main(str(folder), steps=10)
     assert before < 0.6
     assert after > 0.8
