@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from recorded import write
 from slurm_testbed.cluster import Cluster
+from typed import tba
 
 from tba_hpc.commands import elastic
 from tba_hpc.config import parse_config
@@ -26,7 +27,6 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tests.slurm.test_submit import (
     HELLO,
-    SUBMIT,
     _config,
     _events,
     _finished,
@@ -271,7 +271,10 @@ def _command(pid: int) -> list[str]:
         return []
 
 
-def test_seeds_become_a_job_each_after_another_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_seeds_become_a_job_each_after_another_run(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -280,11 +283,7 @@ def test_seeds_become_a_job_each_after_another_run(cluster: Cluster, tmp_path: P
         f"{{run: {{name: it}}, model: {{path: {tmp_path}/model}}, task: {{name: arithmetic}}}}"
     )
     (tmp_path / "site.yaml").write_text("{gpus_per_node: 1, cpus_per_node: 2, memory: '1000', time: '10'}")
-    words = ["--config", "it.yaml", "--site", "site.yaml", "--nodes", "2"]
-
-    def submit(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*SUBMIT, *words, *options], cwd=tmp_path, capture_output=True, text=True)
-
+    submit = partial(tba, "submit", "--config", "it.yaml", "--site", "site.yaml", "--nodes", 2)
     table = submit("--seeds", "0-1")
     assert table.returncode == 0, table.stderr
     head, *rows = table.stdout.splitlines()

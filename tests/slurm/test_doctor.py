@@ -5,20 +5,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
+from typed import tba
 
 from tba_hpc.config import parse_config
 from tba_hpc.run.directory import RunDir
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
-REPOSITORY = Path(__file__).parents[2]
 TBA = str(Path(sys.executable).parent / "tba")
-SUBMIT = (sys.executable, str(REPOSITORY / "tools/submit.py"))
 
 SITE = {"gpus_per_node": 0, "cpus_per_node": 4, "memory": "1000", "time": "10", "signal_seconds": 60}
 """Nodes of the test cluster without their make-believe GPUs, of which no driver knows."""
@@ -164,7 +164,7 @@ def test_a_read_only_run_root_is_a_problem_and_starts_no_job(
 def submit(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``submit(option, …)``: tools/submit.py with a small config, whose model is in the cache."""
+    """``submit(option, …)``, of a small config, whose model is in the cache."""
     site = _write(tmp_path / "site.yaml", SITE)
     tree = {
         "run": {"root": str(tmp_path / "runs")},
@@ -179,12 +179,7 @@ def submit(
         (snapshot / name).touch()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     config = _write(tmp_path / "config.yaml", tree)
-    command = [*SUBMIT, "--config", str(config), "--site", str(site), "--nodes", "3"]
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
-
-    return run
+    return partial(tba, "submit", "--config", config, "--site", site, "--nodes", 3)
 
 
 def test_what_would_fail_is_refused_in_a_sentence(
@@ -239,10 +234,7 @@ def test_elastic_jobs_are_checked_before_submission(
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"launch": {"elastic": 8}}
     run = RunDir.create(parse_config(tree))
 
-    def lend(*options: str) -> subprocess.CompletedProcess[str]:
-        words = [*SUBMIT, "--elastic", str(run.path), "--site", str(tmp_path / "site.yaml"), *options]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60)
-
+    lend = partial(tba, "submit", "--elastic", run.path, "--site", tmp_path / "site.yaml")
     weights = tmp_path / "cache/hub/models--org--model/snapshots/abc/model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     refused = lend("--nodes", "1")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from slurm_testbed.cluster import Cluster
+from typed import tba
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm, slurm_queue
@@ -122,17 +123,10 @@ def test_all_ranks_are_one_world_with_their_roles_hosts_and_gpus(
     assert _starts(run) == [(2, 4)]
 
 
-def test_one_node_holds_both_roles(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(gpus_per_node=4), 1)
-    _finished(cluster, run, slurm.submit(run, script))
-    ranks = _ranks(run, 1)
-    assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
-    assert len({rank["host"] for rank in ranks}) == 1
-
-
 def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One node holds both roles."""
     run = RunDir.create(_config(tmp_path / "runs"))
     for name, value in {"HELLO_STEPS": "3", "RUN": str(run.path)}.items():
         monkeypatch.setenv(name, value)
@@ -145,6 +139,7 @@ def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     assert json.loads(run.summary.read_text())["finished"]
     ranks = _ranks(run, 1)
     assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
+    assert len({rank["host"] for rank in ranks}) == 1
     assert {rank["gpus"] for rank in ranks} == {"0,1,2,3"}
 
 
@@ -462,13 +457,6 @@ def _kill_rank(cluster: Cluster, node: str) -> None:
 # --- The command ---
 
 
-def _submit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [*SUBMIT, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
-    )
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     """Options of submit.py for a small run on the test cluster."""
@@ -482,14 +470,8 @@ def files(tmp_path: Path) -> list[str]:
         (tmp_path / "none" / name).touch()
     site.write_text("{gpus_per_node: 2, cpus_per_node: 4, memory: '1000', time: '10', signal_seconds: 60}")
     return [
-        "--config",
-        str(config),
-        "--site",
-        str(site),
-        "--run-root",
-        str(tmp_path / "runs"),
-        "--nodes",
-        "3",
+        *("--config", str(config), "--site", str(site)),
+        *("--run-root", str(tmp_path / "runs"), "--nodes", "3"),
     ]
 
 
@@ -499,7 +481,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
     cluster.submit(
         "#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n"
     )  # so that it stays queued
-    done = _submit(*files)
+    done = subprocess.run([*SUBMIT, *files], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
@@ -515,7 +497,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
 
 
 def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
-    answer = json.loads(_submit(*files, "--json", "--homogeneous", "--time", "5").stdout)
+    answer = json.loads(tba("submit", *files, "--json", "--homogeneous", "--time", "5").stdout)
     assert answer["run"] == f"{tmp_path}/runs/small-seed0"
     assert answer["trainer"]["ranks"] == 2 and answer["searcher"]["ranks"] == 4
     assert cluster.jobs(int(answer["job"]))[0]["TimeLimit"] == "00:05:00"
@@ -526,7 +508,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     """Real ranks, which find no model; they are not started again, since only the user can fix that."""
     site = tmp_path / "site.yaml"
     site.write_text(site.read_text().replace("gpus_per_node: 2", "gpus_per_node: 1"))  # few imports of vLLM
-    done = _submit(*files, "--nodes", "2", "--wait")
+    done = tba("submit", *files, "--nodes", "2", "--wait")
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
@@ -540,24 +522,27 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: list[str]) -> None:
-    done = _submit(*files, "--dry-run")
+    done = tba("submit", *files, "--dry-run")
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "#SBATCH hetjob" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_slurm_it_says_so_and_offers_the_local_way(tmp_path: Path, files: list[str]) -> None:
-    done = _submit(*files, PATH=str(tmp_path))
+def test_without_slurm_it_says_so_and_offers_the_local_way(
+    tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = tba("submit", *files)
     assert done.returncode == 2
     assert "no Slurm here" in done.stderr and "tba run" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_finished_run_is_not_submitted(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
-    _submit(*files)
+    tba("submit", *files)
     cluster.clear()
     (tmp_path / "runs/small-seed0/finished").touch()
-    done = _submit(*files)
+    done = tba("submit", *files)
     assert done.returncode == 0
     assert "finished already" in done.stdout
     assert not cluster.run("squeue", "-h")
