@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +13,6 @@ from forks import fork
 from tba_hpc.config import load_config
 
 ROOT = Path(__file__).parents[1]
-
-
-def acceptance(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/gpu_acceptance.py"), "--tiny", "--out", str(out), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def figures(out: Path, stage: str) -> dict[str, object]:
@@ -38,12 +30,18 @@ def inside(stage: str, out: Path) -> dict[str, object]:
     return figures(out, stage)
 
 
-def test_the_command_runs_a_stage_and_prints_its_figures(tmp_path: Path) -> None:
-    done = acceptance(tmp_path, "installation")
-    assert done.returncode == 0, done.stderr
+def test_the_command_runs_a_stage_and_prints_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--tiny", "--out", str(tmp_path), "installation"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit) as end:
+        gpu_acceptance.main()
+    assert end.value.code == 0
     found = figures(tmp_path, "installation")
     assert found["GPUs"] == 0 and found["workers can be forked after a look at the GPUs"] is True
-    assert f"torch: {found['torch']}" in done.stdout
+    assert f"torch: {found['torch']}" in capfd.readouterr().out
 
 
 @pytest.mark.engine
