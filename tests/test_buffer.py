@@ -303,7 +303,9 @@ class History:
 
     def check(self) -> None:
         live = [item for item, _ in self.naive.live]
-        assert items_of(self.real.trajectories()) == [replace(item, request=None) for item in live]
+        assert items_of(Trajectories.from_arrays(self.real.state())) == [
+            replace(item, request=None) for item in live
+        ]
         assert self.real.prompts == len({item.prompt for item in live})
         assert self.real.requests == len({item.request for item in live})
         kinds = {(item.uid, 0) for item in live}  # ``pack`` gives each a version of its own
@@ -345,7 +347,7 @@ def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float)
 def test_a_prompt_is_stored_once_whatever_the_number_of_shards() -> None:
     real = filled(prompts_with(3))
     real.merge(pack([Item(900, 2, (9,)), Item(901, 1, (9,))]), 1)
-    assert len(real.trajectories().prompts) == 3
+    assert len(Trajectories.from_arrays(real.state()).prompts) == 3
 
 
 def test_memory_is_that_of_what_lives() -> None:
@@ -734,7 +736,7 @@ def test_completions_are_embedded_once(tmp_path: Path) -> None:
     again.restore(state)
     assert_equal_states(again.state(), real.state())
     assert len(seen) == 20
-    live = real.trajectories().completions
+    live = Trajectories.from_arrays(real.state()).completions
     assert state["record"]["embedding"].tobytes() == letter_shares(live).tobytes()
 
 
@@ -835,7 +837,7 @@ def test_what_an_environment_says_makes_nothing_alike_or_different() -> None:
     packed, made = pack(items), new_buffer(duplicates={"name": "edits", "limit": 0.25})
     packed.logprobs[packed.completions.values >= 10] = np.nan
     assert made.merge(packed, 0).duplicates == 1
-    assert sorted(row[0] for row in actions_of(made.trajectories())) == [1, 3]
+    assert sorted(row[0] for row in actions_of(Trajectories.from_arrays(made.state()))) == [1, 3]
 
 
 def actions_of(trajectories: Trajectories) -> list[list[int]]:

@@ -52,7 +52,7 @@ def test_every_field_survives_shard_buffer_checkpoint_batch_wire_and_micro_batch
     batch = buffer.sample(7, groups=GROUPS, group_size=SIZE)
     sent = from_arrays(wire.load(wire.save(to_arrays(batch))))
     assert (sent.group_size, sent.step, sent.record.dtype) == (SIZE, 7, LIVE_RECORD)
-    assert by_uid(made) == by_uid(first.trajectories()) == by_uid(batch) == by_uid(sent)
+    assert by_uid(made) == by_uid(Trajectories.from_arrays(first.state())) == by_uid(batch) == by_uid(sent)
     parts = plan(sent, rank=0, ranks=1, budget=30, share_prompts=True)
     micros = [sent.take(rows) for part in parts for rows in part.micro_batches]
     assert len(micros) > 1

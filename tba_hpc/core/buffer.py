@@ -512,10 +512,6 @@ class ReplayBuffer:
 
     # --- Saving ---
 
-    def trajectories(self) -> Trajectories:
-        """A copy of all live trajectories, oldest first."""
-        return Trajectories.from_arrays(self.state())
-
     def state(self) -> dict[str, np.ndarray]:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
         return self.snapshot()()

@@ -25,7 +25,8 @@ class Sums(dict[str, float]):
     sum of the absolute differences, nats.
     Of all: asked, reward_seconds: groups that were given to the task, and the time that it took. rejected:
     completions set aside, since their reward is not a finite number, or there is none as the task's code
-    raised. seal_seconds.
+    raised. seal_seconds. Of the searcher: generated: sampled tokens; load_seconds, propagation_seconds: of
+    the last load of weights, and from their publication until they are in use.
     """
 
     def __missing__(self, name: str) -> float:

@@ -24,16 +24,6 @@ IDLE_SECONDS = 0.005
 """Pause of a loop that has nothing to generate."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """What happened since the last metric record."""
-
-    tokens: int = 0
-    sums: Sums = field(default_factory=Sums)
-    load_seconds: float = 0.0
-    propagation_seconds: float = 0.0
-
-
 @dataclass(kw_only=True)
 class Searcher:
     """One engine's loop.
@@ -62,7 +52,7 @@ class Searcher:
     _awaited: Publication | None = None  # of the weights given last, until they are in use
     _busy_seconds: float = 0.0
     _rejected: int = 0
-    _tally: Tally = field(default_factory=Tally)
+    _tally: Sums = field(default_factory=Sums)  # since the last metric record
     _clock: Clock = field(default_factory=Clock)
     _logged: float = field(default_factory=time.monotonic)
 
@@ -93,8 +83,8 @@ class Searcher:
         if self.generator.loading:
             return
         if self._awaited and self.generator.version == self._awaited.version:
-            self._tally.load_seconds = self.generator.load_seconds
-            self._tally.propagation_seconds = max(0.0, time.time() - self._awaited.published)
+            self._tally["load_seconds"] = self.generator.load_seconds
+            self._tally["propagation_seconds"] = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
         if self.evaluator.busy:
             return
@@ -158,7 +148,7 @@ class Searcher:
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or judged for the evaluation that asked for it."""
-        self._tally.tokens += sum(int(completion.action_T.sum()) for completion in group.completions)
+        self._tally["generated"] += sum(int(completion.action_T.sum()) for completion in group.completions)
         if group.request.split == "train":
             self.scorer.submit(group)
         else:
@@ -168,7 +158,7 @@ class Searcher:
     def _hand_over(self, results: list[Scored]) -> None:
         """Offer what is sealed to the trainer."""
         for scored in results:
-            self._tally.sums += scored.sums
+            self._tally += scored.sums
             self._rejected += int(scored.sums["rejected"])
             self._set_aside += bool(scored.sums["rejected"] and not scored.sums["groups"])
             if shard := scored.shard:
@@ -197,18 +187,17 @@ class Searcher:
             self.evaluator.abandon()
 
     def _log(self) -> None:
-        tally, self._tally = self._tally, Tally()
+        sums, self._tally = self._tally, Sums()
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
         before = self._busy_seconds  # a step that began before the last record counts for the next ones, too
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
-        sums = tally.sums
         self.metrics.log(
             {
                 "search/version": self.generator.version,
-                "search/tokens": tally.tokens,
-                "search/tokens_per_second": tally.tokens / seconds,
+                "search/tokens": sums["generated"],
+                "search/tokens_per_second": sums["generated"] / seconds,
                 **sums.figures(),
                 "search/reward_seconds": sums["reward_seconds"] / sums["asked"] if sums["asked"] else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
@@ -216,8 +205,8 @@ class Searcher:
                 "search/rebuilds": self.generator.rebuilds,
                 "search/seal_share": sums["seal_seconds"] / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
-                "search/load_seconds": tally.load_seconds or None,
-                "search/propagation_seconds": tally.propagation_seconds or None,
+                "search/load_seconds": sums["load_seconds"] or None,
+                "search/propagation_seconds": sums["propagation_seconds"] or None,
                 "search/pending_shards": self.exchange.pending,
                 "search/rejected": self._rejected,
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -63,9 +63,8 @@ class TextModel(ABC):
         It may be called from several threads, one of which works at a time: a tokenizer takes no two.
         """
         with self._turn:
-            return torch.cat(
-                [self._read(self._encode(batch)).float().cpu() for batch in self._batches(texts)]
-            )
+            batches = [texts[start : start + self._batch] for start in range(0, len(texts), self._batch)]
+            return torch.cat([self._read(self._encode(batch)).float().cpu() for batch in batches])
 
     @abstractmethod
     def _read(self, inputs: BatchEncoding) -> Tensor:
@@ -74,9 +73,6 @@ class TextModel(ABC):
     @abstractmethod
     def _check(self, config: PretrainedConfig) -> None:
         """Raise ConfigError where a model of this configuration would be of no use."""
-
-    def _batches(self, texts: Sequence[str]) -> Iterator[Sequence[str]]:
-        return (texts[start : start + self._batch] for start in range(0, len(texts), self._batch))
 
     def _encode(self, texts: Sequence[str]) -> BatchEncoding:
         inputs: BatchEncoding = self._tokenizer(
@@ -105,7 +101,10 @@ class TextModel(ABC):
     def _pad(self, inputs: BatchEncoding) -> None:
         """Write the model's own padding, or a token that none of the texts has, so that ends are read."""
         tokens, mask = inputs["input_ids"], inputs["attention_mask"]
-        padding = _absent(tokens) if self._padding is None else self._padding
+        padding = self._padding
+        if padding is None:
+            present = set(tokens.flatten().tolist())
+            padding = next(token for token in itertools.count() if token not in present)
         self._model.config.pad_token_id = padding
         tokens.masked_fill_(mask == 0, padding)
 
@@ -117,12 +116,6 @@ class TextModel(ABC):
                 f"no {self.NOUN} can be loaded from {self.name}: give a folder or hub name of {self.WANTED} "
                 f"({str(error).splitlines()[0]})"
             ) from None
-
-
-def _absent(tokens: Tensor) -> int:
-    """The first token that does not occur."""
-    present = set(tokens.flatten().tolist())
-    return next(token for token in itertools.count() if token not in present)
 
 
 class RewardModel(TextModel):

@@ -90,13 +90,11 @@ class TLDR(Rows[None]):
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The reward model's number for post and summary together."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
+        adds = self._eos_penalty_mode == "add"
         return [
-            reward if completion.finish_reason == "stop" else self._penalised(reward)
+            reward if completion.finish_reason == "stop" else (reward if adds else 0.0) - self._eos_penalty
             for reward, completion in zip(self._reward_model(texts), completions, strict=True)
         ]
-
-    def _penalised(self, reward: float) -> float:
-        return (reward if self._eos_penalty_mode == "add" else 0.0) - self._eos_penalty
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Whether the gold model likes each better than the person's summary of the same post.
