@@ -165,28 +165,15 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
     ZeRO-3 makes every tensor in the dtype of the weights: frequencies in bfloat16, up to .4 % off. Buffers
     that come with the weights stay as read.
     """
-    with _without_weights():
+    from accelerate import init_empty_weights  # it is peft's, and slow to import
+
+    with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
     read = policy.state_dict().keys()
     for name, buffer in exact.named_buffers():
         if name not in read:
             ours = policy.get_buffer(name)
             ours.data = buffer.to(ours.device)
-
-
-@contextmanager
-def _without_weights() -> Iterator[None]:
-    """Have modules forget their parameters' values as soon as they are made."""
-    register = nn.Module.register_parameter
-
-    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
-
-    nn.Module.register_parameter = forget  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def stored_dtype(path: str) -> Dtype:
