@@ -134,17 +134,14 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         for file in sorted(run.attempt.glob("findings-*.json"))
     }
     world = left.pop(WORLD, None)
-    clocks = {
-        file.name.removeprefix("clock-"): (float(file.read_text()), file.stat().st_mtime)
-        for file in run.attempt.glob("clock-*")
-    }
+    stamps = {file.name.removeprefix("clock-"): file.stat().st_mtime for file in run.attempt.glob("clock-*")}
     findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
     if findings[0].level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
     return [
         *findings,
         *_of_nodes(left),
-        *machine.judge_clocks(clocks),
+        *machine.judge_clocks(stamps),
         *check_job_requeue(facts),
         *(world or []),
     ]
