@@ -20,7 +20,8 @@ from tba_hpc.config import FIRST_ELASTIC
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import find_evaluation
-from tba_hpc.run.metrics import Record, read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import Record, read_metrics
 
 PATIENCE = 60.0
 

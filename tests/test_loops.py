@@ -51,7 +51,8 @@ from tba_hpc.run.background import at_once
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
-from tba_hpc.run.metrics import MetricsWriter, read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 TABLE = Table()
 BETA = 0.25

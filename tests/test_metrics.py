@@ -19,6 +19,7 @@ import pytest
 from tba_hpc.objectives.diagnostics import MOMENTS
 from tba_hpc.run import metrics
 from tba_hpc.run.files import DiskFullError, is_for_room
+from tba_hpc.run.history import step_records
 from tba_hpc.run.metric_table import FIELDS, METRICS, SEARCHER_EVENTS, TRAINER_EVENTS
 from tba_hpc.run.metrics import (
     MetricsTail,
@@ -26,7 +27,6 @@ from tba_hpc.run.metrics import (
     number,
     read_metrics,
     record_seconds,
-    step_records,
 )
 
 
@@ -163,8 +163,6 @@ def test_of_a_step_done_twice_the_later_attempt_counts() -> None:
     found = [(record["step"], record["attempt"]) for record in step_records(records)]
     assert found == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert step_records([*records, {"event": "started", "step": 0}]) == []
-    without_events = [record for record in records if "event" not in record]
-    assert [(r["step"], r["attempt"]) for r in step_records(without_events)] == found
 
 
 PACKAGE = Path(metrics.__file__).parents[1]

@@ -22,7 +22,8 @@ from tba_hpc.core.types import BEHAVIOUR, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 DECAY = 0.8
 EMA = f"train.reference={{name: ema, decay: {DECAY}}}"

@@ -20,7 +20,8 @@ from tba_hpc.loops.restoring import require_reference
 from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 BOUNDED = {"initial_completions": 15, "capacity_per_prompt": 40, "capacity": 400}
 

@@ -32,7 +32,8 @@ from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.exchange.hdf5_shards import ShardError
 from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 from tba_hpc.run.signals import StopFlag
 
 

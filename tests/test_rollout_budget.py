@@ -17,7 +17,8 @@ from tba_hpc.core.prompts import refuse_few_prompts
 from tba_hpc.core.types import Completion, Prompt
 from tba_hpc.exchange.file_exchange import FileSearcherExchange
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 STEPS = 6
 

@@ -39,7 +39,8 @@ from tba_hpc.config import is_elastic
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.data import RunData
 from tba_hpc.report.tables import Cell, print_rows
-from tba_hpc.run.metrics import Record, number, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import Record, number
 from tba_hpc.run.owners import SILENT_SECONDS
 
 FROZEN_SECONDS = SILENT_SECONDS + 20

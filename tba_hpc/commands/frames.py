@@ -14,7 +14,8 @@ from tba_hpc.report.data import read_evaluations
 from tba_hpc.report.estimates import wilson
 from tba_hpc.report.samples.select import Query, run_tokenizer, select
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import MetricsTail, read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import MetricsTail, read_metrics
 
 if TYPE_CHECKING:
     from pandas import DataFrame

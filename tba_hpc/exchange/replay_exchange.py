@@ -16,7 +16,7 @@ import numpy as np
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
 from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import RunDir, ShardKey
-from tba_hpc.run.history import History
+from tba_hpc.run.history import History, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Recording:
             merges = list(together)
             shards = tuple(merge.key for merge in merges)
             arrivals.append(Arrival(merges[0].step, merges[0].sync, revision, shards))
-        published = frozenset(step.sync for step in history.steps)
+        published = frozenset(whole(step, "sync/version") for step in history.steps)
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:

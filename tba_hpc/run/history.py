@@ -54,25 +54,19 @@ class Merge:
         )
 
 
-class Step(NamedTuple):
-    """An optimizer step; sync: version of the weights published last."""
-
-    step: int
-    sync: int
-
-
 @dataclass(slots=True)
 class History:
     """The surviving past of the trainer.
 
-    merges, steps: in order. evictions: by revision, trajectories dropped between merges: stale, of an old
-    reference, or used up. starts: how often a trainer began its loop. redone: per resume, the steps that it
-    took back. gaps: resumes from what is not on record, a phrase each.
+    merges: in order. steps: the records of optimizer steps, in order. evictions: by revision, trajectories
+    dropped between merges: stale, of an old reference, or used up. starts: how often a trainer began its
+    loop. redone: per resume, the steps that it took back. gaps: resumes from what is not on record, a phrase
+    each.
     """
 
     merges: list[Merge] = field(default_factory=list)
     evictions: dict[int, int] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Record] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
@@ -92,8 +86,8 @@ class History:
 
     def _take(self, record: Record) -> None:
         match record.get("event"):
-            case None:
-                self.steps.append(Step(whole(record, "step"), whole(record, "sync/version")))
+            case None if "step" in record:
+                self.steps.append(record)
             case "merged":
                 self.merges.append(Merge.of(record))
             case "evicted":
@@ -108,7 +102,7 @@ class History:
                 f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
                 f"revision {self.last_revision}"
             )
-        steps = [taken for taken in self.steps if taken.step <= step]
+        steps = [taken for taken in self.steps if whole(taken, "step") <= step]
         if self.starts:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
@@ -131,12 +125,17 @@ class History:
     @property
     def last_step(self) -> int:
         """Optimizer steps done."""
-        return self.steps[-1].step if self.steps else 0
+        return whole(self.steps[-1], "step") if self.steps else 0
 
     @property
     def last_revision(self) -> int:
         """Revisions of the buffer."""
         return max(self.revisions(), default=0)
+
+
+def step_records(records: Iterable[Record]) -> list[Record]:
+    """The records of optimizer steps, ascending; of a step done twice (by a resume) the later attempt's."""
+    return History.of(records).steps
 
 
 def whole(record: Record, name: str) -> int:

@@ -211,27 +211,6 @@ def number(record: Mapping[str, Value], name: str, default: float | None = None)
     return default if value is None or isinstance(value, str | Sequence) else float(value)
 
 
-def step_records(records: Sequence[Record]) -> list[Record]:
-    """The records of optimizer steps, ascending; of a step done twice (by a resume) the later attempt's.
-
-    A resume from step s also takes back what the attempt before did after s.
-    """
-    kept: list[Record] = []
-    for record in records:
-        event = record.get("event")
-        if "step" not in record or event not in (None, "started", "resumed"):
-            continue
-        while kept and _step(kept[-1]) >= _step(record) + (event is not None):
-            kept.pop()
-        if event is None:
-            kept.append(record)
-    return kept
-
-
-def _step(record: Record) -> int:
-    return int(number(record, "step", 0))
-
-
 class Clock:
     """Durations by name, added up: ``with clock("learn"): …``."""
 

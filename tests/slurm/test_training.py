@@ -23,7 +23,8 @@ from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 from tests.system import test_engines
 from tests.system.test_run import CONFIG, ENVIRONMENT, assert_whole
 

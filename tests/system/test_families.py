@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 from .test_run import ROOT, finish, tba
 

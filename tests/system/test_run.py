@@ -27,7 +27,8 @@ from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 pytestmark = pytest.mark.system
 

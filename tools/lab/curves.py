@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from tba_hpc.report.data import read_evaluations, series
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import Record, number, read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import Record, number, read_metrics
 
 Curve = Sequence[tuple[float, float]]
 

@@ -16,7 +16,8 @@ from lab.runs import Options, Study, slug
 from tba_hpc.config import Config
 from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics, step_records
+from tba_hpc.run.history import step_records
+from tba_hpc.run.metrics import read_metrics
 
 ONE, EIGHT, FREE = "asynchronous, data one step old", "at most eight steps old", "no bound on their age"
 

@@ -144,7 +144,7 @@ class Evidence:
     def gap(self) -> str:
         """What is missing in the trainer's records, a phrase; else empty."""
         history, saved = self.history, self.newest
-        steps = [0, *(taken.step for taken in history.steps)]
+        steps = [0, *(whole(taken, "step") for taken in history.steps)]
         revisions = [0, *history.revisions()]
         found = [
             *history.gaps,
