@@ -49,6 +49,9 @@ STEP_SECONDS = 0.05
 REBUILDS_WITHOUT_RESULT = 3
 """Rebuilds in a row, without a finished group in between, after which the searcher gives up."""
 
+LONGEST_LOOK = 1.0
+"""Most silence that one look counts, s: a rank that was itself stopped must not blame its engine."""
+
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
 """Time to end for a process that has closed its socket, for the workers of an engine that is gone, and for a
 process that was killed."""
@@ -278,7 +281,8 @@ class EngineProcess:
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
-        self._heard = time.monotonic()
+        self._silence = 0.0
+        self._looked = time.monotonic()
         self._last_word = ""
         self.pid = self._process.pid
         self.ready = False
@@ -291,7 +295,9 @@ class EngineProcess:
     def receive(self, seconds: float) -> list[Answer]:
         """What the engine has said; waits up to ``seconds`` if it has said nothing."""
         answers = self._channel.receive(seconds)
-        self._heard = time.monotonic() if answers else self._heard
+        now = time.monotonic()
+        self._silence = 0.0 if answers else self._silence + min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
         for answer in answers:
             self.ready |= isinstance(answer, Ready)
             if isinstance(answer, Died | Refused):
@@ -304,10 +310,9 @@ class EngineProcess:
             return f"failed: {self._last_word}"
         if self._channel.closed:
             return self._exit()
-        silence = time.monotonic() - self._heard
-        if not self.ready and silence > self._start_seconds:
+        if not self.ready and self._silence > self._start_seconds:
             return f"was not built within {self._start_seconds:g} s, by launch.timeout_seconds"
-        if self.ready and silence > self._silence_seconds:
+        if self.ready and self._silence > self._silence_seconds:
             return f"was silent for more than {self._silence_seconds:g} s, by launch.timeout_seconds"
         return None
 
