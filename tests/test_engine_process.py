@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_an_engine_maps_the_file_that_the_exchange_gives(made: list[VllmGenerato
     assert files[0].has_readers and generator.rebuilds == 1
     generator.load(replace(update, file=files[1].reader()))
     assert not files[0].has_readers and files[1].has_readers
+
+
+def test_a_rank_that_was_suspended_with_its_engine_does_not_blame_it(
+    made: list[VllmGenerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(made, silence_seconds=3)
+    while not generator._engine.ready:
+        generator.step()
+    engine, before = psutil.Process(generator._engine.pid), time.monotonic()
+    engine.suspend()
+    generator.submit(request(7))
+    monkeypatch.setattr(time, "monotonic", lambda: before + 1000)
+    assert generator.step() == [] and generator.rebuilds == 0
+    monkeypatch.undo()
+    engine.resume()
 
 
 def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(

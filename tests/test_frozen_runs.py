@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 import tabular_run
 from forks import fork
@@ -81,6 +82,10 @@ def started() -> Iterator[Start]:
         process.join()
 
 
+def _is_stopped(process: ForkServerProcess) -> bool:
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
 def until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + 60
     while not condition():
@@ -106,6 +111,7 @@ def test_a_frozen_role_loses_and_doubles_nothing_as_it_wakes(
     victims = {"trainer": [ranks], "launcher": [launcher], "host": [launcher, ranks]}[frozen]
     for victim in victims:
         os.kill(victim.pid or 0, signal.SIGSTOP)
+    until(lambda: all(map(_is_stopped, victims)), "they stand still")
     assert not run.finished
     if launcher in victims:
         launcher_b = started(_launcher, run.path, "b")
