@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 from pydantic import Field
@@ -24,8 +24,6 @@ from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rewards import Fields
 
 Count = Annotated[int, Field(ge=1)]
-
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Environment(Jsonl):
@@ -112,7 +110,7 @@ class Environment(Jsonl):
 
     def session(self, request: Request) -> Session:
         """A new environment for an episode: all of a prompt get the same seed, in every run."""
-        stream = np.random.default_rng([SPLITS.index(request.split), request.prompt.id])
+        stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
         return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
 
     def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:

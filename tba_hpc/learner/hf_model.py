@@ -8,7 +8,6 @@ Shape letters: N sequences, L padded length, T sampled tokens in all, D hidden s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
-from transformers.integrations import deepspeed as zero
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype, ModelSection
@@ -132,31 +132,11 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     load = partial(_from_pretrained, AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
     if in_parts is None:
         return load()
-    with _sharded(in_parts):
-        policy = load()
+    sharding = HfDeepSpeedConfig(dict(in_parts))  # transformers shards what it loads while this lives
+    policy = load()
+    del sharding
     _compute_buffers_again(policy, dtype)
     return policy
-
-
-class _Zero3:
-    """What transformers asks whether, and how, to shard a model while it is loaded."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.config = settings
-
-    def is_zero3(self) -> bool:
-        return True
-
-
-@contextmanager
-def _sharded(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Have transformers shard what it loads; it keeps a weak reference to the object."""
-    zero3 = _Zero3(settings)
-    zero.set_hf_deepspeed_config(zero3)
-    try:
-        yield
-    finally:
-        zero.unset_hf_deepspeed_config()
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
@@ -165,8 +145,6 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
     ZeRO-3 makes every tensor in the dtype of the weights: frequencies in bfloat16, up to .4 % off. Buffers
     that come with the weights stay as read.
     """
-    from accelerate import init_empty_weights  # it is peft's, and slow to import
-
     with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
     read = policy.state_dict().keys()
