@@ -143,14 +143,11 @@ def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     assert {rank["gpus"] for rank in ranks} == {"0,1,2,3"}
 
 
-@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
-def test_next_link_of_a_chain_goes_on_and_the_rest_is_cancelled(
-    cluster: Cluster, tmp_path: Path, homogeneous: bool
-) -> None:
+def test_next_link_of_a_chain_goes_on_and_the_rest_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     site = _site(40, requeue=False)
-    run, script = _run(tmp_path, site, homogeneous=homogeneous)
+    run, script = _run(tmp_path, site)
     job = slurm.submit(run, script)
-    split = plan(run.config(), site, 3, homogeneous=homogeneous)
+    split = plan(run.config(), site, 3)
 
     def link(after: str) -> str:
         one = Job(name="tba-hello", run=run.path, rank=HELLO, tba=HELLO, after=after, chained=True)
@@ -222,11 +219,9 @@ def test_a_refusal_is_slurms_own_message_and_the_site_key(
 # --- How a job goes on ---
 
 
-@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
-def test_a_preempted_job_stops_by_itself_requeues_and_finishes(
-    cluster: Cluster, tmp_path: Path, homogeneous: bool
-) -> None:
-    run, script = _run(tmp_path, _site(40, partition="low"), homogeneous=homogeneous)
+def test_a_preempted_job_stops_by_itself_requeues_and_finishes(cluster: Cluster, tmp_path: Path) -> None:
+    """In one allocation; a het job is ``test_training.py``'s."""
+    run, script = _run(tmp_path, _site(40, partition="low"), homogeneous=True)
     job = slurm.submit(run, script)
     _working(cluster, run, 1)
     high = cluster.submit(

@@ -194,10 +194,11 @@ def assert_same_training(run: RunDir, other: RunDir) -> None:
 def test_engines_and_learner_make_one_world(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Of MPI, by the script edited by hand: what a rank has of Slurm and MPI, its engine must not inherit."""
     bounded = "exchange.max_staleness=8"  # an engine that waits for the trainer leaves the processor alone
-    config = load_config(QUICKSTART, [f"model.path={model}", bounded, *test_engines.SETTINGS])
+    settings = [*test_engines.SETTINGS, bounded, "train.steps=6"]
+    config = load_config(QUICKSTART, [f"model.path={model}", *settings])
     run = checkout(tmp_path, config)
     finish(cluster, run, sbatch(cluster, tmp_path, CONFIG="mine.yaml"))
-    assert_whole(run, test_engines.STEPS, test_engines.SAMPLES)
+    assert_whole(run, 6, test_engines.SAMPLES)
 
 
 def test_the_script_edited_by_hand_outlives_its_wall_time(cluster: Cluster, tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ from .test_run import trainer_events as events_of
 pytestmark = pytest.mark.system
 
 NAME = "quickstart-seed0"
-STEPS, SAMPLES = 16, 20
+SAMPLES = 20
 SETTINGS = [
-    f"train.steps={STEPS}",
     "checkpoint.every=4",
     "buffer.initial_completions=64",
     f"generator.completions_per_prompt={SAMPLES}",

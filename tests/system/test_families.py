@@ -37,17 +37,17 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Family, and by what its run is unlike the quickstart's."""
-STEPS = 8
+STEPS = 4
 SETTINGS = (
     f"train.steps={STEPS}",
     "model.context_length=192",
     "train.learning_rate.peak=1e-4",
     "generator.completions_per_prompt=20",
     "buffer.initial_completions=160",
-    "evaluate.every=4",
+    "evaluate.every=2",
     "evaluate.validation_prompts=8",
     "evaluate.test_prompts=8",
-    "checkpoint.every=4",
+    "checkpoint.every=2",
     "launch.searchers=1",
     "task.reward=vowels:share",
     "task.options={validation_prompts: 32, judge_truncated: true, correct_from: 0.2}",
