@@ -1,9 +1,16 @@
-"""Checks that a task keeps to ports.Task; a fault is a ConfigError with the class, the value and the rule."""
+"""Checks that a task keeps to ports.Task; a fault is a ConfigError with the class, the value and the rule.
+
+What its code raises is counted, see ``Failures``.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -11,6 +18,11 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Completion, Prompt, Split
+
+log = logging.getLogger(__name__)
+
+TOLD_EVERY = 100
+"""Of failures of one kind one in so many is logged."""
 
 METHODS = ("prompts", "rewards", "correct")
 
@@ -103,3 +115,37 @@ def _numbers(values: object) -> list[float] | None:
         return None if any(isinstance(item, str) for item in items) else [float(item) for item in items]
     except (TypeError, ValueError):
         return None
+
+
+@dataclass
+class Failures:
+    """Of a task's code: logged now and then, and the end of the run at too many in a row.
+
+    task: name of its class. things: what is counted. then: what becomes of one. limit: how many in a row end
+    the run; by default none do.
+    """
+
+    task: str
+    things: str
+    then: str
+    limit: float = math.inf
+    in_a_row: int = 0
+    _seen: Counter[type | None] = field(default_factory=Counter)
+
+    def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
+        """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
+
+        error: what was raised, if anything was; its type is the kind. counts: whether the row grows by one.
+        """
+        kind = type(error) if error else None
+        before = self._seen[kind]
+        self._seen[kind] += 1
+        if before % TOLD_EVERY == 0:
+            note = f"{what}; {self.then} ({before} like it before; one in {TOLD_EVERY} is logged)"
+            log.warning("%s", note, exc_info=error)
+        self.in_a_row += counts
+        if self.in_a_row >= self.limit:
+            raise ConfigError(
+                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: fix "
+                "its code or data, and start from the config again (the run keeps a copy of the code)"
+            )

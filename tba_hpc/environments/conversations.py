@@ -8,12 +8,11 @@ the policy did not sample has the log-probability NaN.
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ import numpy as np
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Generator, Message
+from tba_hpc.core.task_contract import Failures, class_name
 from tba_hpc.core.types import Completion, FinishReason, Group, Prompt, Request, WeightUpdate
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Session
@@ -32,16 +32,11 @@ from tba_hpc.environments.contract import Session
 if TYPE_CHECKING:  # it imports this module
     from tba_hpc.environments.task import Environment
 
-log = logging.getLogger(__name__)
-
 PAUSE_SECONDS = 0.005
 """Longest wait for an environment while the engine has nothing to do."""
 
 MOST_HANGING = 64
 """Calls beyond their deadline, whose threads are still there, at which the run ends."""
-
-TOLD_EVERY = 100
-"""Of faults of one kind one in so many is logged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +106,7 @@ class Conversations:
         self._open = 0
         self._loaded = generator.version
         self._finished: list[Group] = []
-        self._faults: Counter[str] = Counter()
+        self._failures = Failures(class_name(task), "failures", "the completion is set aside")
 
     @property
     def in_flight(self) -> int:
@@ -224,16 +219,8 @@ class Conversations:
         """Set an episode aside whose environment failed."""
         if isinstance(error, ConfigError):
             raise error
-        kind = type(error).__name__
-        if self._faults[kind] % TOLD_EVERY == 0:
-            log.warning(
-                "the environment of %s prompt %d failed in turn %d; the completion is set aside "
-                "(%d like it before; one in %d is logged)",
-                *(episode.whole.request.split, episode.prompt.id, episode.turns, self._faults[kind]),
-                TOLD_EVERY,
-                exc_info=error,
-            )
-        self._faults[kind] += 1
+        prompt = f"{episode.whole.request.split} prompt {episode.prompt.id}"
+        self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
         if not episode.tokens:  # an answer has at least one
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))

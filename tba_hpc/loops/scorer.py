@@ -12,7 +12,7 @@ import os
 import textwrap
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import numpy as np
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, Task
-from tba_hpc.core.task_contract import checked_correct, checked_rewards, class_name
+from tba_hpc.core.task_contract import Failures, checked_correct, checked_rewards, class_name
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
 
@@ -46,9 +46,6 @@ MOST_REJECTED = 10
 LARGEST = float(np.finfo(np.float32).max)
 """Rewards beyond it are set aside as not finite: shards hold float32."""
 
-TOLD_EVERY = 100
-"""Of failures of one kind one in so many is logged."""
-
 ENDS_THE_RUN = (ConfigError, EngineError)
 """What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
 
@@ -59,40 +56,6 @@ class Scored:
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
-
-
-@dataclass
-class Failures:
-    """Of a task's code: logged now and then, and the end of the run at too many in a row.
-
-    task: name of its class. things: what is counted. then: what becomes of one. limit: how many in a row end
-    the run.
-    """
-
-    task: str
-    things: str
-    then: str
-    limit: int
-    in_a_row: int = 0
-    _seen: Counter[type | None] = field(default_factory=Counter)
-
-    def note(self, what: str, error: Exception | None, *, counts: bool = True) -> None:
-        """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
-
-        error: what was raised, if anything was; its type is the kind. counts: whether the row grows by one.
-        """
-        kind = type(error) if error else None
-        before = self._seen[kind]
-        self._seen[kind] += 1
-        if before % TOLD_EVERY == 0:
-            note = f"{what}; {self.then} ({before} like it before; one in {TOLD_EVERY} is logged)"
-            log.warning("%s", note, exc_info=error)
-        self.in_a_row += counts
-        if self.in_a_row >= self.limit:
-            raise ConfigError(
-                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: fix "
-                "its code or data, and start from the config again (the run keeps a copy of the code)"
-            )
 
 
 @dataclass(frozen=True, slots=True)
