@@ -164,14 +164,6 @@ def test_a_good_task_and_one_that_cannot_be_checked_are_not_refused(folder: Path
     assert (done.stdout, done.returncode) == ("", int(name == "Broken"))
 
 
-def test_a_model_for_near_duplicates_must_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    section = {"duplicates": {"name": "embeddings", "model": "nobody/nothing"}}
-    config = parse_config({"model": {"path": str(folder / "m")}, "buffer": section})
-    with pytest.raises(ConfigError, match=r"no model can be found at buffer.duplicates.model=nobody"):
-        check(config)
-
-
 def test_the_quick_tokenizer_agrees_with_transformers(folder: Path) -> None:
     quick, slow = FileTokenizer.find(str(folder / "m")), make_tokenizer()
     assert quick is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from tba_hpc.checks.resources import missing, missing_sentence
-from tba_hpc.config import Config, ConfigError, is_local, parse_config
+from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function
 from tba_hpc.core.ports import Tokenizer, Victim
@@ -32,7 +32,6 @@ def check(config: Config, *, ask_judges: bool = False) -> None:
 
     ask_judges: whether judges must answer already, as where ranks start here at once.
     """
-    _require_model("buffer.duplicates.model", config.buffer.embedding_model)
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
@@ -65,21 +64,6 @@ def _require_folder(path: str) -> None:
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
             "save_pretrained wrote"
         )
-
-
-def _require_model(key: str, name: str | None) -> None:
-    """Raise ConfigError if the hub has no such model, or cannot be reached."""
-    if name is None or is_local(name) or Path(name).is_dir():
-        return
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(name, "config.json")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model can be found at {key}={name}: give a folder, or a hub name cached or reachable "
-            f"({str(error).splitlines()[0]})"
-        ) from None
 
 
 def _serve(*_: object, **__: object) -> Victim:
