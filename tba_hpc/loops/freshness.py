@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -199,6 +198,8 @@ class RolloutBudget:
         self._searchers = config.launch.searchers
         self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
+        self._granted = Counter[int]()
+        self._arrived = Counter[int]()
         self._open: dict[int, int] = {}  # requests granted and not completed: under which weights, ascending
         self._ahead = set[int]()  # completed, and from beyond the end
         self._set_aside = Counter[int]()  # by searcher: as many as were ever ahead at once
@@ -217,7 +218,9 @@ class RolloutBudget:
         """Let the searchers that are there issue so many more, under weights of ``version`` or newer."""
         while requests > 0:
             if self.end not in self._completed:
-                requests -= self.end % self._searchers not in self._silent
+                searcher = self.end % self._searchers
+                self._granted[searcher] += 1
+                requests -= searcher not in self._silent
                 if self.end not in self._ahead:
                     self._open[self.end] = version
             self._ahead.discard(self.end)
@@ -242,19 +245,18 @@ class RolloutBudget:
 
     def arrive(self, request_ids: np.ndarray) -> None:
         """Requests are completed, maybe one from beyond ``end`` for another that was set aside."""
-        self._silent.difference_update((request_ids % self._searchers).tolist())
+        searchers = (request_ids % self._searchers).tolist()
+        self._arrived.update(searchers)
+        self._silent.difference_update(searchers)
         for request_id in request_ids.tolist():
             self._open.pop(request_id, None)
         self._ahead.update(request_ids[request_ids >= self.end].tolist())
-        self._set_aside |= self._by_searcher(self._ahead)
+        self._set_aside |= Counter(request_id % self._searchers for request_id in self._ahead)
 
     def owed(self) -> Counter[int]:
         """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
-        owed = self._by_searcher(self._open) - self._by_searcher(self._ahead)
+        owed = self._granted - self._arrived
         return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._silent})
-
-    def _by_searcher(self, request_ids: Iterable[int]) -> Counter[int]:
-        return Counter(request_id % self._searchers for request_id in request_ids)
 
     def exclude(self, searchers: set[int], why: str) -> None:
         """Expect nothing more of these until they deliver. Raises ExchangeError(``why``) if none is left."""
