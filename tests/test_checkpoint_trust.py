@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 
 import numpy as np
 import pytest
 import tabular_run
-import torch
-from lab.tabular_learner import TabularLearner
+import test_background
 
-from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.audit import audit
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -23,7 +19,6 @@ from tba_hpc.report.status import facts
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
-    Checkpoints,
     StateError,
     TrainerState,
     begin_checkpoint,
@@ -78,79 +73,52 @@ def replace_by_another_version(path: Path, random: np.random.Generator) -> None:
 KINDS = (truncate, flip_a_bit, zero_a_block, delete, replace_by_another_version)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A run with the checkpoints of steps 3 and 6, and the weights of each, by step."""
-
-    run: RunDir
-    weights: dict[int, bytes]
-
-    def damaged(self, copy: Path, name: str, harm: Harm, seed: int) -> RunDir:
-        """A copy of the run, with a file of its newest checkpoint damaged."""
-        run = RunDir(shutil.copytree(self.run.path, copy))
-        folder = latest_checkpoint(run)
-        assert folder is not None
-        harm(folder / name, np.random.default_rng(seed))
-        return run
-
-
-def weights_of(learner: TabularLearner) -> bytes:
-    out = np.empty(learner.layout.nbytes, np.uint8)
-    learner.write_weights(out)
-    return out.tobytes()
-
-
-def arrays(step: int) -> dict[str, dict[str, np.ndarray]]:
-    random = np.random.default_rng(step)
-    return {BUFFER_FILE: {"values": random.random(500)}, PROMPTS_FILE: {"done": np.full(9, step, np.uint8)}}
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with the checkpoints of steps 3 and 6."""
     run = RunDir.create(tabular_run.make_config(tmp_path_factory.mktemp("saved")))
-    learner, weights = TabularLearner(tabular_run.TABLE), {}
     for step in (3, 6):
-        with torch.no_grad():
-            learner._logits += step
-        state = TrainerState(step=step, revision=step, cursors={0: step})
-        files = {name: partial(dict, part) for name, part in arrays(step).items()}
-        Checkpoints(run, 2, write_arrays).save(state, learner, files).result(60)
-        weights[step] = weights_of(learner)
-    return Saved(run, weights)
+        test_background.save(run, step)
+    return run
+
+
+def damaged(saved: RunDir, copy: Path, name: str, harm: Harm, seed: int) -> RunDir:
+    """A copy of the run, with a file of its newest checkpoint damaged."""
+    run = RunDir(shutil.copytree(saved.path, copy))
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    harm(folder / name, np.random.default_rng(seed))
+    return run
 
 
 def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_random_damages_are_met_and_the_checkpoint_before_is_used(saved: Saved, tmp_path: Path) -> None:
-    newest = latest_checkpoint(saved.run)
+def test_random_damages_are_met_and_the_checkpoint_before_is_used(saved: RunDir, tmp_path: Path) -> None:
+    newest = latest_checkpoint(saved)
     assert newest is not None
     files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
     assert {"COMPLETE", "state.json", BUFFER_FILE, PROMPTS_FILE} < set(files)
-    learner = TabularLearner(tabular_run.TABLE)
     for case in range(60):
         harm, name = KINDS[case % len(KINDS)], files[case // len(KINDS) % len(files)]
-        run = saved.damaged(tmp_path / str(case), name, harm, case)
+        run = damaged(saved, tmp_path / str(case), name, harm, case)
         verify_checkpoints(run)
         folder = latest_checkpoint(run)
         assert folder is not None and names(run) == ["damaged-step-000006-1", "step-000003"], (harm, name)
         (event,) = read_metrics(run.metrics_file("trainer"))
         assert (event["event"], event["step"], event["checkpoint"]) == ("damaged", 6, "step-000006")
         assert name in str(event["fault"]), (harm, name, event)
-
-        learner.load(folder)
-        assert weights_of(learner) == saved.weights[3] and read_state(folder).cursors == {0: 3}
-        for file, expected in arrays(3).items():
-            np.testing.assert_equal(read_arrays(folder / file), expected)
+        test_background.check_whole(run, 3)
+        assert read_state(folder).cursors == {0: 3}
         shutil.rmtree(run.path)
 
 
 # --- None left, one that was never finished ---
 
 
-def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Saved, tmp_path: Path) -> None:
-    run = saved.damaged(tmp_path / "run", "state.json", truncate, 1)
+def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: RunDir, tmp_path: Path) -> None:
+    run = damaged(saved, tmp_path / "run", "state.json", truncate, 1)
     flip_a_bit(run.checkpoints / "step-000003" / BUFFER_FILE, np.random.default_rng(0))
     for _ in range(2):  # the second start meets the same
         with pytest.raises(

@@ -18,7 +18,6 @@ from tba_hpc.core.types import Resource
 from tests.hub import hub
 
 WEIGHTS = b"weights"
-INDEX = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
 PROBLEMS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(9)]
 ROWS = "\n".join(map(json.dumps, PROBLEMS)).encode()
 CARD = b"""---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +50,13 @@ def by_searcher(model: Path, batch: TrajectoryBatch) -> np.ndarray:
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    ("ranks", "stage", "budget", "reference"),
-    [(1, 2, None, "frozen"), (2, 1, None, "frozen"), (2, 3, 48, "frozen"), (2, 3, 48, "reset")],
+    ("ranks", "stage", "budget", "reference", "lora"),
+    [
+        (1, 2, None, "frozen", None),
+        (2, 1, None, "frozen", None),
+        *product([2], [3], [48], ["frozen", "reset"], [None, {"rank": 4, "alpha": 8}]),
+    ],
 )
 def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(
     tmp_path: Path, ranks: int, stage: int, budget: int | None, reference: str, lora: dict | None

@@ -30,7 +30,6 @@ from tba_hpc.run.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
 HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
-BLANK = "#!/bin/bash\n#SBATCH --output=/dev/null\n"
 SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
