@@ -377,8 +377,10 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     _says(kind("ext4", shared=True), "warning", "ext4, which other nodes do not see")
     _says(kind("ext4", shared=False), "ok")
     _says(kind("tmpfs", shared=False), "warning", "gone after a reboot")
-    _says([machine.judge_space(10**12)], "ok", "1000.0 GB free")
-    _says([machine.judge_space(10**9)], "warning", "1.0 GB free")
+    _says([machine.judge_space(10**12, 10**6)], "ok", "1,000,000 files more")
+    _says([machine.judge_space(10**12, None)], "ok", "1000.0 GB free")
+    _says([machine.judge_space(10**9, 10**6)], "warning", "1.0 GB free")
+    _says([machine.judge_space(10**12, 99)], "warning", "99 files more")
     findings = {
         finding.name: finding for finding in machine.check_folder(Facts(root=tmp_path / "not/made/yet"))
     }

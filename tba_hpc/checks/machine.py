@@ -47,7 +47,7 @@ SWAPS = 30
 """How often a file is replaced under a reader."""
 
 GIB = 1 << 30
-LITTLE_DISK, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, GIB, 4 * GIB
+LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
 """Below this a run may end in the middle: checkpoints, shards, two copies of the weights, three processes."""
 
 
@@ -159,7 +159,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         return
     yield judge_kind(root, kind, shared=facts.shared)
     space = os.statvfs(parent)
-    yield judge_space(space.f_bavail * space.f_frsize)
+    yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
 
 
 def _links(path: Path) -> bool:
@@ -240,9 +240,12 @@ def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
     return ok(FILE_SYSTEM, kind)
 
 
-def judge_space(free: int) -> Finding:
-    """Whether there is room for checkpoints and shards."""
-    found = f"{free / 1e9:.1f} GB free"
+def judge_space(free: int, inodes: int | None) -> Finding:
+    """Whether there is room for checkpoints and shards. inodes: None if they are not counted."""
+    found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} files more")
+    if inodes is not None and inodes < LITTLE_INODES:
+        remedy = "delete files or raise the quota: a run seals a shard every few seconds"
+        return warning("disk space", found, remedy)
     if free < LITTLE_DISK:
         return warning("disk space", found, "make room or choose another --run-root: checkpoints are large")
     return ok("disk space", found)
