@@ -334,7 +334,7 @@ def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training
     assert {path.name for path in run.checkpoints.iterdir()} == {folder.name for folder in found}
     record = next(r for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "postponed")
     assert str(record["fault"]).endswith("buffer.h5 (7 bytes): No space left on device")
-    assert "No space left on device: training goes on, and the next checkpoint is tried" in caplog.text
+    assert "No space left on device: training continues, and the next checkpoint is tried" in caplog.text
 
 
 @pytest.mark.parametrize(("steps", "comes"), [(40, True), (7, True), (7, False)])

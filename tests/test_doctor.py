@@ -451,7 +451,7 @@ def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> 
     [
         ("node2 does not see /runs/x: put it on a file system …", "", "one MPI world", "node2 does not see"),
         (
-            "these nodes will not do: they are not in Slurm's own order, component 0 first: n2 n1",
+            "these nodes are unusable: they are not in Slurm's own order, component 0 first: n2 n1",
             "",
             "one MPI world",
             "not in Slurm's own order",

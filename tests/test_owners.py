@@ -111,7 +111,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(run: RunDir, name: 
     sentence = said(hold(run, name))
     place = str(run.path) if name == LAUNCH else f"{name} of {run.path}"
     assert sentence.startswith(
-        f"{place} is at work already: process {first.pid} on {os.uname().nodename}, since 20"
+        f"{place} is already in use: process {first.pid} on {os.uname().nodename}, since 20"
     )
     assert f"kill -USR1 {first.pid}" in sentence
     assert [path.read_bytes() for path in run.owners.iterdir()] == [before]

@@ -183,7 +183,7 @@ def test_a_run_of_an_earlier_version_is_refused_and_nothing_is_touched(tmp_path:
     for refused in (lambda: RunDir.create(config), lambda: RunDir.open(run.path)):
         with pytest.raises(ConfigError) as caught:
             refused()
-        assert f"run of format 1, and this version of tba-hpc reads format {FORMAT}: go on" in str(
+        assert f"run of format 1, and this version of tba-hpc reads format {FORMAT}: resume it" in str(
             caught.value
         )
     assert times_and_modes(run.path) == before
@@ -251,7 +251,7 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     assert not changes.is_done(run, longer) and run.finished  # looking changes nothing
 
     assert changes.consequences(run, longer) == (
-        "going on with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
+        "resuming with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
         "here on, no more for 80: at step 80 it is 0.1 instead of 0"
     )
     monitor = RunMonitor(run)
@@ -268,7 +268,7 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     now = run_state(monitor)
     assert (now.state, now.words) == (
         "stopped",
-        "stopped at step 80, its config changed, to go on to step 100",
+        "stopped at step 80, its config changed: it will continue to step 100",
     )
     assert monitor.config == longer
 
@@ -291,7 +291,7 @@ def test_every_config_that_was_changed_is_kept(run: RunDir) -> None:
     assert [load_config(path).checkpoint.every for path in kept] == [100, 1, 2]
     told = changes.consequences(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
     assert told == (
-        "going on with checkpoint.every=100 (was 3), evaluate.every=50 (was 7), "
+        "resuming with checkpoint.every=100 (was 3), evaluate.every=50 (was 7), "
         "evaluate.test_prompts=9 (was null); scores from here on are of other prompts than before "
         "(evaluate.test_prompts)"
     )

@@ -493,7 +493,7 @@ nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
         ),
         ("echo RUNNING", "nth b 3 || { echo 'Unable to contact slurm controller'; false; }", "back …\n0\n"),
         ("echo RUNNING", "echo 'Job violates policy'; false", "back …\nSlurm refused to requeue: …\n1\n"),
-        ("ANSWER_SECONDS=0; :", "exit 9", "Slurm does not answer: submit the same run again to go on\n1\n"),
+        ("ANSWER_SECONDS=0; :", "exit 9", "Slurm does not answer: submit the same run again to resume\n1\n"),
     ],
 )
 def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
@@ -594,7 +594,7 @@ def test_a_second_job_is_refused_before_anything_is_asked_inside_a_container(
     program = f"source {SUPERVISOR}; {LIFE}\n{squeue}; say() {{ echo $*; }}; (run_to_the_end); echo $?"
     said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7")
     assert said.splitlines()[-1] == str(code) and (tmp_path / "turns").exists() == (code == 1)
-    assert (f"{tmp_path} is at work already: Slurm job {owner};" in said) == (code == 2)
+    assert (f"{tmp_path} is already in use: Slurm job {owner};" in said) == (code == 2)
 
 
 # --- Elastic searchers ---

@@ -52,10 +52,10 @@ def events(run: RunDir) -> list[str]:
 
 
 def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
-    said = f"nobody is at work on {run.path}; to go on with it: tba run {run.path}"
+    said = f"nobody is at work on {run.path}; to resume it: tba run {run.path}"
     assert stop.stop(run) == stop.cancel(run) == said
     happen(run, time.time(), "submitted", job="7", command="tba submit --config it --nodes 3")
-    assert stop.stop(run).endswith("to go on with it: tba submit --config it --nodes 3")
+    assert stop.stop(run).endswith("to resume it: tba submit --config it --nodes 3")
     run.mark_finished()
     assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished"
     assert not list(run.owners.glob("*")), "a question leaves nothing behind"
@@ -65,7 +65,7 @@ def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Lau
     launched.append(up(run, "wait"))
     pid = launched[0].process.pid
     said = stop.stop(run)
-    assert said.startswith(f"process {pid} on ") and said.endswith(f"to go on then: tba run {run.path}")
+    assert said.startswith(f"process {pid} on ") and said.endswith(f"to resume then: tba run {run.path}")
     stop.await_end(run, seconds=30)
     assert launched[0].process.wait(5) == 0
     assert events(run) == ["start", "signal", "stopped"]

@@ -110,7 +110,7 @@ def test_a_job_does_not_begin_beside_another_owner(run: RunDir, monkeypatch: pyt
     with owned(run):
         monkeypatch.setenv("SLURM_JOB_ID", "8")
         done = _command(run, "begin", "hosts=n1")
-    assert done.returncode == 2 and "is at work already" in done.stderr and _events(run) == []
+    assert done.returncode == 2 and "is already in use" in done.stderr and _events(run) == []
 
 
 def test_nothing_is_left_to_do_for_a_finished_or_stopped_run(run: RunDir) -> None:

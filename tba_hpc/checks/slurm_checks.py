@@ -84,7 +84,7 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
     if facts.slurm is None:
         return
     if not facts.site.requeue:
-        yield ok("requeue", "not used (requeue: false): submit again to go on after a stop")
+        yield ok("requeue", "not used (requeue: false): submit again to resume after a stop")
     elif facts.slurm.settings.get("JobRequeue") == "0":
         yield warning(
             "requeue",

@@ -57,7 +57,7 @@ ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
 """The sentence of a rank that was started without the others, and the plugin it asks for."""
 
 TROUBLE = re.compile(
-    r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes will not do: .*"
+    r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes are unusable: .*"
     r"|PMIX ERROR.*|An error .*MPI_Init.*"
 )
 """What in the log of a job says what went wrong."""

@@ -100,7 +100,7 @@ def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     run = RunDir.open(path.resolve())  # a link to it may have any name
     name = run.config().run_dir.name
     if run.path.name != name:
-        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to go on with it")
+        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to resume it")
     return run.config_file, [*overrides, f"run.root={json.dumps(str(run.path.parent))}"]
 
 

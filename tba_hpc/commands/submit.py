@@ -1,6 +1,6 @@
 """Submits runs to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
 
-Submitting again with the same config goes on where the run stopped. Needs no torch: made for a login node.
+Submitting again with the same config resumes where the run stopped. Needs no torch: made for a login node.
 """
 
 from __future__ import annotations

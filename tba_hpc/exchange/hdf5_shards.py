@@ -317,7 +317,7 @@ class ShardWriter:
         except FileExistsError:
             raise ExchangeError(
                 f"{path} is sealed already, by a process that was searcher {self._searcher} before and was "
-                "frozen meanwhile: start this searcher again, which goes on behind that shard"
+                "frozen meanwhile: start this searcher again, which continues after that shard"
             ) from None
         self._index += 1
         self._open = []
@@ -463,7 +463,7 @@ class PendingShards:
         return shard
 
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
-        """Whether something has been missed for so long that the run goes on without it.
+        """Whether something has been missed for so long that the run continues without it.
 
         has_waited: it does not exist, and one before it was waited for just now.
         """
@@ -475,7 +475,7 @@ class PendingShards:
         del self._missed[path]
         self._given_up.add(path)
         log.warning(
-            "%s could not be read for %g s (%s), and others follow it: the run goes on without it",
+            "%s could not be read for %g s (%s), and others follow it: the run continues without it",
             *(path, self._timeout, error.strerror),
         )
         return True

@@ -247,7 +247,7 @@ job_end() {          # export when the time of this allocation is over, in unix 
 refuse_end() {       # leave if Slurm ends this job already: one that was cancelled would run again if it queued itself
     local end=$((SECONDS + ANSWER_SECONDS)) state
     until state=`state`; [ -n "$state" ]; do
-        [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to go on"; exit 1; }
+        [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to resume"; exit 1; }
         sleep $ANSWER_PAUSE
     done
     [ "$state" = RUNNING ] && return
@@ -261,7 +261,7 @@ queue_again() {      # put this job back into the queue, and leave
     trap '' TERM     # Slurm ends this shell now; only then can the job start again
     until said=`scontrol requeue "$ME" 2>&1`; do
         if [ $SECONDS -ge $end ] || [[ ! ${said,,} =~ contact|timed\ out|connect|communicat ]]; then
-            say "Slurm refused to requeue: submit the same run again to go on ($said)"
+            say "Slurm refused to requeue: submit the same run again to resume ($said)"
             exit 1
         fi
         sleep $ANSWER_PAUSE
@@ -361,7 +361,7 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
     [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] || return 0
     case `squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1` in
         "RUNNING $RUN" | "SUSPENDED $RUN" | "STOPPED $RUN")
-            say "$RUN is at work already: Slurm job $owner; let it finish, or end it first: scancel $owner"
+            say "$RUN is already in use: Slurm job $owner; let it finish, or end it first: scancel $owner"
             exit 2 ;;
     esac
 }

@@ -149,7 +149,7 @@ class Site(Section):
     """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where it must be
     set (else write ``${NAME:-}``). VLLM_CACHE_ROOT and the like move compile caches out of /tmp."""
     relaunches: int = Field(3, ge=0)
-    """Consecutive failed starts without a sealed shard after which the job gives up."""
+    """Restarts in a row without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
     """Overrides for trainer nodes; with one allocation, for all."""
     searcher: ComponentSite = ComponentSite()

@@ -103,7 +103,7 @@ def _title(job: Job, plan: Plan) -> str:
     lines = textwrap.wrap(subject, 110, initial_indent="# ", subsequent_indent="# ")
     return (
         "\n".join(["#!/bin/bash", *lines, ""])
-        + "# Submitted again, it goes on where the run stopped. How it survives: job_supervisor.sh, below.\n"
+        + "# Submitted again, it resumes where the run stopped. How it survives: job_supervisor.sh, below.\n"
     )
 
 

@@ -46,7 +46,7 @@ def stop(run: RunDir) -> str:
         case owner:
             _refuse_stranger(run, owner)
             _signal(owner, signal.SIGUSR1)
-            return f"{owner} is asked to checkpoint and end; to go on then: {_again(run)}"
+            return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}"
 
 
 def cancel(run: RunDir) -> str:
@@ -61,7 +61,7 @@ def cancel(run: RunDir) -> str:
             _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
-    return f"{said}; nothing sealed is lost, and it goes on from its last checkpoint: {_again(run)}"
+    return f"{said}; nothing sealed is lost, and it resumes from its last checkpoint: {_again(run)}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:
@@ -100,7 +100,7 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
 
 
 def _nobody(run: RunDir) -> str:
-    done = "it is finished" if run.finished else f"to go on with it: {_again(run)}"
+    done = "it is finished" if run.finished else f"to resume it: {_again(run)}"
     return f"nobody is at work on {run.path}; {done}"
 
 
@@ -110,11 +110,11 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
     jobs = _of_chain(run, job)
     if job.waiting:
         ask("scancel", "--state=PENDING", *jobs)
-        return f"job {job.number} was waiting in the queue, and is cancelled; to go on: {_again(run)}"
+        return f"job {job.number} was waiting in the queue, and is cancelled; to resume: {_again(run)}"
     if jobs[1:]:
         ask("scancel", *jobs[1:])
     ask("scancel", "--batch", "--signal=USR1", job.number)
-    return f"job {job.number} is asked to checkpoint and end, not to requeue; to go on then: {_again(run)}"
+    return f"job {job.number} is asked to checkpoint and end, not to requeue; to resume then: {_again(run)}"
 
 
 def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:

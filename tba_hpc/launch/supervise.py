@@ -183,7 +183,7 @@ def start(turn: Turn) -> str:
 
 def _unfit(why: str) -> str:
     """These nodes will not do."""
-    say(f"these nodes will not do: {why}")
+    say(f"these nodes are unusable: {why}")
     return "queue"
 
 
@@ -318,7 +318,7 @@ def _for_good(turn: Turn) -> bool:
     if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
         return False
     note.unlink()
-    say("stopped for good, as asked: submit the same run again to go on")
+    say("stopped for good, as asked: submit the same run again to resume")
     return True
 
 

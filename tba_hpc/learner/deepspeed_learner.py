@@ -520,7 +520,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
             raise
         raise (DiskFullError if is_for_room(error) else StateError)(
             f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
-            "the same run again: it goes on from the checkpoint before"
+            "the same run again: it resumes from the checkpoint before"
         ) from error
 
 

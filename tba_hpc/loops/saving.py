@@ -83,7 +83,7 @@ class Saving:
         except DiskFullError as error:
             self._no_room = error
             fault = str(error).partition(";")[0]
-            log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
+            log.warning("%s: training continues, and the next checkpoint is tried in its turn", fault)
             self.metrics.log({**self._event, "event": "postponed", "fault": fault})
         else:
             self.metrics.log(self._event)

@@ -253,9 +253,11 @@ def _ended(monitor: RunMonitor) -> RunState | None:
             return RunState("stopped", f"stopped at step {step}")
         case "changed":
             end = monitor.config.train.steps
-            return RunState("stopped", f"stopped at step {step}, its config changed, to go on to step {end}")
+            return RunState(
+                "stopped", f"stopped at step {step}, its config changed: it will continue to step {end}"
+            )
         case "aborted":
-            words = f"killed on request at step {step}; it goes on from the last checkpoint"
+            words = f"killed on request at step {step}; it resumes from the last checkpoint"
             return RunState("aborted", words)
         case "failed":
             count = failures_in_a_row(monitor.attempts)

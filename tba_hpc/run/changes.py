@@ -43,7 +43,7 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
     if run.config_file.exists() and config.train.steps < (step := reached(run)):
         raise ConfigError(
             f"train.steps={config.train.steps} lies behind step {step}, which {run.path} has reached: give "
-            f"at least {step} to go on with it, or choose another run.name to start afresh"
+            f"at least {step} to resume it, or choose another run.name to start afresh"
         )
 
 
@@ -68,7 +68,7 @@ def consequences(run: RunDir, config: Config) -> str:
     )
     rescored = [key for key in ("evaluate.test_prompts", "evaluate.validation_prompts") if key in changed]
     scores = f"; scores from here on are of other prompts than before ({', '.join(rescored)})"
-    return f"going on with {keys}{_of_the_rate(run, config)}{scores if rescored else ''}"
+    return f"resuming with {keys}{_of_the_rate(run, config)}{scores if rescored else ''}"
 
 
 def _of_the_rate(run: RunDir, config: Config) -> str:

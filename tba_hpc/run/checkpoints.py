@@ -186,7 +186,7 @@ def _or_nothing(run: RunDir) -> Iterator[None]:
             raise
         raise DiskFullError(
             f"cannot write a checkpoint to {run.checkpoints} ({error.strerror}); free space or raise the "
-            "quota, then start the same run again: it goes on from the checkpoint before"
+            "quota, then start the same run again: it resumes from the checkpoint before"
         ) from error
 
 
@@ -239,7 +239,9 @@ def latest_checkpoint(run: RunDir) -> Path | None:
 def read_state(folder: Path) -> TrainerState:
     """State of a complete checkpoint. Raises StateError if it is damaged."""
     if fault := damage(folder, STATE_FILE):
-        raise StateError(f"{folder} is damaged ({fault}): start the same run again to go on from another one")
+        raise StateError(
+            f"{folder} is damaged ({fault}): start the same run again to resume from another one"
+        )
     return TrainerState.from_json((folder / STATE_FILE).read_text())
 
 

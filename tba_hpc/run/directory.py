@@ -203,7 +203,7 @@ class RunDir:
         if found != str(FORMAT):
             raise ConfigError(
                 f"{self.path} holds a run of format {found}, and this version of tba-hpc reads format "
-                f"{FORMAT}: go on with the version that wrote it, or choose another run.name"
+                f"{FORMAT}: resume it with the version that wrote it, or choose another run.name"
             )
 
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:

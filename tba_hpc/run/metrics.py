@@ -128,7 +128,7 @@ class MetricsWriter:
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
-            "which goes on from its last checkpoint",
+            "which resumes from its last checkpoint",
         )
 
     def close(self) -> None:

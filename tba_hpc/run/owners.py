@@ -317,13 +317,13 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     what = str(run.path) if claim.name == LAUNCH else f"{claim.name} of {run.path}"
     if owner == UNKNOWN:
         return (
-            f"{what} may be at work already: {claim.file} is damaged and does not tell by whom; if nobody "
+            f"{what} may be in use: {claim.file} is damaged and does not tell by whom; if nobody "
             f"is, try again in {SILENT_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
     unseen = owner.machine != _machine() and not owner.job
     dead = f"; if it is dead, try again in {SILENT_SECONDS:.0f} s" if unseen else ""
-    return f"{what} is at work already: {owner}; let it finish, or end it first: {stop}{dead}"
+    return f"{what} is already in use: {owner}; let it finish, or end it first: {stop}{dead}"
 
 
 # --- Whether an owner is gone ---

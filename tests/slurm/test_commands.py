@@ -75,14 +75,14 @@ def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
     job = slurm.submit(run, script)
     log_event(run, "submitted", job=job, restarts=0, command="tba submit --config it")
     _working(cluster, run, 1)
-    said = f"job {job} is asked to checkpoint and end, not to requeue; to go on then: "
+    said = f"job {job} is asked to checkpoint and end, not to requeue; to resume then: "
     assert stop.stop(run) == f"{said}tba submit --config it"
     stop.await_end(run, seconds=60)
     assert cluster.wait(int(job)) == "COMPLETED", _log(run)
     assert "stopped for good, as asked" in _log(run) and "back to the queue" not in _log(run)
     assert not json.loads(run.summary.read_text())["finished"], "the ranks have ended by themselves"
     assert _events(run) == ["submitted", "allocated", "signal", "stopped"]
-    assert stop.stop(run) == f"nobody is at work on {run.path}; to go on with it: tba submit --config it"
+    assert stop.stop(run) == f"nobody is at work on {run.path}; to resume it: tba submit --config it"
     # Another job of the run is not concerned.
     _finished(cluster, run, slurm.submit(run, _run(tmp_path, _site(3))[1]))
 
@@ -93,7 +93,7 @@ def test_a_waiting_job_is_stopped_at_once_and_never_trains(cluster: Cluster, tmp
     job = slurm.submit(run, held)
     with pytest.raises(LaunchError, match=rf"job {job} \(pending\) is at work on .* tba cancel"):
         stop.await_end(run, seconds=0)
-    assert stop.stop(run).startswith(f"job {job} was waiting in the queue, and is cancelled; to go on: ")
+    assert stop.stop(run).startswith(f"job {job} was waiting in the queue, and is cancelled; to resume: ")
     assert cluster.wait(int(job)) == "CANCELLED"
     # One that gets its nodes in the very moment reads that it is not wanted.
     job = slurm.submit(run, held)

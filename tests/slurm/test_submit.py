@@ -186,7 +186,7 @@ def test_a_run_has_one_job_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     assert [row["nodes"] for row in shown] == ["node1", "node[2-3]"]
     intruder = cluster.submit(script)
     assert cluster.wait(intruder) == "FAILED"
-    assert f"{run.path} is at work already: Slurm job {job}" in _log(run) and len(_starts(run)) == 1
+    assert f"{run.path} is already in use: Slurm job {job}" in _log(run) and len(_starts(run)) == 1
     cluster.run("scancel", job)
     assert slurm_queue.await_job(run) == "CANCELLED"
     cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)

@@ -208,7 +208,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     go_on = ["run", run.path.name, "--set", "train.steps=50", "--set", "checkpoint.every=3"]
     code, out, err = finish(tba(*go_on, "--dry-run", folder=tmp_path))
     sentence = (
-        "going on with train.steps=50 (was 40), checkpoint.every=3 (was 4); the learning rate (linear) is "
+        "resuming with train.steps=50 (was 40), checkpoint.every=3 (was 4); the learning rate (linear) is "
         "laid out for 50 steps from here on, no more for 40: at step 40 it is "
     )
     assert code == 0 and f"# {sentence}" in out and run.finished, out + err
@@ -241,7 +241,7 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
 
     code, out, err = finish(start(tmp_path, *settings, "launch.searchers=2"))
     assert code == 2, out + err
-    assert f"{run.path} is at work already: process {process.pid} on {os.uname().nodename}, since 20" in err
+    assert f"{run.path} is already in use: process {process.pid} on {os.uname().nodename}, since 20" in err
     for index, sentence in (("0", "searcher-0000 of"), ("5", "--index 5 is no searcher of this run")):
         code, _, err = finish(tba("search", run.path, "--index", index))
         assert code == 2 and sentence in err, err
