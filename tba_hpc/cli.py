@@ -127,7 +127,10 @@ def run(
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
             if code := local.launch(run_dir, resolved, console=Terminal(stderr=as_json)):
                 raise typer.Exit(code)
-    _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
+    steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
+    if not run_dir.finished:
+        again = shlex.join(["tba", "run", str(run_dir.path)])
+        typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -623,8 +626,8 @@ def _open(path: Path) -> RunDir:
     return RunDir.open(path)
 
 
-def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
-    """Write the summary, and the report if it is missing or ``anew``; print the summary."""
+def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
+    """Write the summary, and the report if it is missing or ``anew``; print it. Returns the steps done."""
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
     if anew or not run_dir.report.exists():
@@ -635,6 +638,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
         summary = summarise(run_dir)
         write_summary(run_dir, summary)
     print_summary(run_dir, summary, as_json=as_json)
+    return summary.steps
 
 
 def main(command: Callable[[], None] = app, name: str = "tba") -> None:

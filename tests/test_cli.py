@@ -87,14 +87,19 @@ def test_version() -> None:
 # --- Submit, without Slurm ---
 
 
-def test_submit_needs_no_more_than_nodes_and_says_what_it_takes() -> None:
+def test_submit_needs_no_more_than_nodes_and_says_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     done = tba("submit", "--nodes", 8, "--dry-run")
     config, site = REPOSITORY / "configs/math_gsm8k.yaml", REPOSITORY / "slurm/sites/generic.yaml"
-    assert done.stderr == (
-        f"no --config given, so this one: {config}\nno --site given, so this one: {site}\n"
-    )
+    chosen = f"no --config given, so this one: {config}\nno --site given, so this one: {site}\n"
     named = tba("submit", "--nodes", 8, "--dry-run", "--config", config, "--site", site)
-    assert named.stderr == "" and named.stdout == done.stdout
+    assert done.stderr == chosen + named.stderr and named.stdout == done.stdout
+    assert tba("submit", "--nodes", 8, "--print", "--run-root", tmp_path).returncode == 0
+    (run,) = (path for path in tmp_path.iterdir() if (path / "config.yaml").exists())
+    assert f"submit --config {run} --site" in tba("status", run, "--once").stdout
+    assert f"type 'tba fetch {config} --site {site}'" in named.stderr and named.stderr.count("\n") == 1
     assert "#SBATCH --job-name=tba-math-gsm8k\n" in done.stdout
 
 

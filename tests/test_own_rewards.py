@@ -40,6 +40,7 @@ def odd(completion, answr): return 0
 def other(text): return 0
 def texts(completion): return "1"
 def few(completions): return [1.0]
+def last(completion): return float(completion[-1])
 """
 BROKEN = {
     "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
@@ -358,16 +359,24 @@ def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) 
         thread.join()
 
 
+def test_a_function_that_gives_no_number_is_named_before_the_start(own: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is no number: give"
+    ):
+        make(own, "own_rewards:texts").try_rewards()
+    make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
+
+
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
     with serving(lambda n, body: ({2: 401, 3: 422}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
-        task.require_judges()
+        task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
         with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
-            task.require_judges()
-        task.require_judges()  # it is there, and takes no empty completion
+            task.try_rewards()
+        task.try_rewards()  # it is there, and takes no empty completion
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
-        task.require_judges()  # it has gone
+        task.try_rewards()  # it has gone
 
 
 def test_a_judge_is_asked_so_many_at_once(own: Path) -> None:

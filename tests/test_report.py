@@ -218,10 +218,7 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
         ("attempt-002", "job 7, restarts: 1", "1:50", "4 → 10", "finished", "good", 97),
     ]
     text = written(run)
-    assert (
-        "2 × engine rebuilt · 1 × killed, or its node lost · 1 × node unreachable · 1 × back to the queue"
-        in text
-    )
+    assert "2 × engine rebuilt · 1 × attempt killed · 1 × node unreachable · 1 × back to the queue" in text
 
 
 def test_the_page_begins_with_the_alerts(run: RunDir) -> None:

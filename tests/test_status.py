@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.owners import Owner, owned
 
 
 @pytest.fixture
@@ -207,7 +209,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert (monitor.step, monitor.eta) == (3, pytest.approx(70.0))
     line = plain_line(monitor)
-    assert "] training · step 3/10 · test 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
+    assert "] training · step 3/10 · test before 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
     write(trainer, [{"time": now, "event": "waiting", "step": 3}])
     monitor.update()
@@ -221,6 +223,36 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     run.mark_finished()
     assert run_state(monitor).words.startswith("finished at step 10")
     assert "test 41.0 % → 90.0 %" in plain_line(monitor)
+
+
+def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
+    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    write(run.metrics_file("trainer"), [step(3, time.time())])
+    with owned(run):
+        assert run_state(look(run)).state == "training"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (claim,) = run.owners.iterdir()
+    claim.write_text(Owner.this(gone.pid).to_json())
+    found = run_state(look(run))
+    assert (found.state, found.over, found.command) == ("gone", True, f"tba run {run.path}")
+    assert found.words == "killed at step 3, or its machine was lost; it resumes from the last checkpoint"
+    assert run_state(look(run, queue("RUNNING"))).state != "gone", "it has a job now"
+
+
+def test_a_run_that_was_made_for_sbatch_is_not_to_train_here(run: RunDir) -> None:
+    happen(run, time.time(), "submitted", command="tba submit --config it")
+    found = run_state(look(run))
+    assert (found.state, found.command) == ("created", "tba submit --config it")
+
+
+def test_the_wait_after_a_start_is_told_from_one_amid_steps(run: RunDir) -> None:
+    resumed_run(run)
+    write(
+        run.metrics_file("trainer"),
+        [{"time": 5000.0 + i, "event": kind, "step": 10} for i, kind in enumerate(("resumed", "waiting"))],
+    )
+    assert run_state(look(run)).words.startswith("training waits for completions: the first since the start")
 
 
 def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(run: RunDir) -> None:

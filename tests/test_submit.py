@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.commands.order import Order
-from tba_hpc.commands.submit import _again, _left_out, _short_time
+from tba_hpc.commands.order import Order, again
+from tba_hpc.commands.submit import _left_out, _short_time
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
@@ -28,7 +28,7 @@ def test_what_submits_a_run_again_is_what_was_typed(
     monkeypatch.setattr(sys, "argv", [program])
     order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
     options = f"--config '{tmp_path}/a run' --site {GENERIC} --nodes 3 --trainer-nodes 1 --time 10"
-    assert _again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
+    assert again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
 
 
 def test_a_chain_that_slurm_cuts_short_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 
 
-def check(config: Config, *, ask_judges: bool = False) -> None:
+def check(config: Config, *, try_rewards: bool = False) -> None:
     """Load the task and look at all its prompts. Raises ConfigError.
 
-    ask_judges: whether judges must answer already, as where ranks start here at once.
+    try_rewards: whether to ask judges and functions once, as where ranks start here at once.
     """
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
@@ -45,8 +45,8 @@ def check(config: Config, *, ask_judges: bool = False) -> None:
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
-    if ask_judges and isinstance(task, Jsonl):
-        task.require_judges()
+    if try_rewards and isinstance(task, Jsonl):
+        task.try_rewards()
 
 
 def _require_fetched(config: Config, remedy: str) -> None:
@@ -78,7 +78,7 @@ if __name__ == "__main__":
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:
             _require_fetched(asked, sys.argv[1])
-        check(asked, ask_judges=not sys.argv[1:])
+        check(asked, try_rewards=not sys.argv[1:])
     except ConfigError as error:
         print(" ".join(str(error).split()))
         sys.exit(Exit.REFUSED)

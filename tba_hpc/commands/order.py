@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tba_hpc.checks.facts import Facts, job_environment, judge
+from tba_hpc.checks.lists import CONFIG
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import LaunchError, slurm_queue, snapshot
@@ -19,6 +22,7 @@ from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 MOST_SEEDS = 500
@@ -50,6 +54,12 @@ class Order:
     options: Sequence[str] = ()
     chain: int = 1
     here: str = ""
+
+    @property
+    def fetched_by(self) -> str:
+        """The command that downloads what the ranks need."""
+        settings = [word for setting in self.overrides for word in ("--set", setting)]
+        return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
     @property
     def beside(self) -> Path:
@@ -159,11 +169,16 @@ def script(order: Order, *, make: bool = False) -> str:
     """
     site = order.load_site()
     config, split = order.resolve(site)
+    facts = Facts(site=site, config=config, environment=job_environment(site), fetched_by=order.fetched_by)
+    for finding in judge(CONFIG, facts):
+        print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
         split = choose_sides(split, site)
     except LaunchError as error:
         if make:
-            print(f"{error}; so the script does not say which nodes each component leaves", file=sys.stderr)
+            print(
+                f"{error}; so the script does not say which nodes each component leaves out", file=sys.stderr
+            )
     after, code = last_job(order.after) if order.after else None, None
     if make:
         refuse_owned(RunDir.check(config))
@@ -171,6 +186,8 @@ def script(order: Order, *, make: bool = False) -> str:
         modules.keep(run, config, order.beside)
         (run.path / "slurm").mkdir(exist_ok=True)
         code = snapshot.take(run.path, order.here)
+        if not order.here:
+            log_event(run, "submitted", job="", restarts=0, command=again(order, run))
     return script_of(config, split, site, after=after, code=code)
 
 
@@ -204,6 +221,26 @@ def script_of(
     name = f"tba-{config.run.name}"
     job = job_of(name, run, site, code, after=after, chained=chained, mpi=config.one_world)
     return batch_script(job, split, site)
+
+
+def again(order: Order, run: RunDir) -> str:
+    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
+    site = shipped.find(order.site, "sites").absolute()
+    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
+    words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
+    words += ["--time", order.time] if order.time else []
+    words += ["--homogeneous"] if order.homogeneous else []
+    words += ["--chain", order.chain] if order.chain > 1 else []
+    words += [word for option in order.options for word in ("--sbatch", option.removeprefix("--"))]
+    return shlex.join(map(str, words))
+
+
+def _typed() -> list[object]:
+    """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
+    program = Path(sys.argv[0]).absolute()
+    if program.name == "__main__.py":
+        return [sys.executable, "-P", "-m", "tba_hpc", "submit"]
+    return [sys.executable, program] if program.suffix else [program, "submit"]
 
 
 def last_job(path: Path) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 from tba_hpc.checks.facts import Facts, Finding, login_python, refuse, warning
 from tba_hpc.checks.lists import SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
-from tba_hpc.commands.order import Order, last_job, script_of
-from tba_hpc.config import Config, ConfigError, shipped
+from tba_hpc.commands.order import Order, again, last_job, script_of
+from tba_hpc.config import Config, ConfigError
 from tba_hpc.launch import slurm, slurm_queue, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
@@ -106,11 +106,10 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
     """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
-    settings = [word for setting in order.overrides for word in ("--set", setting)]
     facts = replace(
         job_facts(config, site, split),
         python=login_python(site),
-        fetched_by=shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings]),
+        fetched_by=order.fetched_by,
         beside=order.beside,
         seconds=CHECK_SECONDS,
     )
@@ -148,7 +147,7 @@ def _submit(ready: Ready) -> str:
     job = slurm.submit(ready.run, text)
     if shorter := slurm.chain(ready.run, job, ready.script, length=ready.order.chain):
         print(f"warning: {shorter}", file=sys.stderr)
-    log_event(ready.run, "submitted", job=job, restarts=0, command=_again(ready.order, ready.run))
+    log_event(ready.run, "submitted", job=job, restarts=0, command=again(ready.order, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job
 
@@ -161,26 +160,6 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
     if not run.finished:
         print(f"job {job} ended as {state}: see {run.logs}/latest", file=sys.stderr)
     return run.finished
-
-
-def _again(order: Order, run: RunDir) -> str:
-    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
-    site = shipped.find(order.site, "sites").absolute()
-    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
-    words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
-    words += ["--time", order.time] if order.time else []
-    words += ["--homogeneous"] if order.homogeneous else []
-    words += ["--chain", order.chain] if order.chain > 1 else []
-    words += [word for option in order.options for word in ("--sbatch", option.removeprefix("--"))]
-    return shlex.join(map(str, words))
-
-
-def _typed() -> list[object]:
-    """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
-    program = Path(sys.argv[0]).absolute()
-    if program.name == "__main__.py":
-        return [sys.executable, "-P", "-m", "tba_hpc", "submit"]
-    return [sys.executable, program] if program.suffix else [program, "submit"]
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
@@ -206,7 +185,7 @@ def _commands(ready: Ready) -> dict[str, str]:
         "queue": f"squeue --jobs {','.join(jobs)}",
         "cancel": f"scancel {' '.join(jobs)}",
         "stop": shlex.join(["tba", "stop", run]),
-        "resume": _again(ready.order, ready.run),
+        "resume": again(ready.order, ready.run),
     }
 
 

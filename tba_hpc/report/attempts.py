@@ -24,7 +24,7 @@ FAULTS = {
     "rebuilds": "engine rebuilt",
     "damaged": "damaged checkpoint set aside",
     "failed": "ranks failed",
-    KILLED: "killed, or its node lost",
+    KILLED: "attempt killed",
     "unreachable": "node unreachable",
     "unhealthy": "node unhealthy",
     "draining": "node drained",

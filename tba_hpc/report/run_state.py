@@ -15,7 +15,7 @@ from tba_hpc.report.data import RunData, series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import Owner, holders
+from tba_hpc.run.owners import Owner, holders, is_abandoned
 
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 """Slurm's states of a job that waits for its nodes, for the first time or again."""
@@ -52,12 +52,16 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 
 
 class RunMonitor(RunData):
-    """A run under way. queue: how Slurm sees its job; elastic: elastic searchers that are there."""
+    """A run under way. queue: how Slurm sees its job; elastic: elastic searchers that are there.
+
+    abandoned: whether its launcher is gone, if it has no job.
+    """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
         super().__init__(run)
         self.job: list[QueueEntry] = []
         self.elastic: dict[int, Owner] = {}
+        self.abandoned = False
         self._queue = queue
         self._asked = -QUEUE_SECONDS
         self._opened = time.time()
@@ -67,6 +71,7 @@ class RunMonitor(RunData):
         if time.monotonic() - self._asked >= QUEUE_SECONDS:  # first: what the files say is newer then
             self.job = self._queue(self.run)
             self.elastic = self._find_elastic()
+            self.abandoned = not self.job and is_abandoned(self.run)
             self._asked = time.monotonic()  # after the answer, which may take its time
         super().update()
 
@@ -232,8 +237,8 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 def _without_a_job(monitor: RunMonitor) -> RunState:
     again = shlex.join(["tba", "run", str(monitor.run.path)])
     if not monitor.events and not monitor.newest:
-        return RunState("created", "not started yet", again)
-    ended = _ended(monitor)
+        return RunState("created", "not started yet", monitor.submissions.get("", again))
+    ended = _ended(monitor) or _abandoned(monitor)
     return _with_next(monitor, ended, again) if ended else _with_silence(monitor, _at_work(monitor))
 
 
@@ -267,6 +272,12 @@ def _ended(monitor: RunMonitor) -> RunState | None:
     return None
 
 
+def _abandoned(monitor: RunMonitor) -> RunState | None:
+    """The end of a launcher that could note none."""
+    words = f"killed at step {monitor.step}, or its machine was lost; it resumes from the last checkpoint"
+    return RunState("gone", words) if monitor.abandoned else None
+
+
 def _at_work(monitor: RunMonitor) -> RunState:
     """What the ranks of the newest attempt do."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
@@ -280,7 +291,9 @@ def _at_work(monitor: RunMonitor) -> RunState:
         case "training":
             return RunState("training", "training")
         case "waiting":
-            return RunState("training", "training waits for completions: none came for a while")
+            now = monitor.trainer.stretches[-1]
+            why = "none came for a while" if now.last > now.first else "the first since the start"
+            return RunState("training", f"training waits for completions: {why}")
         case "finished":
             rest = "writing the results" if monitor.tested else "final evaluation"
             return RunState("finishing", f"last step done, {rest}")

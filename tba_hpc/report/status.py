@@ -55,7 +55,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
         monitor.score_name: _scores(monitor, validation[-1:]),
-        "test": _scores(monitor, test[:1] + test[1:][-1:]),
+        "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
         "KL": _show(trends.latest("search/kl"), "{:.2f}"),

@@ -196,7 +196,7 @@ def print_summary(
     under, step = summary.perplexity_reference, summary.evaluated_step
     optional: dict[str, Cell] = {
         "perplexity under the": None if under is None else policy_name(under),
-        "evaluated at step": None if step == summary.steps else step,
+        "evaluated at step": step if summary.score_after and step != summary.steps else None,
         "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
         "failed tool calls": None
         if (failed := summary.figures["search/failed_calls"]) is None

@@ -78,7 +78,8 @@ def _of_the_rate(run: RunDir, config: Config) -> str:
     if old.learning_rate.schedule == "constant" or before == after:
         return ""
     was, now = (schedules.learning_rate(train, step) for train in (old, new))
+    there = "" if was == now else f": at step {step} it is {now:.3g} instead of {was:.3g}"
     return (
         f"; the learning rate ({old.learning_rate.schedule}) is laid out for {after} steps from here on, no "
-        f"more for {before}: at step {step} it is {now:.3g} instead of {was:.3g}"
+        f"more for {before}{there}"
     )

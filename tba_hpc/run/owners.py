@@ -134,6 +134,15 @@ def owner_at_work(run: RunDir) -> Owner | None:
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
+def is_abandoned(run: RunDir) -> bool:
+    """Whether who was at work on the run is gone; no, too, if nobody ever was, or that cannot be told."""
+    try:
+        claim = _newest(run, LAUNCH)
+        return claim.file is not None and _is_free(run, claim, Owner.this(os.getpid()))
+    except OSError:  # a stranger's run, or a file server that is away
+        return False
+
+
 def claim_for_job(run: RunDir) -> None:
     """Make this process's Slurm job the owner of the run until the job has ended. Raises OwnedError."""
     _claim(run, LAUNCH, Owner.this(0), wait=True)

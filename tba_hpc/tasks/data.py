@@ -144,6 +144,8 @@ def split_rows(
 
 
 def _fields(row: object) -> str:
+    if isinstance(row, json.JSONDecodeError):
+        return f" (no JSON: {row.msg} at column {row.colno})"
     return f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
 
 
@@ -161,8 +163,8 @@ def _file_rows(path: Path, key: str) -> Iterable[object]:
 def _json(line: str) -> object:
     try:
         return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+    except json.JSONDecodeError as error:
+        return error
 
 
 def _hub_rows(data: HubData) -> Iterable[dict[str, Any]]:

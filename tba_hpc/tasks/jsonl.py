@@ -95,11 +95,11 @@ class Jsonl(Rows[Fields]):
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
-    def require_judges(self) -> None:
-        """Ask each judge once about the first row. Raises ConfigError where one does not answer."""
+    def try_rewards(self) -> None:
+        """Try each judge and function once, on the first row. Raises ConfigError if one gives no number."""
         for reward in self._rewards.values():
-            if isinstance(reward, Judge):
-                reward.require(self.row(self.prompts("train")[0]))
+            if isinstance(reward, Judge | Function):
+                reward.try_on(self.row(self.prompts("train")[0]))
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""

@@ -74,7 +74,7 @@ class Judge:
         asked = [self._pool.submit(self._ask, *answer) for answer in answers]
         return [one.result() for one in asked]
 
-    def require(self, row: Mapping[str, object]) -> None:
+    def try_on(self, row: Mapping[str, object]) -> None:
         """Ask once, of an empty completion. Raises ConfigError if nobody listens there, or refuses everybody.
 
         A judge may be slow at first, or take no empty completion.

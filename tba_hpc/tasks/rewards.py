@@ -15,6 +15,7 @@ fields that no other argument takes.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -49,6 +50,10 @@ def _make(key: str, section: RewardSection) -> Reward:
     return Judge(key, section) if section.url is not None else Program(key, section)
 
 
+class NoNumberError(TypeError):
+    """A reward function gave something else, or too few."""
+
+
 class Function:
     """A reward by a function of the user's. Raises ConfigError where there is none, or not of this kind."""
 
@@ -78,8 +83,17 @@ class Function:
                 meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
+    def try_on(self, fields: Fields) -> None:
+        """Call it once, on an empty completion. Raises ConfigError where it gives anything but a number."""
+        try:
+            self([(fields, "")])
+        except NoNumberError as error:
+            raise ConfigError(f"{error}: give a number for each completion") from None
+        except Exception:  # it may be made for longer texts
+            return
+
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Raises what the function raises, and TypeError where it gives anything but numbers."""
+        """Raises what the function raises, and NoNumberError where it gives anything but numbers."""
         if self._together:
             return [
                 reward
@@ -92,13 +106,16 @@ class Function:
         """Of answers to one prompt."""
         given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
         if len(given) != len(answers):
-            raise TypeError(f"{self._key} gave {len(given)} numbers for {len(answers)} completions")
+            raise NoNumberError(f"{self._key} gave {len(given)} numbers for {len(answers)} completions")
         return [self._number(reward) for reward in given]
 
     def _number(self, reward: object) -> float:
-        if isinstance(reward, str) or reward is None:
-            raise TypeError(f"{self._key} gave {reward!r}, which is no number")
-        return float(reward)  # type: ignore[arg-type]
+        try:
+            if not isinstance(reward, str):
+                return float(reward)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            pass
+        raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is no number")
 
     def _fields(self, row: Fields) -> Fields:
         return {

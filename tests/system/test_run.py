@@ -179,6 +179,7 @@ def test_stopped_by_ctrl_c_damaged_and_resumed(tmp_path: Path) -> None:
     code, out, err = finish(process)
     assert code == 0, out + err
     assert not run.finished and trainer_events(tmp_path)[-1] == "stopped"
+    assert f"stopped at step {steps}/{steps}; to resume: tba run {run.path}" in out
     assert (run.checkpoints / f"damaged-{folder.name}-1").is_dir()
     _, out, _ = finish(tba("status", run.path, "--once"))
     assert f"{folder.name}: tabular.pt is corrupt: its checksum does not match" in out
@@ -252,6 +253,8 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     trainer.resume()
     process.kill()
     process.communicate()
+    _, out, _ = finish(tba("status", run.path, "--once"))
+    assert "killed at step" in out and f"next         tba run {run.path}" in out
     assert_whole(run_to_end(tmp_path, *settings), 200)
 
 
