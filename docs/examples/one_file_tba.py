@@ -1,11 +1,13 @@
 """Trajectory Balance with Asynchrony in one file: the algorithm, without engines, ranks, shards and clusters.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0     # the tiny policy, made once
-    python docs/examples/one_file_tba.py .cache/tiny-model-seed0 0             # the last word: another seed
+    python docs/examples/one_file_tba.py .cache/tiny-model-seed0 0             # the last argument is the seed
 
 One process plays both roles. A searcher samples with weights that lag behind; a trainer learns from a replay
 buffer, and hands its weights over every SYNC steps. Searcher and trainer take turns here, so that the only
-asynchrony left is the one that matters to the method: what is learned from was sampled by older weights.
+asynchrony left is the one that matters to the method: what is learned from was sampled by older weights. The
+reward of a batch rises less than pass@1: a batch holds distinct, replayed samples, pass@1 rates greedy ones.
+If other work shares the cores, put OMP_NUM_THREADS=1 in front, since torch's threads wait for one another.
 
 Shape letters: N sequences, L their padded length, K completions of a group.
 """
@@ -45,7 +47,7 @@ class Trajectory:
     reward: float
     logprob: float  # of the weights that sampled it, π_μ
     ref_logprob: float  # of the reference, π_ref
-    sync: int  # the sync that brought it
+    sync: int  # the sync that brought it; the weights that sampled it are one sync older
 
 
 def logprobs(model, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
@@ -66,13 +68,15 @@ def trajectory_balance(
     """The VarGrad loss of groups, all [groups, K]: scalar with gradient (TBA, §3).
 
     log Ẑ takes the log-probabilities of the weights that sampled, π_μ. Its gradient is that of the squared
-    residual, but what is pushed down although it has already become unlikely is weighted by π_θ/π_μ.
+    residual, but if a step would lower a completion that is already less likely than when sampled, that
+    completion's part is scaled by π_θ/π_μ.
     """
     log_z = (reference - behaviour + reward / beta).mean(1, keepdim=True)
     residual = log_z + logprob - reference - reward / beta
     slope = beta * residual.detach()  # d loss / d log π_θ: above 0, the completion is pushed down
     taper = torch.where(slope > 0, (logprob - behaviour).detach().exp().clamp(max=1), 1.0)
     loss = beta / 2 * residual.detach().square()
+    # The value of the loss, with the gradient taper · slope.
     return (loss + taper * slope * (logprob - logprob.detach())).mean()
 
 
@@ -88,7 +92,7 @@ class Searcher:
 
     @torch.no_grad()
     def generate(self, prompts: int, sync: int) -> dict[int, list[Trajectory]]:
-        """By prompt: SAMPLED trajectories each, duplicates left out."""
+        """By prompt: up to SAMPLED distinct trajectories each."""
         found = {}
         ids = [(self.asked + i) % len(self.problems) for i in range(prompts)]
         self.asked += prompts
@@ -129,7 +133,7 @@ def reward(problem: Problem, completion: list[int], tokenizer) -> float:
 
 
 class ReplayBuffer:
-    """Trajectories by prompt; draws groups by MOP (TBA, §3)."""
+    """Trajectories by prompt; draws groups by most on-policy (MOP) sampling (TBA, §3)."""
 
     def __init__(self) -> None:
         self.rows: dict[int, deque[Trajectory]] = defaultdict(lambda: deque(maxlen=KEPT))
@@ -183,7 +187,7 @@ def main(folder: str, seed: int = 0, steps: int = STEPS) -> tuple[float, float]:
     buffer.merge(searcher.generate(4 * PROMPTS, sync=0))
     for step in range(steps):
         if step % SYNC == 0:
-            # What comes back was sampled by the weights of the sync before: the trainer does not wait.
+            # Sampled before `load`, so one sync old: this imitates a trainer that does not wait.
             found = searcher.generate(SYNC * PROMPTS, sync=step)
             searcher.load(policy.state_dict())
             buffer.merge(found)
