@@ -93,7 +93,7 @@ def of_capacity(capacity: int) -> list[Row]:
     return [
         row(f"merge of a shard of 32{size}", 1e3 * statistics.median(each), "ms", "0.15"),
         row(f"of each of {TOGETHER} in a sync{size}", 1e3 * statistics.median(together), "ms", "0.15"),
-        *of_merger(capacity),
+        *(of_merger(capacity, searchers) for searchers in (64, 256, 1024)),
         row(f"longest of {SHARDS} merges{size}", 1e3 * max(each), "ms", "50"),
         row(
             f"longest merge of 1,024, filled and turned over{size}", 1e3 * max(filling + turning), "ms", "50"
@@ -104,31 +104,27 @@ def of_capacity(capacity: int) -> list[Row]:
     ]
 
 
-def of_merger(capacity: int) -> list[Row]:
-    """The same with the records of all merges, and the requests completed."""
-    config = parse_config({"model": {"path": "none"}})
+def of_merger(capacity: int, searchers: int) -> Row:
+    """The trainer's merger, with the records of all merges, as busy as ``searchers`` keep it.
+
+    Up to 64 each seals .5 shards of 32 a second; more seal larger ones, as many in all.
+    """
+    config, factor = parse_config({"model": {"path": "none"}}), max(1, searchers // 64)
     buffer = ReplayBuffer(BufferSection(capacity=capacity), seed=0)
     found, state = [], TrainerState()
-    large, small = shards(LARGE), shards(GROUP * GROUPS, seed=1, first=capacity + LARGE)
+    large, sealed = shards(LARGE), shards(GROUP * GROUPS * factor, seed=1, first=capacity + LARGE)
     with tempfile.TemporaryDirectory() as folder:
         metrics = MetricsWriter(Path(folder) / "trainer.jsonl")
         merger = Merger(buffer, CompletedRequests(), Freshness(config, buffer), metrics)
         for index in range(capacity // LARGE + 1):
             state = merger.merge(state, [Shard(0, index, next(large))], sync=state.revision)
-        for index in range(SHARDS // TOGETHER):
-            parts = [Shard(searcher, capacity + index, next(small)) for searcher in range(TOGETHER)]
+        for index in range(SHARDS // TOGETHER // factor):
+            parts = [Shard(searcher, capacity + index, next(sealed)) for searcher in range(TOGETHER)]
             began = time.perf_counter()
             state = merger.merge(state, parts, sync=state.revision)
             found.append((time.perf_counter() - began) / TOGETHER)
-    each = statistics.median(found)
-    size = f"{capacity:,} trajectories"
-    return [
-        row(f"the same with its records, {size}", 1e3 * each, "ms", "-"),
-        *(
-            row(f"share of the loop, {n:,} searchers, .5 shards/s each, {size}", 50 * n * each, "%", "2")
-            for n in (256, 1024)
-        ),
-    ]
+    share = 50 * searchers / factor * statistics.median(found)
+    return row(f"share of the loop, {searchers:,} searchers, {capacity:,} trajectories", share, "%", "2")
 
 
 def measure() -> list[Row]:
