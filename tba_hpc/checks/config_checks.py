@@ -26,7 +26,9 @@ def check_files(facts: Facts) -> Iterator[Finding]:
         return
     for resource in resources(facts.config, of_custom_task=False):
         if is_local(resource.name) and not Path(resource.name).exists():
-            yield problem("files", f"{resource} does not exist", f"check the path, seen from {Path.cwd()}")
+            made = "; 'make quickstart' makes the tiny models" if "tiny-model" in resource.name else ""
+            remedy = f"check the path, seen from {Path.cwd()}{made}"
+            yield problem("files", f"{resource} does not exist", remedy)
 
 
 def check_context_length(facts: Facts) -> Iterator[Finding]:

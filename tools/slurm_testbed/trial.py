@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -183,8 +184,11 @@ def submit(
         os.environ["PYTHONPATH"] = f"{HOME / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         config, of_model = HOME / "tools/lab/tabular.yaml", [*TABULAR]
     else:
-        config = HOME / "configs/quickstart.yaml"
-        of_model = [*QUICKSTART, f"model.path={options.model or MODEL}"]
+        config, model = HOME / "configs/quickstart.yaml", root / "model"
+        for file in shutil.copytree(options.model or MODEL, model).iterdir():
+            file.chmod(0o644)  # jobs may be another user's
+        model.chmod(0o755)
+        of_model = [*QUICKSTART, f"model.path={model}"]
     pairs = [*COMMON, *of_model, *settings, f"run.root={root}"]
     sets = [word for pair in pairs for word in ("--set", pair)]
     job = _submitted(cluster, root, partition, "--config", str(config), *words, *sets)

@@ -129,9 +129,9 @@ def _config_file(path: str, key: str) -> Path:
             return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
+    download = "" if is_local(path) else f", or run `hf download {path} config.json` where there is a network"
     raise ConfigError(
-        f"{key}={path} has no config.json that can be read ({reason}): give a model's folder, or run "
-        f"`hf download {path} config.json` on a machine with network"
+        f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{download}"
     )
 
 
