@@ -198,7 +198,10 @@ def teach(model: LlamaForCausalLM, data: Iterable[Batch], steps: int) -> None:
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    for tokens, labels in track(data, "teaching", steps, console=Console(stderr=True)):
+    console = Console(stderr=True)
+    if not console.is_terminal:  # which has a bar
+        console.print(f"teaching a tiny model for {steps} steps, a minute or two")
+    for tokens, labels in track(data, "teaching", steps, console=console):
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
