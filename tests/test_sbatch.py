@@ -521,6 +521,28 @@ def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> No
     assert "--jobs=36_2 " in said and said.endswith("requeue 36_2\n")
 
 
+def test_a_sick_node_is_let_back_only_where_it_was_not_excluded_before(tmp_path: Path) -> None:
+    """Each component of a het job excludes the nodes of the other's side, for good."""
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "7+0").write_text("n4,n5,n6")
+    (tmp_path / "7+1").write_text("n1,n2")
+    program = f"""
+    source {SUPERVISOR}; cd "$RUN"
+    scontrol() {{
+        case "$*" in
+            *"show job "*) echo "JobId=7 ExcNodeList=$(< "${{!#}}") Features=(null)" ;;
+            *hostnames*) tr , "\\n" <<< "$3" ;;
+            *) echo "${{3#*=}}" > "${{2#*=}}" ;;
+        esac
+    }}
+    for SICK in "n5" "n1 n3" ""; do
+        SICK=($SICK); exclude_sick; echo "$(< 7+0) $(< 7+1)"
+    done
+    """
+    said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7", SLURM_HET_SIZE="2")
+    assert said == "n4,n5,n6 n1,n2,n5\nn4,n5,n6,n1,n3 n1,n2,n3\nn4,n5,n6 n1,n2\n"
+
+
 LIFE = """
 say() { :; }; event() { :; }; place_caches() { :; }; job_end() { :; }; ending() { false; }
 SLURM_NTASKS=1 RELAUNCHES=2 SAVE_SECONDS=60 TRAINERS=1 SEARCHERS=1

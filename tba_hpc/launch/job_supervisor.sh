@@ -337,18 +337,25 @@ place() {            # whether the ranks may start on the nodes that the job has
 }
 
 exclude_sick() {     # for the next start alone, now that this job is pending again: Slurm changes no other
-    local job=$ME group name excluded kept note=$RUN/slurm/excluded-$ME before=
-    [ ! -r "$note" ] || read -r before < "$note"
-    [ -n "$before${SICK[*]}" ] || return 0
-    echo "${SICK[*]}" > "$note"
+    local job=$ME group name excluded kept before=() added=() lists=() note=$RUN/slurm/excluded-$ME
+    [ ! -r "$note" ] || mapfile -t before < "$note"          # for each component, what was added to its own
+    [ -n "${before[*]}${SICK[*]}" ] || return 0
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
         excluded=`scontrol --oneliner show job "$job" | sed -nE 's/.* ExcNodeList=([^ (]*).*/\1/p'`
-        kept=("${SICK[@]}")
+        kept=() added[group]=
         for name in ${excluded:+`scontrol show hostnames "$excluded"`}; do
-            [[ " $before " = *" $name "* ]] || kept+=("$name")
+            [[ " ${before[group]:-} " = *" $name "* ]] || kept+=("$name")
         done
-        scontrol update "JobId=$job" "ExcNodeList=`joined "${kept[@]}"`" \
+        for name in "${SICK[@]}"; do
+            [[ " ${kept[*]} " = *" $name "* ]] || { kept+=("$name"); added[group]+="$name "; }
+        done
+        lists[group]=`joined "${kept[@]}"`
+    done
+    printf '%s\n' "${added[@]}" > "$note"
+    for group in "${!lists[@]}"; do
+        [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
+        scontrol update "JobId=$job" "ExcNodeList=${lists[group]}" \
             || say "the excluded nodes of job $job could not be changed"
     done
 }
