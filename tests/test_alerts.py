@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -231,6 +232,15 @@ def test_a_single_wrong_answer_is_no_fall() -> None:
     before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
     after = Evaluation(split="validation", step=80, correct=0, total=1, tokens=9, truncated=0)
     assert alerted(EXPLORING, [before, after]) == []
+
+
+def test_the_share_of_correct_answers_of_a_graded_reward_is_no_score() -> None:
+    """A run may go on with a reward that never reaches what counts as correct."""
+    scores = [
+        replace(one, graded=one.total, rewards=0.5 * one.total) for one in evaluated({10: 1.0, 40: 0.0})
+    ]
+    assert alerted(EXPLORING, scores) == []
+    assert "fell from 100 %" in alerted(EXPLORING, evaluated({10: 1.0, 40: 0.0}))[0]
 
 
 def test_a_line_has_room_for_the_three_worst() -> None:

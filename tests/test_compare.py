@@ -12,8 +12,15 @@ from recorded import evaluate, new_run, resumed_run, search, step, write
 from typer.testing import CliRunner
 
 from tba_hpc import cli
-from tba_hpc.commands.compare import compare, config_rows, print_comparison, values, write_comparison
-from tba_hpc.config import ConfigError
+from tba_hpc.commands.compare import (
+    _score_of,
+    compare,
+    config_rows,
+    print_comparison,
+    values,
+    write_comparison,
+)
+from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.report.estimates import difference, wilson
 from tba_hpc.report.plots import overlays, run_line
 from tba_hpc.run.directory import RunDir
@@ -65,6 +72,14 @@ def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir
     assert second.gain == difference(wilson(50, 100), wilson(85, 100))
     found = values([first, second])
     assert found["runs"][second.name]["gain"]["value"] == pytest.approx(-0.35)
+
+
+def test_scores_of_different_rewards_have_no_difference(runs: list[RunDir]) -> None:
+    evaluate(runs[1], "test", 3, (25, 25))
+    first, second = compare([run.path for run in runs])
+    assert second.gain and _score_of(first.data) == _score_of(second.data)
+    second.data.config = parse_config({"model": {"path": "m"}, "task": {"name": "math"}})
+    assert _score_of(first.data) != _score_of(second.data)
 
 
 def test_a_run_that_has_no_last_evaluation_has_none(

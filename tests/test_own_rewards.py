@@ -465,7 +465,9 @@ def test_a_program_has_bounded_memory_and_files_and_its_failure_is_reported(own:
 # --- Code beside the config ---
 
 
-def test_a_run_keeps_what_its_config_names_and_what_that_imports(tmp_path: Path) -> None:
+def test_a_run_keeps_what_its_config_names_and_what_that_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = tmp_path / "here"
     (here / "deep" / "sub").mkdir(parents=True)
     (here / "mine.py").write_text(
@@ -491,6 +493,10 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(tmp_path: Path)
     (here / "helper.py").unlink()
     modules.keep(run, resolved, here)
     assert "helper.py" not in kept()
+    assert capsys.readouterr().err == ""
+    (here / "mine.py").write_text("def f(completion): return 1")
+    modules.keep(run, resolved, here)
+    assert capsys.readouterr().err.startswith("mine.py changed since the run began: scores and trajectories")
     before = kept()
     modules.keep(run, resolved, tmp_path / "elsewhere")  # nothing there is named: a resume from anywhere
     modules.keep(run, resolved, modules.folder_of(run.path))

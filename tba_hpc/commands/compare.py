@@ -32,7 +32,7 @@ class Compared:
     """A run among others.
 
     gain: of its last score over that of the first run, as of unpaired prompts; None of the first run itself,
-    and if one of them was not measured, or is another score.
+    and if one of them was not measured, or is another score, or of another task.
     """
 
     name: str
@@ -51,11 +51,17 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
     for run in runs:
         data = RunData.read(run)
         name, summary = run.path.name if unique else str(run.path), summary_of(data)
-        after, first, gain = summary.score_after, found[0].summary if found else summary, None
-        if found and after and first.score_after and first.score_name == summary.score_name:
-            gain = difference(after, first.score_after)
+        after, first, gain = summary.score_after, found[0] if found else None, None
+        if first and after and first.summary.score_after and _score_of(first.data) == _score_of(data):
+            gain = difference(after, first.summary.score_after)
         found.append(Compared(name, data, summary, gain))
     return found
+
+
+def _score_of(data: RunData) -> tuple[object, ...]:
+    """What its score measures."""
+    task = data.config.task
+    return data.score_name, task.name, task.reward
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:

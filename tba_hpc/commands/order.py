@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import Facts, job_environment, judge
-from tba_hpc.checks.lists import CONFIG
+from tba_hpc.checks.lists import CONFIG, FILES
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import LaunchError, slurm_queue, snapshot
@@ -170,7 +170,7 @@ def script(order: Order, *, make: bool = False) -> str:
     site = order.load_site()
     config, split = order.resolve(site)
     facts = Facts(site=site, config=config, environment=job_environment(site), fetched_by=order.fetched_by)
-    for finding in judge(CONFIG, facts):
+    for finding in judge((*FILES, *CONFIG), facts):
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
         split = choose_sides(split, site)

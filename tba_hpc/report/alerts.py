@@ -183,8 +183,8 @@ def rejected_rewards(view: View) -> Alert | None:
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
         key="task.name",
         why="their reward was not finite or the task's code raised, and the rest is a biased sample",
-        remedy="the searchers' logs name the prompts; fix the code of "
-        f"task.name={view.config.task.name} or its data",
+        remedy="the searchers' logs name some of the prompts; fix the code of "
+        f"{'task.reward' if view.config.task.reward else f'task.name={view.config.task.name}'} or its data",
     )
 
 
@@ -202,8 +202,11 @@ def falling(view: View) -> Alert | None:
 
 
 def _fall_of_score(view: View) -> str:
-    """An evaluation is below an earlier one by 15 points and three standard errors: good runs sag by less."""
-    found = view.by_step
+    """An evaluation is below an earlier one by 15 points and three standard errors: good runs sag by less.
+
+    Of graded rewards the share of correct answers is not the score.
+    """
+    found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
     if not falls:
         return ""

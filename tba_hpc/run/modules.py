@@ -46,11 +46,20 @@ def find_file(name: str) -> Path | None:
 def keep(run: RunDir, config: Config, beside: Path) -> None:
     """Copy what ``config`` names of a folder, and what that imports of it, over the run's earlier copy.
 
-    If the folder has nothing of it, that copy stays.
+    If the folder has nothing of it, that copy stays. Says on stderr if the run has begun with other code.
     """
     found = sorted(set(_named(config, beside)))
     if not found or beside.resolve() == run.modules.resolve():
         return
+    kept = [(path, run.modules / path.relative_to(beside)) for path in found]
+    if changed := [
+        path.name for path, copy in kept if copy.is_file() and copy.read_bytes() != path.read_bytes()
+    ]:
+        print(
+            f"{', '.join(changed)} changed since the run began: scores and trajectories so far are of the "
+            "old code; to start afresh choose another run.name",
+            file=sys.stderr,
+        )
     part = run.modules.with_name(f".{run.modules.name}.{os.getpid()}.tmp")
     shutil.rmtree(part, ignore_errors=True)
     for path in found:
