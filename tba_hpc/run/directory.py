@@ -143,9 +143,8 @@ class RunDir:
             elif run.path.exists():
                 run._refuse_strangers()
             place = next(path for path in (run.path, *run.path.parents) if path.exists())
-            with tempfile.TemporaryDirectory(
-                ".tmp", dir=place
-            ) as trial:  # rights alone do not tell it to root
+            # Rights alone do not tell it to root.
+            with tempfile.TemporaryDirectory(".tmp", dir=place) as trial:
                 file = Path(trial, "file")
                 file.touch()
                 os.link(file, file.with_name("link"))  # by which owners are kept apart

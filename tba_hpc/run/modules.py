@@ -52,9 +52,8 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
     if not found or beside.resolve() == run.modules.resolve():
         return
     kept = [(path, run.modules / path.relative_to(beside)) for path in found]
-    if changed := [
-        path.name for path, copy in kept if copy.is_file() and copy.read_bytes() != path.read_bytes()
-    ]:
+    changed = [path.name for path, copy in kept if copy.is_file() and copy.read_bytes() != path.read_bytes()]
+    if changed and not run.came_to_nothing:
         print(
             f"{', '.join(changed)} changed since the run began: scores and trajectories so far are of the "
             "old code; to start afresh choose another run.name",
