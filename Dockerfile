@@ -3,7 +3,8 @@
 #     docker build -t tba-hpc:gpu --build-arg TARGET=gpu .       # for NVIDIA's GPUs; the driver stays outside
 #     docker run --rm --shm-size=2g tba-hpc:cpu tba doctor
 # What is installed stands in the Makefile, for images as for clones. There is no image for AMD's GPUs.
-FROM python:3.11-slim-bookworm
+# python:3.11.16-slim-bookworm; older podman takes no tag beside a digest.
+FROM python@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG TARGET=cpu
 
 # gcc: Triton and Inductor compile as they go. libnuma1: vLLM on a CPU.

@@ -61,6 +61,9 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_definitions_make_the_same_image() -> None:
     base = re.findall(r"^FROM (.*)", DOCKERFILE, re.MULTILINE)
     assert re.findall(r"^From: (.*)", APPTAINER, re.MULTILINE) == base
+    assert re.fullmatch(r"python@sha256:[0-9a-f]{64}", base[0]), "a tag may lead to another image tomorrow"
+    tags = [re.search(r"^# (python:.*);", text, re.MULTILINE) for text in (DOCKERFILE, APPTAINER)]
+    assert tags[0] and tags[1] and tags[0][1] == tags[1][1]
     assert _packages(_section("post")) == _packages(DOCKERFILE) and len(_packages(DOCKERFILE)) == 1
     files = dict(line.split() for line in _section("files").splitlines() if line)
     folders = {source: "/opt/tba-hpc/" + str(Path(target).parent) for source, target in _copied().items()}
@@ -75,7 +78,7 @@ def test_both_definitions_make_the_same_image() -> None:
 
 
 def test_the_python_of_the_image_is_one_that_the_project_takes() -> None:
-    version = re.search(r"FROM python:(\d+)\.(\d+)-", DOCKERFILE)
+    version = re.search(r"# python:(\d+)\.(\d+)\.\d+-", DOCKERFILE)
     least = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["requires-python"])
     assert version and least and tuple(map(int, version.groups())) >= tuple(map(int, least.groups()))
 

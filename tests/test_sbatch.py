@@ -306,7 +306,7 @@ def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path,
 
 
 WATCHED = """
-say() { :; }; SLURM_JOB_ID=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
+say() { :; }; SLURM_JOB_ID=1 now=0 STEP_SECONDS=20; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
 sleep() { now=$((now + $1)); command sleep 0.02; rank; [ $now -lt 600 ]; }  # time passes in the fakes alone
 squeue() { echo 1.batch; step; true; }
 command sleep 60 & srun=$!
@@ -320,13 +320,15 @@ echo $now; kill "$srun" 2>/dev/null; true
     [
         ("touch owners/trainer", ":", 600),
         (":", "echo 1.3", 600),
-        ("[ $now -gt 200 ] || touch owners/trainer", ":", 300),
-        ("touch owners/searcher-5000.000001; [ $now -gt 200 ] || touch owners/trainer", ":", 300),
-        (":", "[ $now -gt 300 ] || echo 1.3", 420),
+        ("[ $now -gt 200 ] || touch owners/trainer", ":", 240),
+        ("touch owners/searcher-5000.000001; [ $now -gt 200 ] || touch owners/trainer", ":", 240),
+        (":", "[ $now -gt 300 ] || echo 1.3", 340),
+        (":", "[ $now -lt 100 ] || echo 1.3", 600),
+        (":", ":", 120),
         ("[ $now = 120 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 600),
         (":", "[ $now = 120 ] || echo 1.3", 600),
     ],
-    ids=["at-work", "silent", "ended", "ended-others-search-on", "ended-late", "silent-once", "hidden-once"],
+    ids=["at-work", "silent", "ended", "ended-others-search-on", "ended-late", "starts-late", "never", "silent-once", "hidden-once"],
 )
 def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step: str, seconds: int) -> None:
     """rank, step: what leaves a sign of life, and what squeue shows."""

@@ -145,7 +145,8 @@ await_folder() {     # this node may have lost RUN for a while: what comes next 
     done
 }
 
-WATCH_SECONDS=60     # pause between two looks at a step and its nodes
+WATCH_SECONDS=60     # pause between two looks at the nodes
+STEP_SECONDS=20      # the same for a step, whose trainers touch their files every ten seconds
 
 draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
     local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
@@ -170,8 +171,8 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
     # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
     # touch their files in RUN/owners; only if no trainer does Slurm is asked. Searchers of other jobs live on.
-    local mark=$RUN/slurm/heard missed=0 steps
-    while touch "$mark" && sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
+    local mark=$RUN/slurm/heard missed=-4 steps    # a step may take two minutes to start
+    while touch "$mark" && sleep $STEP_SECONDS && kill -0 "$1" 2>/dev/null; do
         if [ -n "$(find "$RUN/owners" -name 'trainer*' -newer "$mark" -print -quit 2>/dev/null)" ]; then
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
