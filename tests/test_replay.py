@@ -214,6 +214,17 @@ def test_a_replay_that_waits_where_a_publish_was_put_off_goes_on(tmp_path: Path)
     assert Recording.of(run).published == {0, 4}
 
 
+def test_a_publish_that_was_put_off_to_the_end_is_put_off_again(tmp_path: Path) -> None:
+    """So what comes after it has the sync that it had; steps beyond the recorded ones publish as ever."""
+    source = in_lockstep(tmp_path)
+
+    def busy(recording: Recording) -> Recording:
+        return replace(recording, published=frozenset({0, 4}), steps=9)
+
+    run, _, finished = again(source, change=busy)
+    assert finished and Recording.of(run).published == {0, 4, 9, 11}
+
+
 def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, _ = record(tmp_path, **SYNCHRONOUS)
     run, _, finished = again(source, "train.steps=30")

@@ -328,7 +328,17 @@ echo $now; kill "$srun" 2>/dev/null; true
         ("[ $now = 120 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 600),
         (":", "[ $now = 120 ] || echo 1.3", 600),
     ],
-    ids=["at-work", "silent", "ended", "ended-others-search-on", "ended-late", "starts-late", "never", "silent-once", "hidden-once"],
+    ids=[
+        "at-work",
+        "silent",
+        "ended",
+        "ended-others-search-on",
+        "ended-late",
+        "starts-late",
+        "never",
+        "silent-once",
+        "hidden-once",
+    ],
 )
 def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step: str, seconds: int) -> None:
     """rank, step: what leaves a sign of life, and what squeue shows."""

@@ -115,7 +115,7 @@ class ReplayExchange:
     ) -> None:
         merged = {key for one in recording.arrivals for key in one.shards if key[1] < cursors.get(key[0], 0)}
         self._left = [one for one in recording.arrivals if not merged.issuperset(one.shards)][::-1]
-        self._published = recording.published
+        self._published, self._steps = recording.published, recording.steps
         self._read = read
         self._version = -1
         self._waits = False
@@ -124,7 +124,7 @@ class ReplayExchange:
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Nobody gets the weights; put off if they were put off."""
         version = publication.version
-        if self._published and version not in self._published and version < max(self._published):
+        if self._published is not None and version < self._steps and version not in self._published:
             return False
         self._version = version
         return True
