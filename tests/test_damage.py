@@ -18,18 +18,21 @@ import numpy as np
 import pytest
 import tabular_run
 from forks import fork
+from test_hdf5_shards import of_another_record, of_another_schema
 from typer.testing import CliRunner
 
 from tba_hpc.cli import app
 from tba_hpc.config import ConfigError
-from tba_hpc.exchange.hdf5_shards import ShardError, read_shard, with_image
+from tba_hpc.core.types import LIVE_RECORD, as_record
+from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard, with_image, write_arrays
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.rank import FAILURES, REFUSALS
 from tba_hpc.report import page
 from tba_hpc.report.audit import Audit, audit
-from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.inventory import COMPLETE, inventory, with_checksum
 from tba_hpc.run.owners import OwnedError
 
 DAMAGES = int(os.environ.get("TBA_DAMAGES", "25"))
@@ -127,6 +130,38 @@ def test_a_damaged_run_goes_on_or_says_why(
         assert verdict.clean or file.is_relative_to(path / "shards") or _proves_less(verdict, file), (
             f"{what}: {verdict.problems}"
         )
+
+
+def _widened(folder: Path) -> None:
+    """The buffer of a checkpoint as of a version whose LIVE_RECORD has one field more."""
+    arrays = read_arrays(folder / BUFFER_FILE)
+    wider = as_record(arrays["record"], np.dtype([*LIVE_RECORD.descr, ("entropy", "<f4")]))
+    write_arrays(folder / BUFFER_FILE, {**arrays, "record": wider})
+    (folder / COMPLETE).write_text(with_checksum(inventory(folder)))
+
+
+ANOTHER_VERSION = {
+    "schema": lambda run: of_another_schema(run.shard_file(0, max(run.shard_indices(0)))),
+    "record": lambda run: of_another_record(run.shard_file(0, max(run.shard_indices(0)))),
+    "buffer": lambda run: _widened(latest_checkpoint(run)),
+}
+
+
+@pytest.mark.parametrize("what", ANOTHER_VERSION)
+def test_a_resume_leaves_data_of_another_version_as_it_is(
+    what: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    path = runs["killed"]
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("whole"), path, symlinks=True)
+    ANOTHER_VERSION[what](run := RunDir(path))
+    kept = [file for place in (run.shards, run.checkpoints) for file in place.rglob("*") if file.is_file()]
+    before = {file: file.read_bytes() for file in kept}
+    said = _resume(path, tmp_path / "said")
+    assert "of another version of tba-hpc (" in said and "use the version that wrote it" in said
+    assert "\n" not in said
+    assert {file: file.read_bytes() for file in kept} == before
+    assert not list(run.shards.rglob("*.refused"))
 
 
 def _proves_less(verdict: Audit, file: Path) -> bool:

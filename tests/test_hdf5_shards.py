@@ -35,6 +35,8 @@ from tba_hpc.core.types import (
 from tba_hpc.exchange import hdf5_shards
 from tba_hpc.exchange.hdf5_shards import (
     HEADER_BYTES,
+    SCHEMA,
+    AnotherVersionError,
     PendingShards,
     ShardError,
     ShardWriter,
@@ -164,7 +166,7 @@ def test_other_programs_read_it_with_hdf5_1_10(run: RunDir) -> None:
     with h5py.File(path, "r") as file:  # finds the image behind the user block by itself
         assert file.userblock_size == HEADER_BYTES
         assert file.attrs["format"] == "tba-hpc shard"
-        assert (file.attrs["schema"], file.attrs["searcher"], file.attrs["index"]) == (3, 3, 0)
+        assert (file.attrs["schema"], file.attrs["searcher"], file.attrs["index"]) == (SCHEMA, 3, 0)
         assert file.attrs["count"] == len(shard.trajectories)
         np.testing.assert_array_equal(file["completion_tokens"], shard.trajectories.completions.values)
         assert all(dataset.chunks is None for dataset in file.values())
@@ -368,16 +370,39 @@ FORGED = {
 def test_a_forged_shard_reads_no_other_file_and_takes_no_memory(what: str, run: RunDir) -> None:
     path, _ = sealed(run)
     forge(path, FORGED[what])
-    with pytest.raises(ShardError, match=r"was not written by|completion offsets"):
+    with pytest.raises(ShardError, match=r"was not written by|of another version|completion offsets"):
         read_shard(path)
 
 
-@pytest.mark.parametrize("other", [2, 4])
+def of_another_schema(path: Path, schema: int = SCHEMA + 1) -> None:
+    path.write_bytes(path.read_bytes().replace(b"schema=%d" % SCHEMA, b"schema=%d" % schema, 1))
+
+
+def of_another_record(path: Path) -> None:
+    """As of a version whose RECORD has one field more."""
+    record = np.zeros(4, [*RECORD.descr, ("entropy", "<f4")])
+    forge(path, put("record", data=record))
+
+
+@pytest.mark.parametrize("other", [SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused_by_its_number(other: int, run: RunDir) -> None:
     path, _ = sealed(run)
-    path.write_bytes(path.read_bytes().replace(b"schema=3", f"schema={other}".encode(), 1))
-    with pytest.raises(ShardError, match=f"schema {other}, this version reads schema 3"):
+    of_another_schema(path, other)
+    with pytest.raises(AnotherVersionError, match=f"schema {other}, this one reads schema {SCHEMA}"):
         read_shard(path)
+
+
+@pytest.mark.parametrize("become", [of_another_schema, of_another_record])
+def test_a_shard_of_another_version_is_not_set_aside(become: Callable[[Path], None], run: RunDir) -> None:
+    path, _ = sealed(run)
+    become(path)
+    before = path.read_bytes()
+    pending = PendingShards(run)
+    for read in (pending.read, pending.read_all):
+        with pytest.raises(AnotherVersionError, match=r"of another version of tba-hpc .*: use the version"):
+            list(read({}))
+    assert [file.name for file in run.shard_folder(3).iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 # --- Resume ---

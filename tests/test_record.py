@@ -11,9 +11,37 @@ from tba_hpc.config import BufferSection
 from tba_hpc.core.batch import from_arrays, plan, to_arrays
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import LIVE_RECORD, PER_TOKEN, RECORD, Ragged, Shard, Trajectories
-from tba_hpc.exchange.hdf5_shards import read_shard, write_shard
+from tba_hpc.exchange.hdf5_shards import SCHEMA, read_shard, write_shard
+from tba_hpc.run.directory import FORMAT
 
 GROUPS, SIZE = 5, 4
+
+
+ON_DISK = (
+    (
+        ("uid", "<u8"),
+        ("prompt_id", "<i8"),
+        ("request_id", "<i8"),
+        ("prompt_row", "<u4"),
+        ("reward", "<f4"),
+        ("version_oldest", "<i4"),
+        ("version_newest", "<i4"),
+        ("truncated", "|u1"),
+        ("reference", "<i4"),
+    ),
+    (("revision", "<i8"), ("sync", "<i8"), ("uses", "<i4"), ("value", "<f4")),
+    {"hdf5_shards.SCHEMA": 3, "directory.FORMAT": 4},
+)
+"""RECORD, what LIVE_RECORD adds to it, and the versions by which a reader knows them."""
+
+
+def test_another_record_is_another_version_on_disk() -> None:
+    record = tuple(RECORD.descr)
+    versions = {"hdf5_shards.SCHEMA": SCHEMA, "directory.FORMAT": FORMAT}
+    assert (record, tuple(LIVE_RECORD.descr[len(record) :]), versions) == ON_DISK, (
+        "RECORD and LIVE_RECORD are how shards and checkpoints lie on disk: if one changes, raise "
+        "run.directory.FORMAT, and with RECORD exchange.hdf5_shards.SCHEMA too; then write all of them here"
+    )
 
 
 def random_trajectories(random: np.random.Generator) -> Trajectories:

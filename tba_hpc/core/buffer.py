@@ -17,7 +17,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
-from tba_hpc.config import BufferSection
+from tba_hpc.config import BufferSection, ConfigError
 from tba_hpc.config.variants import EditDuplicates, EmbeddingDuplicates
 from tba_hpc.core.batch import rows_of, take_groups
 from tba_hpc.core.types import (
@@ -537,9 +537,15 @@ class ReplayBuffer:
         return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Become the buffer whose ``state`` the arrays are."""
+        """Become the buffer whose ``state`` the arrays are. Raises ConfigError if another version made it."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
+        fields = [field for field in stored.record.dtype.descr if field[0] != "embedding"]
+        if fields != LIVE_RECORD.descr:
+            raise ConfigError(
+                "the checkpoint's buffer is of another version of tba-hpc (its records have the fields "
+                f"{', '.join(name for name, *_ in fields)}): use the version that wrote it"
+            )
         for group in self._split(stored) if len(stored) else ():
             self._store(group, self._keys(group))
         self._merged, self.duplicates, self.evicted = arrays["counters"].tolist()

@@ -35,7 +35,7 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 SCHEMA = 3
-"""Version of the layout; readers refuse any other."""
+"""Version of the layout and of RECORD; readers refuse any other."""
 
 HEADER_BYTES = 512
 """Size of the user block (HDF5 allows powers of two from 512)."""
@@ -59,6 +59,10 @@ _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
 
 class ShardError(ValueError):
     """A file cannot be used; the message is one sentence: truncated, corrupt, foreign, too new."""
+
+
+class AnotherVersionError(ShardError):
+    """A file is whole, but of another version of tba-hpc: it holds data that must not be set aside."""
 
 
 # --- Files ---
@@ -114,7 +118,10 @@ def parse_shard(path: Path, data: bytes) -> Shard:
     wrong = _DTYPES.keys() - arrays
     wrong |= {n for n in _DTYPES.keys() & arrays if arrays[n].dtype != _DTYPES[n] or arrays[n].ndim != 1}
     if wrong:
-        raise ShardError(f"{path} was not written by tba-hpc ({min(wrong)} is missing or of another type)")
+        raise AnotherVersionError(
+            f"{path} is of another version of tba-hpc ({min(wrong)} is missing or of another type): "
+            "use the version that wrote it"
+        )
     try:
         trajectories = Trajectories.from_arrays(arrays)
         trajectories.check()
@@ -197,8 +204,9 @@ def _verify(path: Path, kind: str, data: bytes) -> None:
         raise ShardError(f"{path} is corrupt: its first line is damaged")
     found, schema, size = start[1].decode(), int(start[2]), int(start[3])
     if schema != SCHEMA:
-        raise ShardError(
-            f"{path} has schema {schema}, this version reads schema {SCHEMA}: use the version that wrote it"
+        raise AnotherVersionError(
+            f"{path} is of another version of tba-hpc (schema {schema}, this one reads schema {SCHEMA}): "
+            "use the version that wrote it"
         )
     if len(data) - HEADER_BYTES < size:
         raise ShardError(f"{path} is truncated: {len(data)} of {size + HEADER_BYTES} bytes are left")
@@ -434,7 +442,7 @@ class PendingShards:
         return end
 
     def _load(self, path: Path) -> Shard | None:
-        """The shard; None if it is set aside, now or before. Raises OSError if it cannot be read now."""
+        """The shard; None if it is set aside. Raises AnotherVersionError; OSError if it is not readable."""
         shard = None
         for last in (False, True):  # twice: what a client has cached may lag behind what was sealed
             try:
@@ -444,6 +452,8 @@ class PendingShards:
                 if not _is_aside(path):
                     raise
                 break
+            except AnotherVersionError:
+                raise
             except ShardError as error:
                 if not last:
                     time.sleep(AGAIN_SECONDS)
