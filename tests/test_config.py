@@ -16,6 +16,7 @@ from tba_hpc.config import (
     ConfigError,
     LearningRate,
     LoraSection,
+    TrainSection,
     differences,
     dump_config,
     load_config,
@@ -25,6 +26,7 @@ from tba_hpc.config import (
 )
 from tba_hpc.config.loading import GONE
 from tba_hpc.config.variants import (
+    OWN,
     DrGrpo,
     EditDuplicates,
     EmbeddingDuplicates,
@@ -32,6 +34,7 @@ from tba_hpc.config.variants import (
     NoDuplicates,
     OwnObjective,
     TbaPrime,
+    choices,
 )
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -271,9 +274,25 @@ def test_a_key_of_earlier_versions_says_what_to_do_instead(key: str) -> None:
 
 
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")
-OWN_SAMPLES = ("oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr")
+OBJECTIVES = choices(TrainSection.model_fields["objective"].annotation)
+OWN_SAMPLES = [name for name, section in OBJECTIVES.items() if section.own_samples]
+KNOWN = {
+    "own_samples": {"oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr"},
+    "policy_gradient": {"rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr"},
+    "pairs": {"online_dpo"},
+    "tapered": {"trajectory_balance", "tba_prime"},
+    "takes_bound": {"trajectory_balance", "tba_prime", "oapl", "rloo", OWN},
+    "weighs_kl": {"trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", OWN},
+}
+"""Properties of the published objectives, from their papers; others may have them, too."""
 WARM = "generator.temperature=0.7"
 OVERLAP = "train.deepspeed.zero_optimization.overlap_comm=true"
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_an_objective_has_the_properties_that_were_published(what: str) -> None:
+    known = set().union(*KNOWN.values())
+    assert {name for name, section in OBJECTIVES.items() if getattr(section, what)} & known == KNOWN[what]
 
 
 @pytest.mark.parametrize(
@@ -307,9 +326,10 @@ OVERLAP = "train.deepspeed.zero_optimization.overlap_comm=true"
         *(
             (
                 (f"train.objective={name}", "train.ratio_bound=taper"),
-                f"ratio_bound=taper is not for .*={name}",
+                f"ratio_bound=taper is not for .*={name}, {'a loss of' if section.pairs else 'which bounds'}",
             )
-            for name in ("proximal_rloo", "grpo", "dr_grpo", "gspo", "topr", "online_dpo")
+            for name, section in OBJECTIVES.items()
+            if not section.takes_bound
         ),
         *(
             ((f"train.objective={name}", "model.logprob_temperature=1"), f"would bias .*={name}.*: leave")

@@ -19,7 +19,15 @@ import yaml
 from torch import Tensor
 
 from tba_hpc.config import ConfigError, TrainSection, parse_config
-from tba_hpc.config.variants import LossNormaliser, RatioBound, RatioCap, RatioTaper, SequenceMask
+from tba_hpc.config.variants import (
+    OWN,
+    LossNormaliser,
+    RatioBound,
+    RatioCap,
+    RatioTaper,
+    SequenceMask,
+    choices,
+)
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
@@ -29,6 +37,8 @@ from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES = tuple(OBJECTIVES)
+SECTIONS = choices(TrainSection.model_fields["objective"].annotation)
+PAIRS = [name for name in NAMES if SECTIONS[name].pairs]
 BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), RatioTaper(), SequenceMask(limit=0.05))
 NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
 MAX_TOKENS = 8
@@ -125,6 +135,8 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
         kl_now = [logp[j].item() - ref[j] for j in range(size)]
         kl_then = [behaviour[j] - ref[j] for j in range(size)]
         kl_of = {"policy": kl_now, "behaviour": kl_then, "none": [0.0] * size, None: kl_now}[log_z_of]
+        deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
+        standardised = [(r - mean) / (deviation + 1e-4) for r in reward]
         if name == "online_dpo":
             best, worst = reward.index(max(reward)), reward.index(min(reward))
             margin = beta * ((logp[best] - ref[best]) - (logp[worst] - ref[worst]))
@@ -152,24 +164,33 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
             elif name == "dr_grpo":
                 advantage = reward[j] - (mean + shift)
                 total = total - sum(surrogate(torch.exp(p - b), advantage, clip) for p, b, _ in row)
-            else:
-                deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
-                advantage = (reward[j] - mean) / (deviation + 1e-4)
-                if name == "gspo":
-                    ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
-                    tame = ratio.clamp(1 - keys["ratio_clip"][0], 1 + keys["ratio_clip"][1])
-                    total = total - torch.min(ratio * advantage, tame * advantage)
-                    continue
+            elif name == "gspo":
+                ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
+                tame = ratio.clamp(1 - clip[0], 1 + clip[1])
+                total = total - torch.min(ratio * standardised[j], tame * standardised[j])
+            elif name == "grpo":
                 terms = [
-                    surrogate(torch.exp(p - b), advantage, clip) - beta * (torch.exp(r - p) - (r - p) - 1)
+                    surrogate(torch.exp(p - b), standardised[j], clip)
+                    - beta * (torch.exp(r - p) - (r - p) - 1)
                     for p, b, r in row
                 ]
                 total = total - sum(terms) / len(row)
+            else:
+                raise AssertionError(f"write the formula of {name} here")
     return total / (many * size)
 
 
+def test_every_objective_has_a_section_and_a_function() -> None:
+    assert set(OBJECTIVES) | {OWN} == set(SECTIONS), (
+        "an objective is a section in ObjectiveChoice (config/variants.py) and a function of its name in "
+        "OBJECTIVES (objectives/__init__.py): write the one that is missing"
+    )
+    for name in NAMES:
+        assert type(TrainSection(objective=name).objective) is SECTIONS[name], f"its Tag is not {name!r}"
+
+
 @pytest.mark.parametrize("normaliser", NORMALISERS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "online_dpo"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
 def test_a_normaliser_divides_each_completions_sum(name: str, normaliser: LossNormaliser) -> None:
     """Against the gradient of its sum alone: that of each row, times 1, 1/its tokens, 1/their mean, 1/8."""
     groups = random_groups(5, 4)
@@ -192,8 +213,9 @@ def test_by_default_an_objective_is_normalised_as_it_was_published() -> None:
     assert set(own.values()) == {"sum"}
 
 
-def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
-    train = {"objective": "online_dpo", "loss_normaliser": "max_tokens"}
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_of_completions_has_no_tokens_to_normalise(name: str) -> None:
+    train = {"objective": name, "loss_normaliser": "max_tokens"}
     with pytest.raises(ConfigError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
         parse_config({"model": {"path": "model"}, "train": train})
 

@@ -18,7 +18,6 @@ from tba_hpc.config.variants import (
     EmaReference,
     LaggedReference,
     Oapl,
-    OnlineDpo,
     Unbounded,
 )
 
@@ -108,12 +107,13 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 def _of_the_loss(config: Config) -> Iterator[str]:
     train, objective, reference = config.train, config.train.objective, config.train.reference
-    if objective.bounded and train.ratio_bound != Unbounded():
+    if not objective.takes_bound and train.ratio_bound != Unbounded():
+        why = "a loss of pairs" if objective.pairs else "which bounds stale data itself"
         yield (
-            "{train.ratio_bound} is not for {train.objective}, which bounds stale data itself: leave it out, "
-            "or use trajectory_balance, tba_prime, oapl or rloo"
+            f"{{train.ratio_bound}} is not for {{train.objective}}, {why}: leave it out, or use another "
+            "objective, such as trajectory_balance or rloo"
         )
-    if isinstance(objective, OnlineDpo) and train.normaliser != "sum":
+    if objective.pairs and train.normaliser != "sum":
         yield "{train.loss_normaliser} has no meaning for {train.objective}, a loss of pairs: leave it out"
     if isinstance(objective, Oapl) and not isinstance(reference, BehaviourIsReference):
         yield (

@@ -83,7 +83,7 @@ class ModelSection(Section):
     """Maximum tokens of prompt and completion together."""
     logprob_temperature: Positive | None = None
     """T in softmax(logits/T) for all log-probabilities. If unset: generator.temperature for objectives that
-    need samples of the policy they train (oapl, rloo, proximal_rloo, grpo, dr_grpo, gspo, topr), else 1."""
+    need samples of the policy they train (oapl and the policy gradients), else 1."""
     fp32_head: bool = True
     """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
@@ -282,8 +282,8 @@ class TrainSection(Section):
     """The loss: trajectory balance, TBA′, OAPL, a baseline, or your own function."""
     ratio_bound: RatioBound = Unbounded()
     """Limits the influence of stale data by weighting each token's gradient; TB's optimum does not move. If
-    unset: taper with trajectory_balance and tba_prime, else none. Not for proximal_rloo, grpo, dr_grpo, gspo
-    and topr, which have their own, or online_dpo."""
+    unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
+    data themselves or learn from pairs."""
     reference: ReferenceChoice = FrozenReference()
     """π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None

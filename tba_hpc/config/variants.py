@@ -31,14 +31,18 @@ class ObjectiveSection(Section):
     """A loss over whole groups.
 
     policy_gradient: unbiased only on completions as the policy sampled them. own_samples: log-probabilities
-    and samples must be of one policy. bounded: limits stale data itself, so takes no train.ratio_bound.
-    tapered: train.ratio_bound defaults to taper. normaliser: divisor of the published loss.
+    and samples must be of one policy. takes_bound: has a use for train.ratio_bound: does not limit stale data
+    itself, nor compare pairs. tapered: that defaults to taper. pairs: compares two completions, so has no
+    tokens to normalise. weighs_kl: weighs the reward against the KL to the reference. normaliser: divisor of
+    the published loss.
     """
 
     policy_gradient: ClassVar[bool] = False
     own_samples: ClassVar[bool] = False
-    bounded: ClassVar[bool] = False
+    takes_bound: ClassVar[bool] = True
     tapered: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
+    weighs_kl: ClassVar[bool] = True
     normaliser: ClassVar[LossNormaliser] = "sum"
 
 
@@ -84,7 +88,7 @@ class Rloo(Shifted):
 
 
 class ProximalRloo(Shifted):
-    bounded = True
+    takes_bound = False
     name: Literal["proximal_rloo"] = "proximal_rloo"
     """RLOO under PPO's clip."""
     ratio_clip: Fraction = 0.2
@@ -92,7 +96,7 @@ class ProximalRloo(Shifted):
 
 
 class ClippedTokens(PolicyGradient):
-    bounded = True
+    takes_bound = False
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
@@ -107,12 +111,13 @@ class Grpo(ClippedTokens):
 
 
 class DrGrpo(ClippedTokens, Shifted):
+    weighs_kl = False
     name: Literal["dr_grpo"] = "dr_grpo"
     """GRPO done right: advantages are not divided by the standard deviation, and there is no KL term."""
 
 
 class Gspo(PolicyGradient):
-    bounded = True
+    takes_bound = weighs_kl = False
     name: Literal["gspo"] = "gspo"
     """GRPO with one ratio per completion, the geometric mean of its tokens'."""
     ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
@@ -120,13 +125,17 @@ class Gspo(PolicyGradient):
 
 
 class Topr(PolicyGradient):
-    bounded = True
+    takes_bound = weighs_kl = False
     name: Literal["topr"] = "topr"
     """REINFORCE with negatives weighted by min(1, π_θ/π_behaviour) of the completion."""
 
 
-class OnlineDpo(ObjectiveSection):
-    bounded = True
+class Preference(ObjectiveSection):
+    pairs = True
+    takes_bound = weighs_kl = False
+
+
+class OnlineDpo(Preference):
     name: Literal["online_dpo"] = "online_dpo"
     """DPO on the best and the worst completion of a group."""
 

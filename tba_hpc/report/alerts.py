@@ -257,7 +257,7 @@ def sinking_answers(view: View) -> Alert | None:
     train, now = view.config.train, -means[-1].value
     settings = {
         "train.objective.log_z=behaviour": getattr(train.objective, "log_z", "") == "policy",
-        "train.ratio_bound=taper": isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded,
+        "train.ratio_bound=taper": isinstance(train.ratio_bound, Unbounded) and train.objective.takes_bound,
     }
     free = [setting for setting, applies in settings.items() if applies]
     bound = f"bound exchange.max_staleness or {view.lower_rate}"
@@ -298,8 +298,7 @@ def _gain(view: View) -> float | None:
     """By how much the reward rose, if the objective weighs that against the KL to one reference."""
     train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
-    weighs = train.objective.name not in ("dr_grpo", "gspo", "topr", "online_dpo")
-    if not weighs or train.reference.name != "frozen" or tempered or not rewards:
+    if not train.objective.weighs_kl or train.reference.name != "frozen" or tempered or not rewards:
         return None
     return max(rewards) - rewards[0]
 
