@@ -16,7 +16,7 @@ from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import load_task
 
-TABULAR = Path(__file__).parents[1] / "tools" / "lab" / "tabular.yaml"
+TABULAR = Path(__file__).parents[1] / "tools" / "tabular.yaml"
 
 OWN = """
 import helper

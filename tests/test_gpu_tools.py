@@ -75,9 +75,9 @@ def test_configs_of_the_stages_that_are_runs(name: str, tiny: bool, tmp_path: Pa
 @pytest.mark.system
 def test_a_stage_starts_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the enumerable model; runs of language models are the business of ``system/``."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     stage = gpu_acceptance.Stage("shared", tmp_path, True, tmp_path)
-    summary = gpu_acceptance.train(stage, "tools/lab/tabular.yaml", "train.steps=4", "checkpoint.every=4")
+    summary = gpu_acceptance.train(stage, "tools/tabular.yaml", "train.steps=4", "checkpoint.every=4")
     stage.note_summary(summary)
     assert stage.figures[0] == {"what": "steps", "value": 4, "unit": ""}
 

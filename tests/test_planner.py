@@ -65,6 +65,19 @@ def test_shapes_come_from_a_folder_the_cache_or_the_hub(
     assert done.stdout.strip() == str(shape_of(KNOWN[name]).parameters), done.stderr
 
 
+def test_a_hub_that_cannot_be_reached_is_told_once_and_at_once(tmp_path: Path) -> None:
+    look = "from tba_hpc.checks.planner.shapes import load_shape; load_shape('org/small')"
+    gone = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run([sys.executable, "-c", look], env=gone, capture_output=True, text=True, timeout=60)
+    assert "(the hub cannot be reached: " in done.stderr.splitlines()[-1]
+    assert "Retry" not in done.stderr
+
+
 # --- Shipped configs ---
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,21 @@ class Serving(Fine):
 class Broken(Fine):
     def prompts(self, split):
         raise RuntimeError("out of memory")
+"""
+
+BACKEND = """
+import numpy as np
+import torch
+
+class Tokenizer:
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+class Own:
+    def __init__(self, config):
+        pass
+    def tokenizer(self):
+        return Tokenizer()
 """
 
 
@@ -103,6 +119,26 @@ def test_an_objective_of_ones_own_that_is_not_there_is_refused(
         train = config.train.model_copy(update={"objective": OwnObjective(name=name)})
         with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
             refuse([check_task], Facts(config=config.model_copy(update={"train": train}), seconds=200))
+
+
+def test_a_model_of_ones_own_is_looked_for_and_its_task_is_built(tmp_path: Path) -> None:
+    """Found beside the config alone, as by a shell that has set no path."""
+    (tmp_path / "own.py").write_text(TASKS)
+    (tmp_path / "backends.py").write_text(BACKEND)
+    (tmp_path / "empty").mkdir()
+    generator = {"max_tokens": 40, "completions_per_prompt": 24}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for beside, model, task, sentence in (
+        (tmp_path, "backends:Own", "own:Fine", ""),
+        (tmp_path, "backends:Own", "own:Sevens", r"has the id 7"),
+        (tmp_path, "backends:Onw", "own:Fine", r"^model.path=backends:Onw: no .*did you mean 'Own'"),
+        (tmp_path / "empty", "backends:Own", "own:Fine", r"^model.path=backends:Own cannot be imported"),
+    ):
+        sections = {"model": {"path": model, "context_length": 128}, "task": {"name": task}}
+        config = parse_config({"generator": generator, **sections})
+        facts = Facts(config=config, environment=environment, beside=beside, seconds=200)
+        with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+            refuse([check_task], facts)
 
 
 def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:

@@ -17,9 +17,10 @@ import yaml
 from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
-from tba_hpc.core.own_code import find_function
+from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
+from tba_hpc.engine.hf_backend import own_backend
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
@@ -35,18 +36,27 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
-    tokenizer: Tokenizer | None = FileTokenizer.find(config.model.path)
+    tokenizer = _tokenizer(config)
     if tokenizer is None:
         return
-    if config.task.name == "environment" and find_spec("torch"):  # its chat template
-        from tba_hpc.learner.hf_model import load_tokenizer
-
-        tokenizer = load_tokenizer(config.model.path)
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
     if try_rewards and isinstance(task, Jsonl):
         task.try_rewards()
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    """The model's; None if only the ranks can tell. Raises ConfigError."""
+    path, has_torch = config.model.path, find_spec("torch") is not None
+    if is_own(path):  # its module may import torch
+        backend = own_backend(config) if has_torch else None
+        return backend.tokenizer() if backend else None
+    if config.task.name == "environment" and has_torch and FileTokenizer.find(path):  # its chat template
+        from tba_hpc.learner.hf_model import load_tokenizer
+
+        return load_tokenizer(path)
+    return FileTokenizer.find(path)
 
 
 def _require_fetched(config: Config, remedy: str) -> None:

@@ -57,8 +57,13 @@ def make_backend(run: RunDir, config: Config) -> Backend:
     """The backend of a config. Raises ConfigError if a class of the user's own is not found."""
     modules.use(run.modules)
     modules.use_here()
+    return own_backend(config) or HfBackend(config)
+
+
+def own_backend(config: Config) -> Backend | None:
+    """The user's own, if ``model.path`` names one. Raises ConfigError if its class is not found."""
     path = config.model.path
     if not is_own(path):
-        return HfBackend(config)
+        return None
     backend: Backend = find_function(f"model.path={path}", path)(config)
     return backend

@@ -29,7 +29,11 @@ def wilson(successes: int, trials: int) -> Estimate:
 
 
 def mean(total: float, squares: float, count: int) -> Estimate:
-    """The mean of values of which sum and sum of squares are given, with the normal interval."""
+    """The mean of values of which sum and sum of squares are given, with the normal interval.
+
+    It may reach beyond the largest possible value: a task does not say which that is, and the largest one
+    observed is no bound of the mean, so nothing is cut off. A share has ``wilson``.
+    """
     value = total / count
     variance = max(0.0, squares - total * value) / max(1, count - 1)
     half = Z * math.sqrt(variance / count)

@@ -26,7 +26,7 @@ from tba_hpc.run.events import read_events
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import read_metrics
 from tests.system import test_engines
-from tests.system.test_run import CONFIG, ENVIRONMENT, assert_whole
+from tests.system.test_run import CONFIG, assert_whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm, pytest.mark.system]
 
@@ -59,14 +59,9 @@ def submit(cluster: Cluster, root: Path, *options: str, nodes: int = 3) -> tuple
         *(word for setting in SETTINGS for word in ("--set", setting)),
         *options,
     ]
-    done = subprocess.run(command, cwd=REPOSITORY, env=_environment(cluster), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return RunDir(root / TABULAR), int(json.loads(done.stdout)["job"])
-
-
-def _environment(cluster: Cluster) -> dict[str, str]:
-    """In which the enumerable model is found."""
-    return {**cluster.environment, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 
 
 def checkout(folder: Path, config: Config, *, time: str = "00:10:00") -> RunDir:
@@ -92,12 +87,13 @@ def checkout(folder: Path, config: Config, *, time: str = "00:10:00") -> RunDir:
 
 
 def sbatch(cluster: Cluster, folder: Path, **environment: str) -> int:
-    """Type sbatch in a checkout; the job."""
+    """Type sbatch in a checkout, beside whose config the enumerable model does not lie; the job."""
     path = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+    environment |= {"PATH": path, "PYTHONPATH": str(REPOSITORY / "tools"), "SITE": "site.yaml"}
     done = subprocess.run(
         ["sbatch", "--parsable", "slurm/tba_math.sbatch"],
         cwd=folder,
-        env={**_environment(cluster), "PATH": path, "SITE": "site.yaml", **environment},
+        env={**cluster.environment, **environment},
         capture_output=True,
         text=True,
     )
@@ -258,7 +254,7 @@ def test_a_job_of_a_trainer_alone_is_fed_by_an_elastic_node(cluster: Cluster, tm
     elastic = subprocess.run(
         [*words, "--site", f"{tmp_path}/site.yaml"],
         cwd=REPOSITORY,
-        env=_environment(cluster),
+        env=cluster.environment,
         capture_output=True,
         text=True,
     )

@@ -34,10 +34,9 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[2]
 TBA = Path(sys.executable).parent / "tba"
-CONFIG = ROOT / "tools" / "lab" / "tabular.yaml"
+CONFIG = ROOT / "tools" / "tabular.yaml"
 NAME = "tabular-seed0"
 STEPS, SAMPLES = 40, 12
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
 START_SECONDS = 240
 """Longest wait for anything on a busy machine."""
 
@@ -58,7 +57,6 @@ def tba(*words: str | Path, folder: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [TBA, *words],
         cwd=folder,
-        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

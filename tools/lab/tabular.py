@@ -3,8 +3,7 @@
 The policy is a table of logits per (prompt, prefix of the completion), so that the target distribution
 π_ref·exp(r/β)/Z can be written down and reached. Task, generator and reference are here, the learner in
 ``tabular_learner``; they implement the ports as any backend does, and share nothing but the ``Table``.
-``Tabular`` is all of it as the model of a run, whose ranks start in no time: with ``tools`` on PYTHONPATH,
-``tba run tools/lab/tabular.yaml``.
+``Tabular`` is all of it as the model of a run, whose ranks start in no time: ``tba run tools/tabular.yaml``.
 
 Shape letters: P prompts, C completions that exist, S prefixes that can go on, V tokens that can follow.
 """

@@ -182,7 +182,7 @@ def submit(
     """A run of the model that the options name, and its job."""
     if options.tabular:
         os.environ["PYTHONPATH"] = f"{HOME / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        config, of_model = HOME / "tools/lab/tabular.yaml", [*TABULAR]
+        config, of_model = HOME / "tools/tabular.yaml", [*TABULAR]
     else:
         config, model = HOME / "configs/quickstart.yaml", root / "model"
         for file in shutil.copytree(options.model or MODEL, model).iterdir():

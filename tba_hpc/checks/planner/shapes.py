@@ -123,12 +123,15 @@ def _config_file(path: str, key: str) -> Path:
         return found
     reason = "no such file"
     if not is_local(path):
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
         try:
+            get_hf_file_metadata(hf_hub_url(path, "config.json"))  # the other tries for half a minute, aloud
             return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # of the hub's HTTP library
+            reason = f"the hub cannot be reached: {error}"
     download = "" if is_local(path) else f", or run `hf download {path} config.json` where there is a network"
     raise ConfigError(
         f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{download}"
