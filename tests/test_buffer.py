@@ -54,17 +54,17 @@ def pack(items: Sequence[Item]) -> Trajectories:
     row_of = {prompt: row for row, prompt in enumerate(prompts)}
     record = np.zeros(len(items), RECORD)
     for row, item in enumerate(items):
-        record[row] = (
-            item.uid,
-            item.prompt,
-            item.uid if item.request is None else item.request,
-            row_of[item.prompt],
-            item.reward,
-            item.uid,
-            item.uid + 7,
-            0,
-            0,
-        )
+        values = {
+            "uid": item.uid,
+            "prompt_id": item.prompt,
+            "request_id": item.uid if item.request is None else item.request,
+            "prompt_row": row_of[item.prompt],
+            "reward": item.reward,
+            "version_oldest": item.uid,
+            "version_newest": item.uid + 7,
+        }
+        for name, value in values.items():
+            record[name][row] = value
     logprobs = np.array([x for item in items for x in item.logprobs], np.float32)
     return Trajectories(
         record,

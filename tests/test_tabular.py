@@ -22,11 +22,9 @@ from tba_hpc.core.batch import with_reference_power
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.skipped_steps import MOST_IN_A_ROW
 from tba_hpc.core.types import (
-    RECORD,
     Completion,
     Group,
     Publication,
-    Ragged,
     Request,
     Sampling,
     Trajectories,
@@ -57,21 +55,7 @@ def generate(table: Table, generator: TabularGenerator, n: int, temperature: flo
 
 
 def score(table: Table, groups: list[Group]) -> Trajectories:
-    """What a searcher makes of its groups."""
-    task, reference = TabularTask(table), TabularReference(table)
-    record = [
-        (0, g.request.prompt.id, g.request.id, row, reward, *versions, 0, 0)
-        for row, g in enumerate(groups)
-        for reward, versions in zip(task.rewards(g.request.prompt, g.completions), g.versions, strict=True)
-    ]
-    completions = [c for g in groups for c in g.completions]
-    scored = Trajectories(
-        np.array(record, RECORD),
-        Ragged.from_rows([g.request.prompt.tokens for g in groups], np.int32),
-        Ragged.from_rows([c.tokens for c in completions], np.int32),
-        np.concatenate([c.logprobs for c in completions]),
-        np.concatenate([rows for g in groups for rows in reference.logprobs(g)]),
-    )
+    scored = lockstep.scored(groups, TabularTask(table), TabularReference(table))
     scored.check()
     return scored
 

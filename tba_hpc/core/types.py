@@ -40,7 +40,8 @@ RECORD = np.dtype(
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""What a searcher records of a trajectory. A field added here reaches the objective."""
+"""What a searcher records of a trajectory, by ``ScoredGroup.records``. A field added here reaches the batch;
+``objectives.Groups.of`` names those that an objective sees."""
 
 LIVE_RECORD = np.dtype(
     [
@@ -236,6 +237,32 @@ class Group:
     versions: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group as a searcher records it.
+
+    rewards: one per completion; ref_logprobs: float32 [T] of each, of the policy ``reference``, as in RECORD.
+    """
+
+    group: Group
+    rewards: Sequence[float]
+    ref_logprobs: Sequence[np.ndarray]
+    reference: int = 0
+
+    def records(self, prompt_row: int) -> np.ndarray:
+        """RECORD rows, uid left open."""
+        request, completions = self.group.request, self.group.completions
+        record = np.zeros(len(completions), RECORD)
+        record["prompt_id"] = request.prompt.id
+        record["request_id"] = request.id
+        record["prompt_row"] = prompt_row
+        record["reward"] = self.rewards
+        record["version_oldest"], record["version_newest"] = self.group.versions.T
+        record["truncated"] = [FINISH_REASONS.index(c.finish_reason) for c in completions]
+        record["reference"] = self.reference
+        return record
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
     """N scored completions: a shard, a group in the buffer, a batch.
@@ -275,6 +302,21 @@ class Trajectories:
         first_N = np.ones(len(request_id_N), np.bool_)
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
         return request_id_N[first_N]
+
+    @staticmethod
+    def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
+        """The completions of at least one group, in order; each distinct prompt once. Uids are left open."""
+        prompts = {one.group.request.prompt.id: one.group.request.prompt for one in scored}
+        prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts)}
+        completions = [completion for one in scored for completion in one.group.completions]
+        ref_logprobs = [row for one in scored for row in one.ref_logprobs]
+        return Trajectories(
+            record=np.concatenate([one.records(prompt_rows[one.group.request.prompt.id]) for one in scored]),
+            prompts=Ragged.from_rows([prompt.tokens for prompt in prompts.values()], np.int32),
+            completions=Ragged.from_rows([completion.tokens for completion in completions], np.int32),
+            logprobs=np.concatenate([completion.logprobs for completion in completions], dtype=np.float32),
+            ref_logprobs=np.concatenate(ref_logprobs, dtype=np.float32),
+        )
 
     def take(self, rows: np.ndarray) -> Self:
         """A copy of the given rows, in the given order, repeats allowed, with the same prompts."""

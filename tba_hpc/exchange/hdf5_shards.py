@@ -18,7 +18,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from tba_hpc.config import Config, is_elastic
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import COLUMNS, FINISH_REASONS, RECORD, Group, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.core.types import COLUMNS, RECORD, Group, ScoredGroup, Shard, Trajectories, make_uid
 from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 from tba_hpc.run.owners import end_if_superseded
@@ -224,27 +224,6 @@ def seal_interval(config: Config) -> float:
     return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    group: Group
-    rewards: Sequence[float]
-    ref_logprobs: Sequence[np.ndarray]
-    reference: int
-
-    def records(self, prompt_row: int) -> np.ndarray:
-        """RECORD rows, uid left open."""
-        request, completions = self.group.request, self.group.completions
-        record = np.zeros(len(completions), RECORD)
-        record["prompt_id"] = request.prompt.id
-        record["request_id"] = request.id
-        record["prompt_row"] = prompt_row
-        record["reward"] = self.rewards
-        record["version_oldest"], record["version_newest"] = self.group.versions.T
-        record["truncated"] = [FINISH_REASONS.index(c.finish_reason) for c in completions]
-        record["reference"] = self.reference
-        return record
-
-
 class ShardWriter:
     """Collects a searcher's scored groups and seals them as shards: a trajectory is acknowledged by ``seal``.
 
@@ -271,7 +250,7 @@ class ShardWriter:
         self._index = max(first_index, _next_free_index(run, searcher))
         self._timeout = timeout
         self._clock = clock
-        self._open: list[_Scored] = []
+        self._open: list[ScoredGroup] = []
         self._since = 0.0
 
     def __len__(self) -> int:
@@ -301,7 +280,7 @@ class ShardWriter:
             return
         if not self._open:
             self._since = self._clock()
-        self._open.append(_Scored(group, rewards, ref_logprobs, reference))
+        self._open.append(ScoredGroup(group, rewards, ref_logprobs, reference))
 
     def seal(self) -> Shard | None:
         """Make the open shard durable and return it; None if it is empty.
@@ -311,7 +290,11 @@ class ShardWriter:
         """
         if not self._open:
             return None
-        trajectories = _collect(self._open, self._searcher, self._index)
+        trajectories = Trajectories.of_groups(self._open)
+        record = trajectories.record
+        assert len(record) <= _MAX_ROWS, f"a shard holds at most {_MAX_ROWS} trajectories"
+        record["uid"] = np.arange(len(record))
+        record["uid"] += np.uint64(make_uid(self._searcher, self._index, 0))
         shard = with_image(Shard(self._searcher, self._index, trajectories))
         path = self._run.shard_file(self._searcher, self._index)
 
@@ -339,23 +322,6 @@ def _next_free_index(run: RunDir, searcher: int) -> int:
     while (path := run.shard_file(searcher, index)).exists() or _aside(path).exists():
         index += 1
     return index
-
-
-def _collect(scored: Sequence[_Scored], searcher: int, index: int) -> Trajectories:
-    """Trajectories of the groups in order, each distinct prompt once."""
-    prompts = {one.group.request.prompt.id: one.group.request.prompt for one in scored}
-    prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts)}
-    completions = [completion for one in scored for completion in one.group.completions]
-    record = np.concatenate([one.records(prompt_rows[one.group.request.prompt.id]) for one in scored])
-    assert len(record) <= _MAX_ROWS, f"a shard holds at most {_MAX_ROWS} trajectories"
-    record["uid"] = np.arange(len(record), dtype=np.uint64) + np.uint64(make_uid(searcher, index, 0))
-    return Trajectories(
-        record=record,
-        prompts=Ragged.from_rows([prompt.tokens for prompt in prompts.values()], np.int32),
-        completions=Ragged.from_rows([completion.tokens for completion in completions], np.int32),
-        logprobs=np.concatenate([completion.logprobs for completion in completions], dtype=np.float32),
-        ref_logprobs=np.concatenate([row for one in scored for row in one.ref_logprobs], dtype=np.float32),
-    )
 
 
 # --- The trainer's side ---

@@ -26,12 +26,11 @@ from tba_hpc.core.prompts import CompletedRequests, PromptOrder
 from tba_hpc.core.types import (
     BEHAVIOUR,
     LIVE_RECORD,
-    RECORD,
     Group,
     Publication,
-    Ragged,
     Request,
     Sampling,
+    ScoredGroup,
     Trajectories,
     TrajectoryBatch,
     WeightUpdate,
@@ -231,18 +230,14 @@ def _all_groups(generator: TabularGenerator) -> list[Group]:
 
 def scored(groups: Sequence[Group], task: Task, reference: Reference) -> Trajectories:
     """What a searcher makes of its groups."""
-    completions = [completion for group in groups for completion in group.completions]
-    record = [
-        (0, group.request.prompt.id, group.request.id, row, reward, *versions, 0, reference.step)
-        for row, group in enumerate(groups)
-        for reward, versions in zip(
-            task.rewards(group.request.prompt, group.completions), group.versions.tolist(), strict=True
-        )
-    ]
-    return Trajectories(
-        np.array(record, RECORD),
-        Ragged.from_rows([group.request.prompt.tokens for group in groups], np.int32),
-        Ragged.from_rows([completion.tokens for completion in completions], np.int32),
-        np.concatenate([completion.logprobs for completion in completions]),
-        np.concatenate([row for group in groups for row in reference.logprobs(group)]),
+    return Trajectories.of_groups(
+        [
+            ScoredGroup(
+                group,
+                task.rewards(group.request.prompt, group.completions),
+                reference.logprobs(group),
+                reference.step,
+            )
+            for group in groups
+        ]
     )
