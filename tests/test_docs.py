@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|^((?:    .+\n)+)", re.M | re.S)
 
 
 def test_pages_made_from_the_code_are_as_it_is() -> None:
-    assert make_docs.outdated() == []
+    assert make_docs.outdated() == [], "run python tools/make_docs.py"
 
 
 def test_every_key_has_its_meaning() -> None:
