@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
@@ -181,7 +180,6 @@ def submit(
 ) -> tuple[RunDir, int]:
     """A run of the model that the options name, and its job."""
     if options.tabular:
-        os.environ["PYTHONPATH"] = f"{HOME / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         config, of_model = HOME / "tools/tabular.yaml", [*TABULAR]
     else:
         config, model = HOME / "configs/quickstart.yaml", root / "model"
