@@ -130,12 +130,9 @@ class Topr(PolicyGradient):
     """REINFORCE with negatives weighted by min(1, π_θ/π_behaviour) of the completion."""
 
 
-class Preference(ObjectiveSection):
+class OnlineDpo(ObjectiveSection):
     pairs = True
     takes_bound = weighs_kl = False
-
-
-class OnlineDpo(Preference):
     name: Literal["online_dpo"] = "online_dpo"
     """DPO on the best and the worst completion of a group."""
 

@@ -40,8 +40,8 @@ RECORD = np.dtype(
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""What a searcher records of a trajectory, by ``ScoredGroup.records``. A field added here reaches the batch;
-``objectives.Groups.of`` names those that an objective sees."""
+"""What a searcher records of a trajectory, filled in by ``Trajectories.of_groups``. A field added here gets
+into the batch; ``objectives.Groups.of`` names those that an objective sees."""
 
 LIVE_RECORD = np.dtype(
     [
@@ -241,26 +241,14 @@ class Group:
 class ScoredGroup:
     """A group as a searcher records it.
 
-    rewards: one per completion; ref_logprobs: float32 [T] of each, of the policy ``reference``, as in RECORD.
+    rewards: finite, one per completion; ref_logprobs: float32 [T] of each, under the policy ``reference``, as
+    in RECORD.
     """
 
     group: Group
     rewards: Sequence[float]
     ref_logprobs: Sequence[np.ndarray]
     reference: int = 0
-
-    def records(self, prompt_row: int) -> np.ndarray:
-        """RECORD rows, uid left open."""
-        request, completions = self.group.request, self.group.completions
-        record = np.zeros(len(completions), RECORD)
-        record["prompt_id"] = request.prompt.id
-        record["request_id"] = request.id
-        record["prompt_row"] = prompt_row
-        record["reward"] = self.rewards
-        record["version_oldest"], record["version_newest"] = self.group.versions.T
-        record["truncated"] = [FINISH_REASONS.index(c.finish_reason) for c in completions]
-        record["reference"] = self.reference
-        return record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,15 +294,25 @@ class Trajectories:
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
         """The completions of at least one group, in order; each distinct prompt once. Uids are left open."""
-        prompts = {one.group.request.prompt.id: one.group.request.prompt for one in scored}
-        prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts)}
+        groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
         ref_logprobs = [row for one in scored for row in one.ref_logprobs]
+        prompts = {group.request.prompt.id: group.request.prompt for group in groups}
+        row_of = {prompt: row for row, prompt in enumerate(prompts)}
+        record = np.zeros(len(completions), RECORD)
+        record["prompt_id"] = [group.request.prompt.id for group in groups]
+        record["request_id"] = [group.request.id for group in groups]
+        record["prompt_row"] = [row_of[group.request.prompt.id] for group in groups]
+        record["reward"] = [reward for one in scored for reward in one.rewards]
+        versions = np.concatenate([one.group.versions for one in scored])
+        record["version_oldest"], record["version_newest"] = versions.T
+        record["truncated"] = [FINISH_REASONS.index(one.finish_reason) for one in completions]
+        record["reference"] = [one.reference for one in scored for _ in one.group.completions]
         return Trajectories(
-            record=np.concatenate([one.records(prompt_rows[one.group.request.prompt.id]) for one in scored]),
+            record=record,
             prompts=Ragged.from_rows([prompt.tokens for prompt in prompts.values()], np.int32),
-            completions=Ragged.from_rows([completion.tokens for completion in completions], np.int32),
-            logprobs=np.concatenate([completion.logprobs for completion in completions], dtype=np.float32),
+            completions=Ragged.from_rows([one.tokens for one in completions], np.int32),
+            logprobs=np.concatenate([one.logprobs for one in completions], dtype=np.float32),
             ref_logprobs=np.concatenate(ref_logprobs, dtype=np.float32),
         )
 

@@ -270,11 +270,7 @@ class ShardWriter:
         *,
         reference: int = 0,
     ) -> None:
-        """Add a group: one finite reward and float32 [T] reference log-probabilities per completion.
-
-        reference: optimizer step of the policy that these are of.
-        A group without completions leaves no trace: its request_id stays open for a resume.
-        """
+        """Add a ``ScoredGroup``; one without completions leaves no trace: a resume asks for it again."""
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not group.completions:
             return
