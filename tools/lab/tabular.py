@@ -399,5 +399,5 @@ class UnhurriedGenerator(TabularGenerator):
     def step(self) -> list[Group]:
         """Advance every request by one token; return the groups that are now whole."""
         tested = any(decoding.request.split == "test" for decoding in self._decoding)
-        time.sleep(1.0 if tested else 0.02)
+        time.sleep(1.0 if tested else 0.05)
         return super().step()
