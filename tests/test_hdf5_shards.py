@@ -323,7 +323,7 @@ def forge(path: Path, write: Callable[[h5py.File], None]) -> None:
     with h5py.File(image, "r+") as file:
         write(file)
     data = image.getbuffer()
-    data[:HEADER_BYTES] = hdf5_shards._header("shard", data[HEADER_BYTES:])
+    data[:HEADER_BYTES] = hdf5_shards._header("shard", data[HEADER_BYTES:], hdf5_shards.SCHEMA)
     path.write_bytes(data)
 
 
@@ -375,7 +375,10 @@ def test_a_forged_shard_reads_no_other_file_and_takes_no_memory(what: str, run: 
 
 
 def of_another_schema(path: Path, schema: int = SCHEMA + 1) -> None:
-    path.write_bytes(path.read_bytes().replace(b"schema=%d" % SCHEMA, b"schema=%d" % schema, 1))
+    shard = dataclasses.replace(read_shard(path), image=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hdf5_shards, "SCHEMA", schema)
+        path.write_bytes(hdf5_shards.with_image(shard).image or b"")
 
 
 def of_another_record(path: Path) -> None:
@@ -390,6 +393,15 @@ def test_another_schema_is_refused_by_its_number(other: int, run: RunDir) -> Non
     of_another_schema(path, other)
     with pytest.raises(AnotherVersionError, match=f"schema {other}, this one reads schema {SCHEMA}"):
         read_shard(path)
+
+
+def test_a_schema_that_was_damaged_is_no_other_version(run: RunDir) -> None:
+    path, _ = sealed(run)
+    path.write_bytes(path.read_bytes().replace(b"schema=%d" % SCHEMA, b"schema=%d" % (SCHEMA ^ 1), 1))
+    with pytest.raises(ShardError, match="first line is damaged"):
+        read_shard(path)
+    assert list(PendingShards(run).read({})) == []
+    assert [file.suffix for file in run.shard_folder(3).iterdir()] == [".refused"]
 
 
 @pytest.mark.parametrize("become", [of_another_schema, of_another_record])
