@@ -1,4 +1,7 @@
-"""A whole run of conversations: a real engine and learner, and a game in between."""
+"""A whole run of conversations: a real engine and learner, and a game in between.
+
+Its model is a Qwen2, trained by micro-batches of tokens and with gradient checkpointing: no other run is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tiny_models import make_random_model
+from tiny_models import make_family_model
 from transformers import AutoTokenizer
 
 from tba_hpc.core.types import Trajectories
@@ -18,6 +21,7 @@ from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 
+from .test_families import assert_every_weight_learned
 from .test_run import assert_whole, finish, tba
 
 pytestmark = pytest.mark.system
@@ -39,7 +43,7 @@ class Echo:
         time.sleep(0.02)
         self.turns += 1
         said = messages[-1]["content"]
-        return f"You: {len(said)}", self.turns == 4 or said.count("a") > 2, self.bias + said.count("b") / 4
+        return f"You:{len(said)}", self.turns == 4 or said.count("a") > 2, self.bias + said.count("b") / 4
 """
 CONFIG: dict[str, Any] = {
     "run": {"name": "echo"},
@@ -58,7 +62,10 @@ CONFIG: dict[str, Any] = {
         "kv_cache_mb": 32,
     },
     "buffer": {"initial_completions": 24},
-    "train": {"steps": STEPS, "prompts_per_step": 2, "completions_per_prompt": 4},
+    "train": {
+        **{"steps": STEPS, "prompts_per_step": 2, "completions_per_prompt": 4, "learning_rate": 1e-4},
+        **{"tokens_per_micro_batch": 512, "gradient_checkpointing": True},
+    },
     "exchange": {"seal_seconds": 0.2, "keep_shards": 1.0},
     "checkpoint": {"every": 2},
     "evaluate": {"every": 4, "validation_prompts": 4, "test_prompts": 4},
@@ -67,10 +74,10 @@ CONFIG: dict[str, Any] = {
 
 
 def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
-    model = make_random_model(tmp_path / "model", tied=True)
+    model = make_family_model(tmp_path / "model", "qwen2")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "echo.py").write_text(ECHO)
-    rows = [{"prompt": f"Row {i}.", "bias": i / 100} for i in range(40)]
+    rows = [{"prompt": f"Row{i}.", "bias": i / 100} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "echo.yaml").write_text(yaml.safe_dump(CONFIG))
     words = ["run", "echo.yaml", "--set", f"model.path={model}", "--set", f"run.root={tmp_path}"]
@@ -78,6 +85,7 @@ def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
     assert code == 0, out + err
     run = RunDir.open(tmp_path / NAME)
     assert_whole(run, STEPS, SAMPLES)
+    assert_every_weight_learned(model, run)
     searched = read_metrics(run.metrics_file("searcher", 0))
     assert max(series(searched, "search/turns")) > 1.2
     assert max(series(read_metrics(run.metrics_file("trainer")), "train/environment_share")) > 0.1
@@ -99,5 +107,5 @@ def assert_token_exact(trajectories: Trajectories, tokenizer: Any) -> None:
             # A random model says <unk>, too, which ends a turn as any special token does.
             end = "<eos>" if tokenizer.decode(turn[-1:], skip_special_tokens=True) else ""
             said = tokenizer.decode(turn, skip_special_tokens=True)
-            assert tokenizer.decode(between) == f"{end}[You: {len(said)}]>"
+            assert tokenizer.decode(between) == f"{end}[You:{len(said)}]>"
         assert record["truncated"] != 2 or len(parts) == 2 * TURNS - 1
