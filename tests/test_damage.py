@@ -135,7 +135,7 @@ def test_a_damaged_run_goes_on_or_says_why(
 def _widened(folder: Path) -> None:
     """The buffer of a checkpoint as of a version whose LIVE_RECORD has one field more."""
     arrays = read_arrays(folder / BUFFER_FILE)
-    wider = as_record(arrays["record"], np.dtype([*LIVE_RECORD.descr, ("entropy", "<f4")]))
+    wider = as_record(arrays["record"], np.dtype([*LIVE_RECORD.descr, ("of_another_version", "<f4")]))
     write_arrays(folder / BUFFER_FILE, {**arrays, "record": wider})
     (folder / COMPLETE).write_text(with_checksum(inventory(folder)))
 

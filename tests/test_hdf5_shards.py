@@ -383,7 +383,7 @@ def of_another_schema(path: Path, schema: int = SCHEMA + 1) -> None:
 
 def of_another_record(path: Path) -> None:
     """As of a version whose RECORD has one field more."""
-    record = np.zeros(4, [*RECORD.descr, ("entropy", "<f4")])
+    record = np.zeros(4, [*RECORD.descr, ("of_another_version", "<f4")])
     forge(path, put("record", data=record))
 
 

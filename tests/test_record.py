@@ -10,7 +10,21 @@ import safetensors.numpy as wire
 from tba_hpc.config import BufferSection
 from tba_hpc.core.batch import from_arrays, plan, to_arrays
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.types import LIVE_RECORD, PER_TOKEN, RECORD, Ragged, Shard, Trajectories
+from tba_hpc.core.types import (
+    FINISH_REASONS,
+    LIVE_RECORD,
+    PER_TOKEN,
+    RECORD,
+    Completion,
+    Group,
+    Prompt,
+    Ragged,
+    Request,
+    Sampling,
+    ScoredGroup,
+    Shard,
+    Trajectories,
+)
 from tba_hpc.exchange.hdf5_shards import SCHEMA, read_shard, write_shard
 from tba_hpc.run.directory import FORMAT
 
@@ -42,6 +56,26 @@ def test_another_record_is_another_version_on_disk() -> None:
         "RECORD and LIVE_RECORD are how shards and checkpoints lie on disk: if one changes, raise "
         "run.directory.FORMAT, and with RECORD exchange.hdf5_shards.SCHEMA too; then write all of them here"
     )
+
+
+def test_of_groups_fills_every_field_but_the_uid() -> None:
+    completion = Completion(np.ones(2, np.int32), np.zeros(2, np.float32), FINISH_REASONS[1])
+    scored = [
+        ScoredGroup(
+            Group(
+                Request(Prompt(number, np.ones(3, np.int32), ""), 5 + number, 1, Sampling(1.0, 1.0, 2)),
+                (completion,),
+                np.array([[3, 4]], np.int32),
+            ),
+            [0.5],
+            [np.zeros(2, np.float32)],
+            reference=2,
+        )
+        for number in (1, 2)
+    ]
+    record = Trajectories.of_groups(scored).record
+    empty = {name for name in RECORD.names or () if not record[name].any()}
+    assert empty == {"uid"}, "core.types.Trajectories.of_groups fills every field of RECORD but the uid"
 
 
 def random_trajectories(random: np.random.Generator) -> Trajectories:

@@ -193,7 +193,7 @@ class Generator(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Completions submitted whose group ``step`` has not returned yet."""
+        """Completions that have not ended, or whose whole group ``step`` has not returned yet."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if prompt and completion exceed the context."""
@@ -298,7 +298,7 @@ class SharedLearner(Learner, Protocol):
 class Backend(Protocol):
     """What ``model.path`` stands for: how a policy is trained and sampled.
 
-    The usual one, of Hugging Face models, is the runtime's. Your own is a class that is called with the run's
+    The usual one, is ``engine.hf_backend``'s. Your own is a class that is called with the run's
     Config and named as ``model.path=module:Class``; the module is found where reward functions are.
     """
 
@@ -328,7 +328,7 @@ class TrainerExchange(Protocol):
         """
 
     def gather(self) -> bool:
-        """As ``publish``, without weights: shards alone, while the buffer first fills."""
+        """As ``publish``, without weights: shards alone, while the trainer waits for them."""
 
     def collect(self) -> list[Shard]:
         """Shards that arrived since the last call, each exactly once, in order per searcher."""

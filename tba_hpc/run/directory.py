@@ -81,7 +81,7 @@ class RunDir:
     shards = _Below("shards")
     """Sealed trajectories, a folder per searcher."""
     weights = _Below("weights")
-    """Published weights (file exchange only)."""
+    """Published weights, over files or for elastic searchers."""
     checkpoints = _Below("checkpoints")
     """One folder per checkpoint."""
     newest_checkpoint = _Below("newest-checkpoint")
@@ -89,11 +89,11 @@ class RunDir:
     references = _Below("references")
     """Policies that became the reference, as Hugging Face folders."""
     metrics = _Below("metrics")
-    """One JSONL file per role and rank."""
+    """A JSONL file of the leading trainer, and of each searcher."""
     logs = _Below("logs")
     """One folder per attempt; ``latest`` points to the newest."""
     evaluations = _Below("evaluations")
-    """One folder per split and step."""
+    """Per split and step a folder of parts, then one file."""
     owners = _Below("owners")
     """Who is at work on the run, and as which rank; see ``run.owners``."""
     export = _Below("export")
@@ -103,7 +103,7 @@ class RunDir:
     report = _Below("report.html")
     """The self-contained HTML page."""
     summary = _Below("summary.json")
-    """The figures of a finished run."""
+    """The figures of a run that has finished or stopped."""
     finished_file = _Below("finished")
     """What the leading trainer leaves once nothing is left to do but the summary and the report."""
     kept = _Below("kept")
