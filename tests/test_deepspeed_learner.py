@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_optimizer_state
 from forks import fork
@@ -57,6 +58,7 @@ from tba_hpc.learner.trainer_group import Command, TrainerGroup
 from tba_hpc.objectives import OBJECTIVES, make_objective
 from tba_hpc.run.checkpoints import (
     Checkpoints,
+    StateError,
     TrainerState,
     checkpoint_folders,
     damaged_checkpoints,
@@ -310,11 +312,39 @@ def test_a_strangers_checkpoint_executes_nothing(runs: Runs, tmp_path: Path, nam
     states = torch.load(file, weights_only=False)
     torch.save({**states, "more": Payload(mark)}, file)
     config, plan = case.config(runs.model(case.tied), ranks=ranks), [("load", str(folder)), *REST]
-    with pytest.raises(AssertionError, match="holds more than the data of a checkpoint, and none of it was"):
+    refused = r"holds more than the data of a checkpoint, and none of it was executed \(posix.system\)"
+    with pytest.raises(AssertionError, match=refused):
         run(tmp_path / "run", config, plan)
     assert not mark.exists()
     torch.load(file, weights_only=False)  # and it would have been
     assert mark.exists()
+
+
+def test_a_checkpoint_that_no_resume_would_read_is_refused_when_it_is_written(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """By the rank that wrote it, here a follower; the leader raises what that rank found."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "checkpoint").mkdir()
+    config = ZERO_1.config(runs.model(ZERO_1.tied))
+    processes = [fork(_save_what_is_refused, tmp_path, rank, config) for rank in range(2)]
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+
+
+def _save_what_is_refused(folder: Path, rank: int, config: Config) -> None:
+    """A version of DeepSpeed whose state has a class that the second rank's reader does not know."""
+    log_to(folder / f"log-{rank}")
+    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    if rank == 0:
+        write = learner.save(folder / "checkpoint")
+        with pytest.raises(
+            StateError, match=r"rank_1_.*written, but a resume .* holds deepspeed\..*ZeroStageEnum"
+        ):
+            write()
+        learner.close()
+    else:
+        deepspeed_learner.PLAIN_DATA.remove(ZeroStageEnum)
+        learner.follow(None)
 
 
 @pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)

@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -54,6 +53,7 @@ from tba_hpc.learner.hf_model import (
     use_tensor_cores,
 )
 from tba_hpc.learner.hf_reference import HfReference, load_reference
+from tba_hpc.learner.plain_data import only_data, require_readable
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
@@ -72,9 +72,6 @@ TAG = "zero"
 
 RANKS_FILE = "ranks.json"
 """Beside it: how many trainer ranks wrote it."""
-
-ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Variable that torch.load obeys before its arguments."""
 
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
@@ -429,7 +426,9 @@ class DeepSpeedLearner:
         try:
             with _unwritable(folder):
                 with ThreadPoolExecutor(len(files)) as pool:  # one is summed up while another is flushed
-                    lines = "".join(pool.map(lambda write: write().line(folder), files))
+                    written = list(pool.map(lambda write: write(), files))
+                require_readable((file.path for file in written), PLAIN_DATA)
+                lines = "".join(file.line(folder) for file in written)
                 if self._group.leads:
                     self._copy_scripts(str(folder))
                     write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
@@ -450,7 +449,7 @@ class DeepSpeedLearner:
         else:
             self._load_universal(folder)
         if self._average:
-            with only_data(folder):
+            with only_data(folder, PLAIN_DATA):
                 self._average.load(folder)
 
     def _load_universal(self, folder: Path) -> None:
@@ -469,7 +468,7 @@ class DeepSpeedLearner:
             shutil.rmtree(scratch)
 
     def _restore(self, folder: Path) -> None:
-        with only_data(folder):
+        with only_data(folder, PLAIN_DATA):
             # With LoRA it lacks the base, whose identity has been looked at.
             loaded, _ = self._engine.load_checkpoint(
                 str(folder), tag=TAG, load_module_strict=self._lora is None
@@ -663,28 +662,8 @@ def convert() -> None:
     """The main function of that process, with the arguments of DeepSpeed's script."""
     from deepspeed.checkpoint import ds_to_universal
 
-    with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1])):
+    with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1]), PLAIN_DATA):
         ds_to_universal.main(ds_to_universal.parse_arguments())
-
-
-@contextmanager
-def only_data(folder: Path) -> Iterator[None]:
-    """Have torch load nothing but data, whatever DeepSpeed asks: a pickle may come from a stranger.
-
-    Raises StateError if ``folder`` holds anything else.
-    """
-    before = os.environ.get(ONLY_WEIGHTS)
-    os.environ[ONLY_WEIGHTS] = "1"
-    try:
-        with torch.serialization.safe_globals(PLAIN_DATA):
-            yield
-    except UnpicklingError as error:
-        raise StateError(
-            f"{folder} holds more than the data of a checkpoint, and none of it was executed: resume from "
-            f"another one ({' '.join(str(error).split())[:200]})"
-        ) from None
-    finally:
-        os.environ.pop(ONLY_WEIGHTS) if before is None else os.environ.update({ONLY_WEIGHTS: before})
 
 
 @contextmanager

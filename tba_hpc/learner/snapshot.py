@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils import _pytree as pytree
 
+from tba_hpc.learner.plain_data import save
 from tba_hpc.run.background import at_once
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.memory import free_memory
@@ -44,12 +45,12 @@ class Snapshot:
         self._files: list[Callable[[], SummedFile]] = []
 
     def add(self, state: dict[str, Any], path: str) -> None:
-        """Copy what ``torch.save`` is to write to ``path``."""
+        """Copy what is to be written to ``path``."""
         file = Path(path)
         if self._has_room(file.name, state):
-            self._files.append(partial(_write_file, file, partial(torch.save, self._stager.stage(state))))
+            self._files.append(partial(_write_file, file, partial(save, self._stager.stage(state))))
         else:  # an error is raised by take's caller: here the other ranks would wait for this one
-            self._files.append(at_once(partial(_write_file, file, partial(torch.save, state))).result)
+            self._files.append(at_once(partial(_write_file, file, partial(save, state))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
         """What writes each file, as it was copied."""
@@ -76,7 +77,7 @@ def _bytes(state: object) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _write_file(path: Path, save: Callable[[SummedFile], object]) -> SummedFile:
+def _write_file(path: Path, write: Callable[[SummedFile], object]) -> SummedFile:
     with SummedFile(path) as file:
-        save(file)
+        write(file)
     return file

@@ -1,0 +1,93 @@
+"""Files of tensors, numbers and a few plain classes, and of nothing else: written, proven readable, and read.
+
+torch's format is a pickle. Whoever may have written it, reading it executes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum, EnumType
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from tba_hpc.learner import plain_pickle
+from tba_hpc.run.checkpoints import StateError
+
+ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Variable that torch.load obeys before its arguments."""
+
+
+def save(state: object, file: Any) -> None:
+    """Write a tree of tensors and plain values, the same under every supported Python.
+
+    file: a path, or whatever has ``write`` and ``flush``.
+    """
+    torch.save(state, file, pickle_module=plain_pickle)
+
+
+def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
+    """Read files back that were just written, all but the bytes of their tensors.
+
+    A resume reads them by the same code. Raises StateError for what it would refuse.
+    """
+    for path in paths:
+        try:
+            with _only_data(classes):
+                torch.load(path, map_location="meta")
+        except (UnpicklingError, RuntimeError) as error:
+            raise StateError(
+                f"{path} was written, but a resume could not read it: it holds {_what(error)}; the "
+                "checkpoint before is kept: install the pinned versions (make install), then start the same "
+                "run again"
+            ) from None
+
+
+@contextmanager
+def only_data(folder: Path, classes: list[type]) -> Iterator[None]:
+    """Have torch load data alone from ``folder``, and instances of ``classes``, whatever a library asks for.
+
+    Raises StateError, which names the type, if the folder holds anything else.
+    """
+    try:
+        with _only_data(classes):
+            yield
+    except UnpicklingError as error:
+        raise StateError(
+            f"{folder} holds more than the data of a checkpoint, and none of it was executed "
+            f"({_what(error)}): resume from another one"
+        ) from None
+
+
+@contextmanager
+def _only_data(classes: list[type]) -> Iterator[None]:
+    before = os.environ.get(ONLY_WEIGHTS)
+    os.environ[ONLY_WEIGHTS] = "1"
+    try:
+        with torch.serialization.safe_globals([*classes, (_member, "builtins.getattr")]):
+            yield
+    finally:
+        os.environ.pop(ONLY_WEIGHTS) if before is None else os.environ.update({ONLY_WEIGHTS: before})
+
+
+def _member(owner: object, name: object) -> Enum:
+    """A member of an Enum by its name, as Python 3.11.0 to 3.11.4 wrote it.
+
+    Stands in for getattr. ``owner`` is a class that the reader allows, or a value. Raises UnpicklingError for
+    any other attribute.
+    """
+    if isinstance(owner, EnumType) and name in owner.__members__:
+        return owner.__members__[str(name)]
+    raise UnpicklingError(f"GLOBAL getattr({owner!r}, {name!r})")
+
+
+def _what(error: Exception) -> str:
+    """The type that torch refused, by its message; or else the message."""
+    text = " ".join(str(error).split())
+    refused = re.search(r"GLOBAL (getattr\(.*?\)|\S+)", text)
+    return refused[1] if refused else text.partition("WeightsUnpickler error: ")[2] or text
