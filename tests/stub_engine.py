@@ -18,6 +18,7 @@ from tba_hpc.core.types import WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
+    Broken,
     Channel,
     Command,
     Died,
@@ -44,6 +45,7 @@ class Behaviour(msgspec.Struct):
     refuse: str = ""
     die: str = ""
     misfit: str = ""
+    broken: str = ""
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
     behaviour = msgspec.convert(asked, Behaviour)
     channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
     time.sleep(behaviour.build_seconds)
-    for word, reason in ((Refused, behaviour.refuse), (Died, behaviour.die)):
+    for word, reason in ((Refused, behaviour.refuse), (Broken, behaviour.broken), (Died, behaviour.die)):
         if reason:
             channel.send(word(reason))
             sys.exit(1)

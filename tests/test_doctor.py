@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,17 @@ import pytest
 
 from tba_hpc.checks import machine, slurm_checks, trial
 from tba_hpc.checks.config_checks import check_resources
-from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge
+from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge, ok
 from tba_hpc.checks.library import Library
 from tba_hpc.checks.lists import LOGIN_NODE
-from tba_hpc.config import parse_config
+from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.launch.slurm_queue import mebibytes
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import write_note
+
+ROOT = Path(__file__).parents[1]
 
 TBA = str(Path(sys.executable).parent / "tba")
 
@@ -136,6 +138,46 @@ def test_a_path_is_on_the_innermost_mount(path: str, kind: str) -> None:
     assert machine.mount_kind(Path(path), MOUNTS) == kind
 
 
+@pytest.mark.parametrize("mounts", ["", "proc /proc proc rw 0 0\n", "\nodd\nodd /\n"])
+def test_a_chroot_has_no_mount_for_its_root(mounts: str) -> None:
+    assert machine.mount_kind(Path("/home/runs"), mounts) == "an unknown file system"
+
+
+# --- A check that crashes ---
+
+
+def test_a_check_that_crashes_is_a_finding_and_ends_nothing() -> None:
+    """What it had found before stays; a refusal, which is meant, passes."""
+
+    def check_half(facts: Facts) -> Iterator[Finding]:
+        yield ok("first", "well")
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    def check_settings(facts: Facts) -> Iterator[Finding]:
+        raise ConfigError("task.name=odd is no task")
+
+    first, crashed, last = judge([check_half, lambda facts: [ok("last", "well")]], Facts())
+    assert (first.name, last.name) == ("first", "last")
+    _says([crashed], "warning", "this could not be checked (FileNotFoundError", "/proc/meminfo", "report")
+    assert crashed.name == "half"
+    with pytest.raises(ConfigError, match="is no task"):
+        list(judge([check_settings], Facts()))
+
+
+def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(venv: str, **environment: str) -> list[Finding]:
+        return list(machine.check_interpreter(Facts(site=Site(venv=venv), environment=environment)))
+
+    _says(
+        found("/tmp/clone/.venv"), "warning", "/tmp/clone/.venv/bin/python", "each node has a /tmp of its own"
+    )
+    _says(found("/scratch/7/.venv", TMPDIR="/scratch/7"), "warning", "a /scratch/7 of its own", "venv")
+    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/nowhere",))  # this clone may lie in one
+    assert found("/tmp/clone/.venv") == []
+    monkeypatch.setattr(machine, "OWN_FOLDERS", (str(Path(machine.__file__).parents[3]),))
+    _says(found("/project/.venv"), "warning", "the code of the jobs is")
+
+
 # --- Rules: Slurm ---
 
 
@@ -154,7 +196,8 @@ def _facts(slurm_facts: SlurmFacts = ASKED, site: Site | None = None, library: s
     return Facts(site=site, slurm=slurm_facts, partitions=slurm_facts.used(site), library=loaded)
 
 
-def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
+def test_a_good_cluster_has_no_findings_but_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "OWN_FOLDERS", ())  # this clone may lie in one
     site = Site(gpus_per_node=0)  # torch is built for the CPU here
     findings = list(judge(LOGIN_NODE, _facts(site=site, library="Open MPI v5.0.11")))
     assert {finding.level for finding in findings} == {"ok"}, findings
@@ -536,6 +579,21 @@ def test_the_doctor_on_a_laptop(tmp_path: Path) -> None:
     first, *others = json.loads(done.stdout)
     assert first["level"] == "warning" and "no cluster" in first["found"]
     assert {"mpiexec", "machine"} <= {found["name"] for found in others}
+
+
+def test_the_doctor_where_little_is_as_usual(tmp_path: Path) -> None:
+    """No home, no PATH, an ASCII terminal, a working directory that is gone, a broken library."""
+    (tmp_path / "libnuma.so.1").touch()
+    odd = {"PATH": "", "LD_LIBRARY_PATH": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    gone = (
+        f"import os; os.mkdir('{tmp_path}/gone'); os.chdir('{tmp_path}/gone'); os.rmdir('{tmp_path}/gone'); "
+    )
+    command = [sys.executable, "-c", f"{gone}from tba_hpc.__main__ import main; main()", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=odd, cwd=gone, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "vLLM needs libnuma.so.1" in done.stdout and "apt-get install libnuma1" in done.stdout
+    assert "? apt-get" in done.stdout  # an arrow elsewhere
+    assert "could not be checked (FileNotFoundError" in done.stdout  # the run root, in no folder
 
 
 def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) -> None:

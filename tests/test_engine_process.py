@@ -192,6 +192,12 @@ def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None
     with pytest.raises(ConfigError, match=message):
         until_ended(refused)
     assert refused.rebuilds == 0
+    broken = make(made, broken="libnuma.so.1: cannot open shared object file")
+    with pytest.raises(
+        ConfigError, match=r"^vLLM cannot start on .*: libnuma.so.1: cannot .*; apt-get install"
+    ):
+        until_ended(broken)
+    assert broken.rebuilds == 0  # another one would end the same way
     misfit = make(made, misfit="took no new value for a.weight")
     misfit.load(weights(1, 0.0))
     with pytest.raises(ConfigError, match=r"vLLM cannot follow .*=tiny: its model of it took no new value"):

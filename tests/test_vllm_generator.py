@@ -526,6 +526,17 @@ def test_settings_that_vllm_does_not_take_are_refused(tmp_path: Path) -> None:
     assert all(words in reason for words, (_, reason) in zip(wanted, told, strict=True)), told
 
 
+def test_a_library_that_vllm_cannot_load_is_named(tmp_path: Path) -> None:
+    """vLLM's own words for it were: '_OpNamespace' '_C' object has no attribute …"""
+    (tmp_path / "libnuma.so.1").touch()  # the first that is found, and no library
+    generator, model = GeneratorSection(), ModelSection(path="unread")
+    asked = EngineSettings(model=model, generator=generator, seed=0).model_dump_json()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", REFUSED, asked]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout == f"Broken|{tmp_path}/libnuma.so.1: file too short\n", done.stderr
+
+
 @pytest.mark.parametrize("name", ["served", "tempered"])
 def test_an_updated_engine_equals_a_fresh_one(name: str, request: pytest.FixtureRequest) -> None:
     """Bit for bit: nothing of other weights is left."""

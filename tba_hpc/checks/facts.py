@@ -135,8 +135,23 @@ Check = Callable[[Facts], Iterable[Finding]]
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
-    """What the checks find, one after the other."""
-    return (finding for check in checks for finding in check(facts))
+    """What the checks find, one after the other. A check that crashes is a finding, too.
+
+    Raises the ConfigError of a check.
+    """
+    for check in checks:
+        try:
+            yield from check(facts)
+        except ConfigError:
+            raise
+        except Exception as error:
+            yield _crash(check, error)
+
+
+def _crash(check: Check, error: Exception) -> Finding:
+    name = check.__name__.removeprefix("check_").replace("_", " ")
+    found = f"this could not be checked ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return warning(name, found, "a run may work all the same; report this line as a fault of the check")
 
 
 def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:

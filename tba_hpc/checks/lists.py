@@ -20,7 +20,7 @@ FILES = (
 )
 """Of any config that is to be used here."""
 
-RUN = (config_checks.check_task,)
+RUN = (machine.check_engine, config_checks.check_task)
 """Before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
@@ -31,18 +31,20 @@ SUBMIT = (
     slurm_checks.check_nodes,
     slurm_checks.check_variables,
     machine.check_folder,
+    machine.check_interpreter,
     *CONFIG,
     config_checks.check_task,  # at last: it takes longest
 )
 """Before a run waits for hours in the queue."""
 
-ELASTIC = (*JOBS, slurm_checks.check_variables, config_checks.check_resources)
+ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, config_checks.check_resources)
 """Before elastic searchers do, for a run that exists."""
 
 LAPTOP = (
     mpi_checks.check_library,
     mpi_checks.check_mpiexec,
     machine.check_capacity,
+    machine.check_engine,
     machine.check_gpus,
     machine.check_folder,
     machine.check_scratch,
@@ -50,12 +52,14 @@ LAPTOP = (
     machine.check_model,
 )
 LOGIN_NODE = (
+    machine.check_engine,
     mpi_checks.check_library,
     slurm_checks.check_mpi_plugin,
     slurm_checks.check_het_jobs,
     *JOBS,
     slurm_checks.check_preemption,
     machine.check_torch,
+    machine.check_interpreter,
     machine.check_folder,
     machine.check_model,
 )

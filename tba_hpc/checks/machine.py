@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
+from tba_hpc.checks.facts import Facts, Finding, login_python, ok, problem, warning
 from tba_hpc.checks.resources import find_file, hub_cache, is_offline
 from tba_hpc.config import is_local
+from tba_hpc.core.system_libraries import REMEDIES, missing_library
 from tba_hpc.run.files import publish
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
 
@@ -34,7 +35,13 @@ VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|d
 FAST = re.compile(r"ib|hsn|opa")
 """How interfaces of InfiniBand, Slingshot and Omni-Path begin."""
 
+UNKNOWN = "an unknown file system"
+"""Kind of a file system that /proc/mounts does not list."""
+
 SHM = Path("/dev/shm")
+
+OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that every machine has for itself."""
 
 GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
 CLOCKS = "clocks"
@@ -59,6 +66,12 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
         yield warning("machine", found, "close other programs: the quickstart takes 3 GB")
     else:
         yield ok("machine", found)
+
+
+def check_engine(facts: Facts) -> Iterator[Finding]:
+    """Whether vLLM's compiled parts find the libraries of the system that they need."""
+    if library := missing_library():
+        yield problem("engine", f"vLLM needs {library}, which this machine lacks", REMEDIES[library])
 
 
 # --- GPUs ---
@@ -150,7 +163,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         return
     root = facts.root.absolute()
     parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    kind = mount_kind(parent.resolve(), Path("/proc/mounts").read_text())
+    kind = mount_kind(parent.resolve(), _mounts())
     try:
         yield from judge_folder(root, parent, kind)
     except OSError as error:
@@ -251,13 +264,44 @@ def judge_space(free: int, inodes: int | None) -> Finding:
     return ok("disk space", found)
 
 
+def _mounts() -> str:
+    """The text of /proc/mounts; empty where there is no /proc."""
+    try:
+        return Path("/proc/mounts").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def mount_kind(path: Path, mounts: str) -> str:
-    """File system type of ``path`` (absolute, no links), given the text of /proc/mounts."""
+    """File system type of ``path`` (absolute, no links), given the text of /proc/mounts.
+
+    In a chroot and in some containers the mount that holds it is not listed: then it is an unknown one.
+    """
     kinds: dict[Path, str] = {}
-    for line in mounts.splitlines():
-        _, point, kind, *_ = line.split()
+    for _, point, kind, *_ in (columns for line in mounts.splitlines() if len(columns := line.split()) > 2):
         kinds[Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point))] = kind
-    return next(kinds[folder] for folder in (path, *path.parents) if folder in kinds)
+    return next((kinds[folder] for folder in (path, *path.parents) if folder in kinds), UNKNOWN)
+
+
+def check_interpreter(facts: Facts) -> Iterator[Finding]:
+    """On a login node: whether jobs will find the Python and the code that they are to run."""
+    if facts.in_container:
+        return
+    python, code = Path(login_python(facts.site)), Path(__file__).parents[2]
+    for thing, path in (("Python", python), ("Python", python.resolve()), ("the code", code)):
+        if own := _own_folder(path, facts.environment):
+            found = f"{thing} of the jobs is {path}, and each node has a {own} of its own"
+            remedy = (
+                "install on a file system that all nodes see, or name another Python with the site key venv"
+            )
+            yield warning("interpreter", found, remedy)
+            return
+
+
+def _own_folder(path: Path, environment: Mapping[str, str]) -> str | None:
+    """The folder that every machine has for itself in which ``path`` lies, if it lies in one."""
+    folders = filter(None, (*OWN_FOLDERS, environment.get("TMPDIR")))
+    return next((folder for folder in folders if path.is_relative_to(folder)), None)
 
 
 # --- The node's own folder, model, shared memory, network ---

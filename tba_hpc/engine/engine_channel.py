@@ -62,6 +62,12 @@ class Refused(Message):
     reason: str
 
 
+class Broken(Message):
+    """From the engine: a part of vLLM cannot be loaded on this machine, now or later; which, and why."""
+
+    reason: str
+
+
 class Died(Message):
     """From the engine, as its last word: an exception, in one sentence."""
 
@@ -109,7 +115,7 @@ class Progress(Message):
 
 
 Command = Submit | Load
-Answer = Ready | Refused | Died | Loaded | Misfit | Progress
+Answer = Ready | Refused | Broken | Died | Loaded | Misfit | Progress
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -5,6 +5,7 @@ No other module imports vllm, and only ``engine_process`` starts this one.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -28,6 +29,7 @@ from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_few
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
+    Broken,
     Channel,
     Command,
     Died,
@@ -102,7 +104,12 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     """The engine; if vLLM does not take the settings, the rank is told and the process ends."""
     prepare_environment()
     try:
+        require_kernels()
         llm = build(settings)
+    except ImportError as error:
+        traceback.print_exc()
+        channel.send(Broken(first_sentence(error)))
+        sys.exit(1)
     except (ValueError, TypeError, NotImplementedError) as error:
         if not (isinstance(error, ValueError) or settings.generator.engine):
             raise  # our own mistake
@@ -129,6 +136,23 @@ def prepare_environment() -> None:
     if not on_gpu:
         # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def require_kernels() -> None:
+    """Load vLLM's compiled part. Raises ImportError if that cannot be, as where a library is missing.
+
+    vLLM itself only logs it, and fails later in other words.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not any(name.startswith("vllm._C") for name in sys.modules):
+        for extension in sorted(Path(str(vllm.__file__)).parent.glob("_C*.so")):
+            try:
+                ctypes.CDLL(str(extension))
+            except OSError as error:
+                raise ImportError(str(error)) from None
 
 
 def build(settings: EngineSettings) -> LLM:

