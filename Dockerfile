@@ -15,7 +15,7 @@ RUN apt-get update \
 
 WORKDIR /opt/tba-hpc
 COPY Makefile pyproject.toml README.md LICENSE ./
-COPY tools/requirements-cpu.lock tools/
+COPY tools/preflight.sh tools/progress.py tools/requirements-cpu.lock tools/
 COPY configs configs
 COPY slurm slurm
 COPY tba_hpc tba_hpc

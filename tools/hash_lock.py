@@ -1,7 +1,8 @@
-"""Put the digests of each pin's wheels into tools/requirements-cpu.lock, for Linux on x86_64 and PYTHONS.
+"""Put digests and Requires-Python beside each pin of tools/requirements-*.lock, for Linux on x86_64.
 
-Run it after a pin has changed, with uv on PATH (pip install uv). CPU torch is not on PyPI: its digests stay
-as they are in the lock, and are edited by hand from https://download.pytorch.org/whl/cpu/torch/.
+After a pin has changed, install it (pip install --no-deps NAME==VERSION), and run this with uv on PATH. It
+fails where a pin does not take one of PYTHONS. CPU torch is not on PyPI: its digests stay as they are in the
+lock, and are edited by hand from https://download.pytorch.org/whl/cpu/torch/.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import subprocess
 import tempfile
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 
-LOCK = Path(__file__).parent / "requirements-cpu.lock"
-PYTHONS = ("3.11.9", "3.12.9", "3.13.9")
+LOCKS = sorted(Path(__file__).parent.glob("requirements-*.lock"))
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 COMPILE = "uv pip compile --quiet --no-deps --format pylock.toml --python-platform x86_64-manylinux_2_40"
 
 
-def digests(pins: str) -> dict[str, set[str]]:
+def digests(pins: Iterable[str]) -> dict[str, set[str]]:
     """Of the files that PyPI has for each pin: wheels, or the source where there are none."""
     found: dict[str, set[str]] = defaultdict(set)
     with tempfile.TemporaryDirectory() as folder:
         wanted, lock = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"
-        wanted.write_text(pins)
+        wanted.write_text("\n".join(pins))
         for python in PYTHONS:
             words = [*COMPILE.split(), "--python-version", python, "--output-file", str(lock), str(wanted)]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
@@ -32,15 +35,25 @@ def digests(pins: str) -> dict[str, set[str]]:
     return found
 
 
+def requires_python(pin: str) -> str:
+    """What the installed package says, ``any`` if nothing."""
+    name, _, version = pin.partition("==")
+    package = distribution(name)
+    assert package.version == version, f"{name} {package.version} is installed: pip install --no-deps {pin}"
+    return (package.metadata["Requires-Python"] or "any").replace(" ", "")
+
+
 def main() -> None:
-    """Rewrite the lock."""
-    lines = LOCK.read_text().splitlines()
-    known = digests("\n".join(line.split()[0] for line in lines if not line.startswith(("#", "torch=="))))
-    for number, line in enumerate(lines):
-        pin = line.split()[0]
-        if hashes := known.get(pin.partition("==")[0].lower().replace("_", "-").replace(".", "-")):
-            lines[number] = " ".join([pin, *(f"--hash=sha256:{digest}" for digest in sorted(hashes))])
-    LOCK.write_text("\n".join(lines) + "\n")
+    """Rewrite the locks."""
+    for lock in LOCKS:
+        lines = [line.partition("  # ")[0].split() for line in lock.read_text().splitlines()]
+        known = digests(pin for pin, *_ in lines if not pin.startswith("torch=="))
+        for words in lines:
+            pin = words[0]
+            if hashes := known.get(pin.partition("==")[0].lower().replace("_", "-").replace(".", "-")):
+                words[1:] = [f"--hash=sha256:{digest}" for digest in sorted(hashes)]
+            words.append(f" # python {requires_python(pin)}")
+        lock.write_text("\n".join(" ".join(words) for words in lines) + "\n")
 
 
 if __name__ == "__main__":
