@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tba_hpc.run.listeners import PIDFD_GETFD, calls, deafen, listeners
+from tba_hpc.run.listeners import _attach_filter, _demand_signatures, calls, deafen, listeners, unprotected
 
 LISTENER = """
 import socket, sys
@@ -48,15 +47,6 @@ def hears(host: str, port: int) -> bool:
     return True
 
 
-def may_take_sockets_of(pid: int) -> bool:
-    """Whether the system lets us, by its own answer for the child's standard output."""
-    process = os.pidfd_open(pid)
-    copy = ctypes.CDLL(None).syscall(PIDFD_GETFD, process, 1, 0)
-    for descriptor in {process, copy} - {-1}:
-        os.close(descriptor)
-    return copy >= 0
-
-
 def test_only_the_loopback_interface_is_still_heard() -> None:
     with listening() as (pid, (everywhere, loopback, *ipv6)):
         known = socket.create_connection(("127.0.0.1", everywhere), timeout=5)
@@ -65,8 +55,8 @@ def test_only_the_loopback_interface_is_still_heard() -> None:
             *(("::", port) for port in ipv6),
         }
         assert hears("127.0.0.1", everywhere) and hears("127.0.0.1", loopback)
-        if not may_take_sockets_of(pid):
-            pytest.skip("this system does not let a process have the sockets of its child (pidfd_getfd)")
+        if why := unprotected():
+            pytest.skip(f"this system does not allow it: {why}")
         deafen(pid)
         assert not hears("127.0.0.1", everywhere)
         assert not any(hears("::1", port) for port in ipv6)
@@ -84,3 +74,36 @@ def test_a_process_that_is_gone_is_no_error() -> None:
         pass
     assert listeners(pid) == []
     deafen(pid)
+
+
+@pytest.mark.parametrize("protect", [_attach_filter, _demand_signatures])
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::"])
+def test_a_socket_that_is_closed_to_all_wakes_nobody(
+    protect: Callable[[socket.socket], None], address: str
+) -> None:
+    """By either way; at :: to callers by IPv4, too. Connections go on, and one that waits is still taken."""
+    if address != "127.0.0.1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    both = {"dualstack_ipv6": True} if address == "::" else {}
+    hosts = ["::1", "127.0.0.1"] if address == "::" else [address]
+    with socket.create_server((address, 0), family=family, **both) as listener:
+        port = listener.getsockname()[1]
+        callers = [socket.create_connection((host, port), timeout=5) for host in hosts]
+        known = [listener.accept()[0] for _ in hosts]
+        waiting = socket.create_connection((hosts[0], port), timeout=5)
+        try:
+            protect(listener)
+        except PermissionError:
+            pytest.skip("on this system root alone may do this; the other way is for everybody")
+        listener.accept()[0].close()
+        waiting.close()
+        assert not any(hears(host, port) for host in hosts)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        for caller, end in zip(callers, known, strict=True):
+            caller.send(b"x")
+            assert end.recv(1) == b"x"
+            caller.close()
+            end.close()

@@ -20,7 +20,7 @@ FILES = (
 )
 """Of any config that is to be used here."""
 
-RUN = (machine.check_engine, config_checks.check_task)
+RUN = (machine.check_engine, machine.check_ports, config_checks.check_task)
 """Before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
@@ -45,6 +45,7 @@ LAPTOP = (
     mpi_checks.check_mpiexec,
     machine.check_capacity,
     machine.check_engine,
+    machine.check_ports,
     machine.check_gpus,
     machine.check_folder,
     machine.check_scratch,

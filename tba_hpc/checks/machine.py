@@ -24,6 +24,7 @@ from tba_hpc.checks.resources import find_file, hub_cache, is_offline
 from tba_hpc.config import is_local
 from tba_hpc.core.system_libraries import REMEDIES, missing_library
 from tba_hpc.run.files import publish
+from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
@@ -72,6 +73,15 @@ def check_engine(facts: Facts) -> Iterator[Finding]:
     """Whether vLLM's compiled parts find the libraries of the system that they need."""
     if library := missing_library():
         yield problem("engine", f"vLLM needs {library}, which this machine lacks", REMEDIES[library])
+
+
+def check_ports(facts: Facts) -> Iterator[Finding]:
+    """Whether other users of this machine can be kept from the ports of a run."""
+    if found := unprotected():
+        remedy = "among strangers set exchange.transport=files: without mpiexec fewer ports are open"
+        yield warning("ports", found, remedy)
+    else:
+        yield ok("ports", "closed to others once ranks are up")
 
 
 # --- GPUs ---

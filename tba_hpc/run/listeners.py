@@ -11,12 +11,13 @@ import ipaddress
 import os
 import socket
 import struct
+import subprocess
 from contextlib import suppress
 
 import psutil
 
-SO_ATTACH_FILTER = 26
-"""Socket option; the module ``socket`` does not name it."""
+SO_ATTACH_FILTER, TCP_MD5SIG_EXT = 26, 32
+"""Socket options; the module ``socket`` does not name them."""
 
 PIDFD_GETFD = 438
 """Number of the system call, on every machine; Linux 5.6."""
@@ -24,12 +25,73 @@ PIDFD_GETFD = 438
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: keep 0 bytes of whatever comes."""
 
+EVERYBODY = {
+    socket.AF_INET: (struct.pack("H126x", socket.AF_INET),),
+    socket.AF_INET6: (
+        struct.pack("H126x", socket.AF_INET6),
+        struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, callers by IPv4
+    ),
+}
+"""Addresses of which no bit counts (struct sockaddr_storage), by the family of the socket that is called."""
+
 
 def drop_all(listener: socket.socket) -> None:
-    """Let a socket take no connection any more. Raises OSError if the system does not allow it."""
+    """Let a socket take no connection any more. Raises OSError if the system does not allow it.
+
+    What is connected stays so. Some kernels let root alone attach a filter.
+    """
+    try:
+        _attach_filter(listener)
+    except PermissionError:
+        _demand_signatures(listener)
+
+
+def _attach_filter(listener: socket.socket) -> None:
     code = ctypes.create_string_buffer(DROP, len(DROP))
     program = struct.pack("HL", 1, ctypes.addressof(code))
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def _demand_signatures(listener: socket.socket) -> None:
+    """Have the kernel drop whatever is not signed with a key that nobody knows (RFC 2385)."""
+    key = os.urandom(80)
+    for address in EVERYBODY[listener.family]:
+        option = (
+            address + struct.pack("BBHi", 1, 0, len(key), 0) + key
+        )  # struct tcp_md5sig, a prefix of 0 bits
+        listener.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)
+
+
+def take(pid: int, descriptor: int) -> int:
+    """A copy of a child's descriptor, to be closed. Raises OSError if the system does not allow it."""
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if (copy := libc.syscall(PIDFD_GETFD, process, descriptor, 0)) < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return copy
+    finally:
+        os.close(process)
+
+
+def unprotected() -> str:
+    """What stays open to strangers, since the system does not let it be closed; empty if nothing does.
+
+    It tries what a run does, on a socket and with a child of its own.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            drop_all(listener)
+    except OSError as error:
+        return f"the ports of ranks and mpiexec stay open to others ({error.strerror})"
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        os.close(take(child.pid, 0))
+    except OSError as error:
+        return f"the ports of mpiexec stay open to others (pidfd_getfd: {error.strerror})"
+    finally:
+        child.communicate()
+    return ""
 
 
 def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
@@ -71,13 +133,6 @@ def deafen(pid: int, *, loopback: bool = False) -> None:
     left: see docs/security.md.
     """
     with suppress(OSError):
-        process = os.pidfd_open(pid)
-        try:
-            for descriptor, _, _ in listeners(pid, loopback=loopback):
-                copy = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0)
-                if copy < 0:
-                    return
-                with socket.socket(fileno=copy) as listener:
-                    drop_all(listener)
-        finally:
-            os.close(process)
+        for descriptor, _, _ in listeners(pid, loopback=loopback):
+            with socket.socket(fileno=take(pid, descriptor)) as listener:
+                drop_all(listener)
