@@ -541,7 +541,7 @@ def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) 
     config = parse_config({"model": {"path": "org/m"}, "task": {"name": "arithmetic"}})
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     facts = Facts(config=config, environment=offline, fetched_by="tba fetch it")
-    words = (f"model.path=org/m is in {tmp_path} (HF_HOME)", "type 'tba fetch it'")
+    words = (f"model.path=org/m is in {tmp_path} (HF_HOME)", "type: tba fetch it")
     _says(check_resources(facts), "problem", *words)
     (boxed,) = check_resources(replace(facts, site=Site(container=Container(image="it.sif"))))
     assert boxed.level == "warning"
