@@ -51,9 +51,19 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        _mark_root(item)
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
         items[:] = _interleaved(items)
+
+
+def _mark_root(item: pytest.Item) -> None:
+    """Skip what an ordinary user cannot run: ``pytest -m root`` as root runs that, and only that."""
+    if item.get_closest_marker("slurm"):
+        item.add_marker(pytest.mark.root("bringing up a Slurm cluster"))
+    if (root := item.get_closest_marker("root")) and os.geteuid():
+        item.add_marker(pytest.mark.skip(reason=f"needs root, for {root.args[0]}: pytest -m root"))
 
 
 def _rank(item: pytest.Item) -> int:

@@ -20,7 +20,6 @@ import test_loops
 import torch
 from killer import Killer, in_a_process
 from lab.tabular_learner import STATE_FILE, TabularLearner
-from test_hdf5_shards import small_disk as small_disk
 from test_loops import ReplayExchange, TrainerParts
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from typed import tba
@@ -99,7 +100,10 @@ def test_submit_needs_no_more_than_nodes_and_says_what_it_takes(
     assert tba("submit", "--nodes", 8, "--print", "--run-root", tmp_path).returncode == 0
     (run,) = (path for path in tmp_path.iterdir() if (path / "config.yaml").exists())
     assert f"submit --config {run} --site" in tba("status", run, "--once").stdout
-    assert f"type 'tba fetch {config} --site {site}'" in named.stderr and named.stderr.count("\n") == 1
+    assert (
+        f"type: tba fetch {quote(str(config))} --site {quote(str(site))}\n" in named.stderr
+        and named.stderr.count("\n") == 1
+    )
     assert "#SBATCH --job-name=tba-math-gsm8k\n" in done.stdout
 
 

@@ -17,7 +17,8 @@ from tba_hpc.tasks.data import HubData
 from tba_hpc.tasks.word_problems import GSM8K, Grader, final_expression, final_number
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")
+FROM = "train.jsonl and test.jsonl of github.com/openai/grade-school-math"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no GSM8K: put {FROM} into {DATA}")
 
 
 def answers(name: str) -> list[str]:

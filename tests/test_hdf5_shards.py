@@ -4,7 +4,6 @@ import dataclasses
 import io
 import itertools
 import multiprocessing
-import os
 import random
 import signal
 import subprocess
@@ -463,12 +462,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small tmpfs is not permitted here")
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this container does not let root mount a file system: run it privileged")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.root("mounting a small file system")
 def test_a_full_disk_loses_nothing_that_was_sealed(small_disk: Path) -> None:
     run = RunDir(small_disk)
     writer = ShardWriter(run, 0)

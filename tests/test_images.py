@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -118,5 +119,5 @@ def test_the_package_in_the_image_is_whole(laid_out: Path, tmp_path: Path) -> No
     environment = {**os.environ, "PYTHONPATH": str(laid_out), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert f"source {laid_out}/tba_hpc/launch/job_supervisor.sh\n" in done.stdout
+    assert f"source {quote(f'{laid_out}/tba_hpc/launch/job_supervisor.sh')}\n" in done.stdout
     assert f"{laid_out}/slurm/sites/generic.yaml" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from recorded import new_run
@@ -111,7 +112,7 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     text = script(order, make=True)
     assert "TRAINERS=1\nSEARCHERS=1\n" in text and "--gres=gpu:2 " in text and "--cpus-per-task=3" in text
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
-    assert f"source {code}/launch/job_supervisor.sh" in text
+    assert f"source {quote(f'{code}/launch/job_supervisor.sh')}" in text
     assert script(order, make=True) == text, "after a requeue"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_sc
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
+SOURCED = quote(str(SUPERVISOR))
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
 SITES = shipped.files("sites")
 FORMS = {"het": (8, False), "homogeneous": (8, True), "one-node": (1, False)}
@@ -110,7 +112,7 @@ def test_hostile_names_stay_words() -> None:
     site = Site(environment={"GREETING": 'a "b" `c` $(d) $[1+1] $HOME'})
     script = _script(site, 2, run=run)
     settings = script[script.index("export RUN") : script.index("set -u")]
-    supervised = settings.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", str(SUPERVISOR))
+    supervised = settings.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", SOURCED)
     assert (
         _bash(supervised + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) $[1+1] /h|'
     )
@@ -198,7 +200,7 @@ def test_one_allocation_is_asked_for_as_the_trainers_nodes() -> None:
 def _surrounded(site: Site, tmp_path: Path, check: str, status: int = 0, **environment: str) -> str:
     """What ``check`` prints where the ranks would start; the run is in ``tmp_path``."""
     script = _script(site, 2, run=str(tmp_path / "run"))
-    script = script.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", str(SUPERVISOR))
+    script = script.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", SOURCED)
     (tmp_path / "run/slurm").mkdir(parents=True, exist_ok=True)
     return _bash(script[: script.index("ranks()")] + check, status, SLURM_JOB_ID="7", **environment)
 
@@ -282,7 +284,7 @@ CACHES = [
 
 def _caches(**environment: str) -> list[str]:
     unset, show = " ".join({*CACHES} - {*environment}), "; ".join(f"echo ${name}" for name in CACHES)
-    return _bash(f"unset {unset}; source {SUPERVISOR}; place_caches tba-name; {show}", **environment).split()
+    return _bash(f"unset {unset}; source {SOURCED}; place_caches tba-name; {show}", **environment).split()
 
 
 def test_caches_lie_on_the_node_where_one_can_write(tmp_path: Path) -> None:
@@ -294,7 +296,7 @@ def test_caches_lie_on_the_node_where_one_can_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trainers", [1, 0])
 def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path, trainers: int) -> None:
     program = f"""
-    source {SUPERVISOR}; say() {{ :; }}; SAVE_SECONDS=60 SLURM_JOB_ID=1
+    source {SOURCED}; say() {{ :; }}; SAVE_SECONDS=60 SLURM_JOB_ID=1
     (trap 'exit 7' USR1; for i in $(seq 100); do sleep 0.05; done) & step=$!
     (sleep 0.3; kill -USR1 $$) &
     await_step $step; echo "$? $STOP"
@@ -342,7 +344,7 @@ echo $now; kill "$srun" 2>/dev/null; true
 )
 def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step: str, seconds: int) -> None:
     """rank, step: what leaves a sign of life, and what squeue shows."""
-    program = f"source {SUPERVISOR}; rank() {{ {rank}; }}; step() {{ {step}; }}; {WATCHED}"
+    program = f"source {SOURCED}; rank() {{ {rank}; }}; step() {{ {step}; }}; {WATCHED}"
     assert int(_bash(program, RUN=str(tmp_path))) == seconds
 
 
@@ -359,7 +361,7 @@ def test_nodes_that_are_being_drained_are_found_in_one_call(
     tmp_path: Path, states: str, requeue: str, found: str
 ) -> None:
     program = f"""
-    source {SUPERVISOR}; timeout() {{ shift; "$@"; }}
+    source {SOURCED}; timeout() {{ shift; "$@"; }}
     scontrol() {{ number=0; echo "$4" >> "$RUN/asked"; for state in {states}; do
         echo "NodeName=n$((++number)) Arch=x86_64 Comment=(null) State=$state ThreadsPerCore=1"; done; }}
     draining; [ "$REQUEUE" = no ] || cat "$RUN/asked"
@@ -376,7 +378,7 @@ def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
 ) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/chain").write_text("7\n8\n")
-    program = f"source {SUPERVISOR}; timeout() {{ echo 'NodeName=n1 x State=MIXED+DRAIN'; }}; draining"
+    program = f"source {SOURCED}; timeout() {{ echo 'NodeName=n1 x State=MIXED+DRAIN'; }}; draining"
     facts = {"RUN": str(tmp_path), "REQUEUE": "no", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n1"}
     assert _bash(program, **facts).strip() == found
 
@@ -388,18 +390,18 @@ def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
 def test_a_run_directory_is_awaited_as_long_as_the_job_can_be_queued_again(
     tmp_path: Path, facts: str, seconds: int
 ) -> None:
-    program = f"source {SUPERVISOR}; SECONDS=0; sleep() {{ SECONDS=$((SECONDS + $1)); }}; {facts}"
+    program = f"source {SOURCED}; SECONDS=0; sleep() {{ SECONDS=$((SECONDS + $1)); }}; {facts}"
     waited = int(_bash(f"{program}; await_folder; echo $SECONDS", RUN=str(tmp_path)))
     assert seconds <= waited <= seconds + 7
 
 
 def test_a_stop_that_came_while_the_script_was_made_is_heard() -> None:
-    assert _bash(f"source {SUPERVISOR}; echo $STOP") == "0\n"
+    assert _bash(f"source {SOURCED}; echo $STOP") == "0\n"
     for path in SHIPPED:
         assert f"#SBATCH --signal=B:USR1@{HEADER_SIGNAL}\n" in path.read_text()
     for script in ("math", "search"):
         (trap,) = re.findall(r"^trap \S+ USR1", (REPOSITORY / f"slurm/tba_{script}.sbatch").read_text(), re.M)
-        assert _bash(f"{trap}; kill -USR1 $$; source {SUPERVISOR}; echo $STOP") == "1\n"
+        assert _bash(f"{trap}; kill -USR1 $$; source {SOURCED}; echo $STOP") == "1\n"
 
 
 FAKES = """
@@ -429,7 +431,7 @@ def test_one_step_of_a_component_tells_which_nodes_answer(
     """What srun says is passed on; two steps a look in a het job, and at most two looks."""
     show = 'place; echo "$? $NEXT $(wc -l < "$RUN/sruns")"'
     said = _bash(
-        f"source {SUPERVISOR}; {FAKES} {show}",
+        f"source {SOURCED}; {FAKES} {show}",
         RUN=str(tmp_path),
         SLURM_JOB_ID="1",
         SLURM_HET_SIZE=het,
@@ -445,7 +447,7 @@ def test_one_step_of_a_component_tells_which_nodes_answer(
 
 
 def test_nodes_that_fail_their_check_or_lost_the_run_are_left(tmp_path: Path) -> None:
-    program = f"source {SUPERVISOR}; {FAKES} probe() {{ echo node2 '?node3' '!node4'; }}"
+    program = f"source {SOURCED}; {FAKES} probe() {{ echo node2 '?node3' '!node4'; }}"
     facts = {"RUN": str(tmp_path), "SLURM_JOB_ID": "1", "ANSWER": "go 1 1 a"}
     assert _bash(f'{program}; place; echo "${{SICK[@]}}"', **facts) == "node3 node4\n"
 
@@ -474,12 +476,12 @@ def test_a_watchdog_requeues_a_job_that_has_lost_its_first_node(
 ) -> None:
     facts = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": het, "FIRST": first, "REQUEUE": requeue}
     facts["RUN"] = str(tmp_path)
-    assert _bash(f"source {SUPERVISOR}; {WATCHDOG}", **facts) == done
+    assert _bash(f"source {SOURCED}; {WATCHDOG}", **facts) == done
 
 
 def test_a_watchdog_that_has_lost_its_own_node_is_replaced(tmp_path: Path) -> None:
     program = f"""
-    source {SUPERVISOR}; say() {{ :; }}; allocated() {{ echo "$NODES"; }}
+    source {SOURCED}; say() {{ :; }}; allocated() {{ echo "$NODES"; }}
     srun() {{ [[ $* =~ nodelist=(n.) ]]; echo "${{BASH_REMATCH[1]}} $BASHPID" >> "$RUN/done"; exec sleep 9; }}
     for NODES in $'n1\nn2\nn3' $'n1\nn2\nn3' $'n1\nn3' $'n1\nn3' n1; do watch_leader; sleep 0.1; done
     while read -r host pid; do kill "$pid" && echo "$host there" || echo "$host gone"; done < "$RUN/done"
@@ -513,7 +515,7 @@ def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
 ) -> None:
     """No answer is no end; a job that is ended already must not run again."""
     program = f"""
-    source {SUPERVISOR}; {QUEUE}
+    source {SOURCED}; {QUEUE}
     squeue() {{ {squeue}; }}; scontrol() {{ {scontrol}; }}
     (refuse_end; queue_again); echo $?
     """
@@ -524,7 +526,7 @@ def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
 def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> None:
     """The last of an array to start has the number of them all."""
     program = f"""
-    source {SUPERVISOR}; {QUEUE}
+    source {SOURCED}; {QUEUE}
     squeue() {{ echo "$@" >> "$RUN/asked"; echo RUNNING; }}; scontrol() {{ echo "$@" >> "$RUN/asked"; }}
     (refuse_end; queue_again); cat "$RUN/asked"
     """
@@ -539,7 +541,7 @@ def test_a_sick_node_is_let_back_only_where_it_was_not_excluded_before(tmp_path:
     (tmp_path / "7+0").write_text("n4,n5,n6")
     (tmp_path / "7+1").write_text("n1,n2")
     program = f"""
-    source {SUPERVISOR}; cd "$RUN"
+    source {SOURCED}; cd "$RUN"
     scontrol() {{
         case "$*" in
             *"show job "*) echo "JobId=7 ExcNodeList=$(< "${{!#}}") Features=(null)" ;;
@@ -598,7 +600,7 @@ def test_a_job_does_what_it_is_told_at_every_turn(
     (tmp_path / "answers").write_text(answers.replace(", ", "\n") + "\n")
     for name in ("turns", "said", "config.yaml"):
         (tmp_path / name).touch()
-    program = f"source {SUPERVISOR}; {LIFE}\n({life}); echo $?"
+    program = f"source {SOURCED}; {LIFE}\n({life}); echo $?"
     code = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7").strip()
     assert (tmp_path / "turns").read_text().split() == turns.split()
     assert f"{code} {(tmp_path / 'said').read_text()}".strip() == ends
@@ -625,7 +627,7 @@ def test_a_second_job_is_refused_before_anything_is_asked_inside_a_container(
         (tmp_path / "slurm/job").write_text(f"{owner}\n")
     (tmp_path / "answers").write_text("crash\n")
     squeue = f'squeue() {{ [[ $* != *--jobs=6* ]] || echo "{seen}"; }}'
-    program = f"source {SUPERVISOR}; {LIFE}\n{squeue}; say() {{ echo $*; }}; (run_to_the_end); echo $?"
+    program = f"source {SOURCED}; {LIFE}\n{squeue}; say() {{ echo $*; }}; (run_to_the_end); echo $?"
     said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7")
     assert said.splitlines()[-1] == str(code) and (tmp_path / "turns").exists() == (code == 1)
     assert (f"{tmp_path} is already in use: Slurm job {owner};" in said) == (code == 2)
@@ -681,7 +683,7 @@ def test_check_of_a_node(tmp_path: Path, smi: str, mark: str) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{smi}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     facts = {"RUN": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1"}
-    assert _bash(f'source {SUPERVISOR}; bash -c "$CHECK" "$RUN"', **facts) == f"{mark}n1\n"
+    assert _bash(f'source {SOURCED}; bash -c "$CHECK" "$RUN"', **facts) == f"{mark}n1\n"
 
 
 SEARCHER = """
@@ -719,7 +721,7 @@ def test_an_elastic_searcher_that_crashes_is_started_again(
     (tmp_path / "searcher.py").write_text(SEARCHER)
     pause = "kill -USR1 $$" if how == "pause" else ":"
     long = "KEEP=${KEEP/-lt 300/-lt 0};" if how == "long" else ""
-    keep = f'bash -c "$KEEP" 2 {sys.executable} "$RUN/searcher.py" "$RUN/codes"'
-    program = f"source {SUPERVISOR}; sleep() {{ {pause}; }}; export -f sleep; {long} {keep}"
+    keep = f'bash -c "$KEEP" 2 "{sys.executable}" "$RUN/searcher.py" "$RUN/codes"'
+    program = f"source {SOURCED}; sleep() {{ {pause}; }}; export -f sleep; {long} {keep}"
     _bash(program, code, RUN=str(tmp_path))
     assert len((tmp_path / "codes").read_text().split()) == left

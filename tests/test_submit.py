@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -12,14 +13,15 @@ from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
+PYTHON = quote(sys.executable)
 
 
 @pytest.mark.parametrize(
     ("program", "command"),
     [
         ("/env/bin/tba", "/env/bin/tba submit"),
-        ("/clone/tools/submit.py", f"{sys.executable} /clone/tools/submit.py"),
-        ("/env/tba_hpc/__main__.py", f"{sys.executable} -P -m tba_hpc submit"),
+        ("/clone/tools/submit.py", f"{PYTHON} /clone/tools/submit.py"),
+        ("/env/tba_hpc/__main__.py", f"{PYTHON} -P -m tba_hpc submit"),
     ],
 )
 def test_what_submits_a_run_again_is_what_was_typed(
@@ -27,7 +29,9 @@ def test_what_submits_a_run_again_is_what_was_typed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
-    options = f"--config '{tmp_path}/a run' --site {GENERIC} --nodes 3 --trainer-nodes 1 --time 10"
+    options = (
+        f"--config '{tmp_path}/a run' --site {quote(str(GENERIC))} --nodes 3 --trainer-nodes 1 --time 10"
+    )
     assert again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
 
 

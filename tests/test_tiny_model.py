@@ -154,7 +154,10 @@ def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:
     assert together == [tool.answer(model, tokenizer, (p,))[0] for p in (short, *long)]
 
 
-@pytest.mark.skipif(not GSM8K_DATA.is_dir(), reason=f"the GSM8K files are not at {GSM8K_DATA}")
+@pytest.mark.skipif(
+    not GSM8K_DATA.is_dir(),
+    reason=f"no GSM8K: put train.jsonl of github.com/openai/grade-school-math into {GSM8K_DATA}",
+)
 def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
     config = load_config(CONFIGS / "math_gsm8k.yaml")
     task = GSM8K(load_tokenizer(str(folder)), train_file=str(GSM8K_DATA / "train.jsonl"))

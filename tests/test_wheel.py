@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -38,7 +39,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *folder.glob("*.whl"),
     )
     (packages,) = environment.glob("lib/python3*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Code and not a line of its own, which Python 3.11 reads in the encoding of the locale.
+    (packages / "others.pth").write_text(f"import sys; sys.path.append({sysconfig.get_path('purelib')!a})\n")
     return environment / "bin/python"
 
 
@@ -84,7 +86,7 @@ def test_submit_makes_a_script_that_nodes_can_run(python: Path, tmp_path: Path) 
         f"{package}/configs/math_gsm8k.yaml",
         f"{package}/sites/generic.yaml",
     ]
-    assert f"\nsource {package}/launch/job_supervisor.sh\n" in done.stdout
+    assert f"\nsource {quote(f'{package}/launch/job_supervisor.sh')}\n" in done.stdout
     script = tmp_path / "job.sbatch"
     script.write_text(done.stdout)
     _do("bash", "-n", script)

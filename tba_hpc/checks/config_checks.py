@@ -80,7 +80,7 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
     if lacking := missing(facts.config, facts.environment, of_custom_task=False):
         level: Level = "warning" if facts.in_container else "problem"
         found = missing_sentence(lacking, facts.environment)
-        yield Finding("models and data", level, found, f"where there is a network, type '{facts.fetched_by}'")
+        yield Finding("models and data", level, found, f"where there is a network, type: {facts.fetched_by}")
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:

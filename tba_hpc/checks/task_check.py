@@ -63,7 +63,7 @@ def _require_fetched(config: Config, remedy: str) -> None:
     """Raise ConfigError if the ranks, offline, would find no model or data set of a name."""
     if lacking := missing(config, os.environ):
         raise ConfigError(
-            f"{missing_sentence(lacking, os.environ)}: where there is a network, type '{remedy}'"
+            f"{missing_sentence(lacking, os.environ)}: where there is a network, type: {remedy}"
         )
 
 

@@ -1,5 +1,6 @@
 """The cluster itself: it is real, its nodes crash and come back, and nothing of it stays."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_two_clusters_live_side_by_side_and_leave_nothing(cluster: Cluster) -> N
         assert other.processes()
     assert not other.processes()
     assert not other.root.exists()
+
+
+def test_a_job_that_has_ended_is_seen_at_once_by_who_waits_for_its_work(cluster: Cluster) -> None:
+    fails = cluster.submit("#!/bin/bash\n#SBATCH -n1\n#SBATCH hetjob\n#SBATCH -n1\necho its words; exit 3\n")
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match=r"no job is left, waiting for steps: (?s:.*)FAILED\nits words"):
+        cluster.until(lambda: False, "steps", 100, by_jobs=True)
+    with pytest.raises(AssertionError, match=rf"job {fails} is FAILED.*, not RUNNING\nits words"):
+        cluster.wait(fails, "RUNNING", seconds=100)
+    assert time.monotonic() - began < 30
+    assert cluster.state(fails + 1000) == cluster.wait(fails + 1000) == "GONE"
 
 
 def _name(pid: int) -> str:

@@ -182,11 +182,11 @@ def test_all_nodes_train_if_all_searchers_are_elastic(cluster: Cluster, tmp_path
 def test_one_preempted_job_of_elastic_searchers_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
     """The last job of an array to start has the array's own number, which stands for all of them."""
     run, _, array = _elastic(tmp_path, nodes=2)
-    cluster.until(lambda: len([*run.path.glob("joined-*-0")]) == 2, "both to be there", 60)
+    cluster.until(lambda: len([*run.path.glob("joined-*-0")]) == 2, "both to be there", 60, by_jobs=True)
     (last,) = (part for part in cluster.jobs(array) if part["JobId"] == str(array))
     name = f"{array}_{last['ArrayTaskId']}"
     cluster.run("scancel", "--batch", "--signal=USR1", name)
-    cluster.until(lambda: (run.path / f"joined-{array}-1").exists(), f"{name} to be back", 120)
+    cluster.until(lambda: (run.path / f"joined-{array}-1").exists(), f"{name} to be back", 120, by_jobs=True)
     restarts = {part["ArrayTaskId"]: part["Restarts"] for part in cluster.jobs(array)}
     assert restarts.pop(last["ArrayTaskId"]) == "1" and set(restarts.values()) == {"0"}, restarts
 
@@ -198,16 +198,16 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
         return {pid for node in cluster.up for pid in cluster.pids(node) if _command(pid)[1:] == wanted}
 
     wanted = [str(program), "search", str(run.path)]
-    cluster.until(lambda: len(there()) == 2, "both to be there", 60)
+    cluster.until(lambda: len(there()) == 2, "both to be there", 60, by_jobs=True)
     time.sleep(0.5)  # until they listen
     victim, neighbour = there()
     os.kill(victim, signal.SIGKILL)
-    cluster.until(lambda: len(there() - {victim}) == 2, "another in its place", 60)
+    cluster.until(lambda: len(there() - {victim}) == 2, "another in its place", 60, by_jobs=True)
     assert neighbour in there()
     time.sleep(0.5)
     cluster.run("scancel", "--batch", "--signal=USR1", str(array))
     back = run.path / f"joined-{array}-1"
-    cluster.until(lambda: back.exists() and len(there()) == 2, "both to be back", 120)
+    cluster.until(lambda: back.exists() and len(there()) == 2, "both to be back", 120, by_jobs=True)
     said = "".join(file.read_text() for file in (run.path / "slurm").glob("searchers-*.log"))
     assert said.count("ended with status 137 (failure 1 in a row): starting it again") == 1, said
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
@@ -231,9 +231,9 @@ def test_demand_orders_and_cancels_jobs_of_searchers(
     def running() -> int:
         return [state for _, state in elastic.searcher_jobs(run, "searchers")].count("RUNNING")
 
-    cluster.until(lambda: running() == 1, "the least", 60)
+    cluster.until(lambda: running() == 1, "the least", 60, by_jobs=True)
     write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": time.time()}])
-    cluster.until(lambda: running() == 3, "the most", 120)
+    cluster.until(lambda: running() == 3, "the most", 120, by_jobs=True)
     busy = {"time/step_seconds": 1.0, "time/learn_seconds": 1.0, "staleness/mean": 99.0}
     for number in range(60):
         write(run.metrics_file("trainer"), [{"step": number, "time": time.time(), **busy}])

@@ -196,7 +196,7 @@ def test_what_would_fail_is_refused_in_a_sentence(
         ("--set", "task.name=gsm8k"): (
             f"nothing whole of task.name=gsm8k, data=openai/gsm8k (main) is in {tmp_path}/cache (HF_HOME), "
             "where ranks look, and HF_HUB_OFFLINE=1 forbids them to ask the hub: where there is a network, "
-            f"type 'tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k'"
+            f"type: tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k"
         ),
     }
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
@@ -239,7 +239,7 @@ def test_elastic_jobs_are_checked_before_submission(
     weights.rename(tmp_path / "elsewhere")
     refused = lend("--nodes", "1")
     assert refused.returncode == 2 and "nothing whole of model.path=org/model is in" in refused.stderr
-    assert f"type 'tba fetch {run.config_file} --site {tmp_path}/site.yaml'" in refused.stderr
+    assert f"type: tba fetch {run.config_file} --site {tmp_path}/site.yaml" in refused.stderr
     (tmp_path / "elsewhere").rename(weights)
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
     try:

@@ -93,7 +93,9 @@ def _starts(run: RunDir) -> list[tuple[int, int]]:
 
 def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
     """Wait until all ranks of a start are at work."""
-    cluster.until(lambda: len(_ranks(run, start)) == ranks, f"start {start}", 90, seen=lambda: _log(run))
+    cluster.until(
+        lambda: len(_ranks(run, start)) == ranks, f"start {start}", 90, seen=lambda: _log(run), by_jobs=True
+    )
     time.sleep(0.3)
 
 
@@ -243,7 +245,7 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     run, script = _run(tmp_path, _site(3))
     slow = script.replace("ranks() {", "sleep 2; ranks() {").replace("exec srun", "sleep 3; exec srun")
     job = slurm.submit(run, slow)
-    cluster.until(lambda: _starts(run), "the first start", 60, seen=lambda: _log(run))
+    cluster.until(lambda: _starts(run), "the first start", 60, seen=lambda: _log(run), by_jobs=True)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job))[0]["Restarts"] == "1"
@@ -262,7 +264,9 @@ def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
     deaf.chmod(0o755)
     run, script = _run(tmp_path / "runs", _site(3), program=(str(deaf),))
     job = slurm.submit(run, script.replace("SAVE_SECONDS=30", "SAVE_SECONDS=2"))
-    cluster.until(lambda: len(list(run.path.glob("deaf-*"))) == 6, "ranks", 60, seen=lambda: _log(run))
+    cluster.until(
+        lambda: len(list(run.path.glob("deaf-*"))) == 6, "ranks", 60, seen=lambda: _log(run), by_jobs=True
+    )
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job))[0]["Restarts"] == "1"
@@ -355,7 +359,9 @@ def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, 
     job = slurm.submit(run, script.replace("run_to_the_end", "WATCH_SECONDS=2; run_to_the_end"))
     _working(cluster, run, 1)
     cluster.crash("node1")
-    cluster.until(lambda: len(_ranks(run, 2)) == 6, "the second start", 240, seen=lambda: _log(run))
+    cluster.until(
+        lambda: len(_ranks(run, 2)) == 6, "the second start", 240, seen=lambda: _log(run), by_jobs=True
+    )
     ranks = _ranks(run, 2)
     assert {rank["restarts"] for rank in ranks} == {1}
     assert "node1" not in {rank["host"] for rank in ranks}

@@ -123,7 +123,9 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
 
 def reach(cluster: Cluster, run: RunDir, step: int) -> None:
     """Wait until the run has taken ``step`` steps."""
-    cluster.until(lambda: steps(run) >= step, f"step {step}", START_SECONDS, seen=lambda: said(run))
+    cluster.until(
+        lambda: steps(run) >= step, f"step {step}", START_SECONDS, seen=lambda: said(run), by_jobs=True
+    )
 
 
 def finish(cluster: Cluster, run: RunDir, job: int) -> None:
@@ -145,10 +147,10 @@ def reach_the_wall_time(cluster: Cluster, run: RunDir) -> None:
     def over() -> bool:
         return bool(events(run, "signal") or events(run, "stopped"))
 
-    cluster.until(lambda: steps(run) >= 3 or over(), "three steps", 120, seen=lambda: said(run))
+    cluster.until(lambda: steps(run) >= 3 or over(), "three steps", 120, seen=lambda: said(run), by_jobs=True)
     if not over():
         with held_leader(cluster, run):
-            cluster.until(over, "the end of the wall time", 120, seen=lambda: said(run))
+            cluster.until(over, "the end of the wall time", 120, seen=lambda: said(run), by_jobs=True)
 
 
 # --- What must not depend on what happened to a run ---

@@ -21,12 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from slurm_testbed import view
+
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev slurm-wlm-basic-plugins"
 """Debian packages that hold all of it."""
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
 
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+GONE = "GONE"
+"""State of a job that Slurm has forgotten, or never knew."""
+
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", GONE}
 """States of a job that will not run again."""
 
 PORTS = range(12_000, 32_000, 32)
@@ -49,6 +54,11 @@ def missing() -> str | None:
         return "not root: nodes need namespaces and device files of their own"
     probe = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if probe.returncode == 0 else "this container may not make namespaces: run it privileged"
+
+
+def over(state: str) -> bool:
+    """Whether a job of this state, in all of its components, will not run again."""
+    return {*state.split("+")} <= ENDED
 
 
 def _path() -> str:
@@ -79,6 +89,9 @@ class Cluster:
 
     isolation: ClassVar[str] = ""
     """What a node's first process does, beside what all do."""
+
+    private: ClassVar[Sequence[Path]] = (Path("/dev/shm"),)
+    """Folders that each node has to itself, empty, but for what ``_view`` shows in them."""
 
     namespaces: ClassVar[Sequence[str]] = ("--uts", "--mount", "--ipc", "--pid")
 
@@ -145,14 +158,15 @@ class Cluster:
         path.chmod(0o644)
         return int(self.run("sbatch", "--parsable", *options, path, user=True))
 
-    def jobs(self, job: int) -> list[dict[str, str]]:
-        """What ``scontrol show job`` says of a job, one dict per component."""
-        lines = self.run("scontrol", "-o", "show", "job", str(job)).splitlines()
-        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
+    def jobs(self, *job: int) -> list[dict[str, str]]:
+        """What ``scontrol show job`` says of a job, one dict per component; or of all that it remembers."""
+        done = self.done("scontrol", "-o", "show", "job", *map(str, job), user=False)
+        assert done.returncode == 0 or "Invalid job id" in done.stderr, done.stderr
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in done.stdout.splitlines() if "=" in line]
 
     def state(self, job: int) -> str:
         """State of a job: of its leader, or ``A+B`` if the components differ."""
-        return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job)))
+        return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job))) or GONE
 
     def wait(self, job: int, *states: str, seconds: float = 480) -> str:
         """Wait until the job is in one of ``states`` (default: ended); returns it.
@@ -161,17 +175,21 @@ class Cluster:
         sign of life before, 160 s, and that at each start.
         """
         wanted = set(states) or ENDED
-        return self.until(
-            lambda: state if (state := self.state(job)) in wanted else "",
+        state = self.until(
+            lambda: found if (found := self.state(job)) in wanted or over(found) else "",
             f"job {job} to be {' or '.join(sorted(wanted))}",
             seconds,
             seen=lambda: f"{self.state(job)}\n{self.log(job)}",
         )
+        assert not states or state in states, (
+            f"job {job} is {state}, not {' or '.join(states)}\n{self.log(job)}"
+        )
+        return state
 
     def log(self, job: int) -> str:
         """What the job's batch script has printed so far."""
-        file = Path(self.jobs(job)[0].get("StdOut", os.devnull))
-        return file.read_text() if file.exists() else ""
+        files = [Path(part.get("StdOut", os.devnull)) for part in self.jobs(job)[:1]]
+        return "".join(file.read_text(errors="replace") for file in files if file.is_file())
 
     def until(
         self,
@@ -180,13 +198,29 @@ class Cluster:
         seconds: float = 60,
         *,
         seen: Callable[[], object] = lambda: "",
+        by_jobs: bool = False,
     ) -> T:
-        """Wait for a true value; the error says what was waited for and what was seen."""
-        end = time.monotonic() + seconds
+        """Wait for a true value; the error says what was waited for and what was seen.
+
+        by_jobs: it is a job's work, so that the wait is over with the last job.
+        """
+        end, ended = time.monotonic() + seconds, ""
         while not (found := probe()):
+            assert not ended, f"no job is left, waiting for {what}: {ended}\n{seen()}"
             assert time.monotonic() < end, f"waited {seconds} s for {what}: {seen()}"
+            ended = self._all_ended() if by_jobs else ""  # before the next probe, which sees what it has left
             time.sleep(0.25)  # most probes are commands of Slurm, which take the cores from who is waited for
         return found
+
+    def _all_ended(self) -> str:
+        """States and last words of the jobs if none will run again, else nothing."""
+        jobs = self.jobs()
+        if not all(over(job["JobState"]) for job in jobs):
+            return ""
+        ends = (
+            f"job {job['JobId']} {job['JobState']}\n{self.log(int(job['JobId']))[-2000:]}" for job in jobs
+        )
+        return "\n".join(ends) or GONE
 
     def clear(self) -> None:
         """Cancel every job and wait until the queue is empty."""
@@ -271,10 +305,13 @@ class Cluster:
 
     def _boot(self, node: str) -> None:
         options = [*self.namespaces, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
-        self._spawn(
-            node,
-            ["unshare", *options, "sh", "-c", _BOOT.format(isolation=self.isolation), node, str(self.root)],
-        )
+        script = _BOOT.format(view=self._view(self.private), isolation=self.isolation)
+        self._spawn(node, ["unshare", *options, "sh", "-c", script, node, str(self.root)])
+
+    def _view(self, private: Sequence[Path]) -> str:
+        """Shell commands of a node that mount its folders, and in them again what it needs of them."""
+        hidden = [path for path in view.code() if {*private} & {*path.parents}]
+        return view.script(private, [self.root], hidden)
 
     def _munge_options(self) -> list[str]:
         key = self.root / "munge.key"
@@ -365,9 +402,9 @@ class Cluster:
 
 
 _BOOT = """
-umask 022
 find "$1/spool/$0" -mindepth 1 -delete
-hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+{view}
+hostname "$0" && mount --bind "$1/hosts" /etc/hosts || exit 1
 cat /proc/sys/kernel/random/uuid > "$1/spool/$0/boot_id"
 mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
 {isolation}

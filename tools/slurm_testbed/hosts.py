@@ -1,9 +1,10 @@
 """A cluster of hosts that share a network and a folder, and nothing else.
 
-Each node has a network namespace with an address of its own, /tmp and /dev/shm of its own, and jobs are an
-ordinary user's. The folder comes from a GlusterFS server, through FUSE, if glusterfs-client is installed
-(``apt-get install --no-install-recommends glusterfs-client``); else it is a bind mount. A host's link can be
-cut or slowed, its way to the file server closed, and all its processes frozen.
+Each node has a network namespace with an address of its own, and /tmp, /var/tmp and /dev/shm of its own; jobs
+are an ordinary user's. This checkout and its interpreter are there read-only, wherever they lie. The folder
+comes from a GlusterFS server, through FUSE, if glusterfs-client is installed (``apt-get install
+--no-install-recommends glusterfs-client``); else it is a bind mount. A host's link can be cut or slowed, its
+way to the file server closed, and all its processes frozen.
 """
 
 from __future__ import annotations
@@ -13,31 +14,19 @@ import pwd
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import ClassVar
 
+from slurm_testbed import view
 from slurm_testbed.cluster import LOGIN, PORTS, Cluster, find
 from slurm_testbed.cluster import missing as missing_of_cluster
 
-_HOME = f"""
-umask 022
-own() {{   # own FOLDER MODE LESS: a folder of its own, in memory, in which only LESS is what it was
-    mount --rbind "$3" /mnt && mount -t tmpfs -o mode=$2 tmpfs "$1" || exit 1
-    mkdir -p "$3" && mount --move /mnt "$3" || exit 1
-}}
-case {sys.base_prefix} in /root/*) own /root 755 {sys.base_prefix} ;; esac
-"""
-"""The interpreter may lie in the home of root, which users cannot enter."""
-
-_ISOLATION = f"""
+_ISOLATION = """
 until ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep .05; done
-{_HOME}
-own /tmp 1777 "$1"
-mount -t tmpfs tmpfs /var/tmp || exit 1
 if [ -e "$1/client.vol" ]; then
     umount --lazy "$1/share" 2>/dev/null
     glusterfs --no-daemon --log-file="$1/files-$0.log" --volfile="$1/client.vol" "$1/share" &
@@ -87,6 +76,8 @@ def missing() -> str | None:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends iproute2 util-linux"
     if why := missing_of_cluster():
         return why
+    if shut := [str(path) for path in view.code() if path.stat().st_mode & 0o005 != 0o005]:
+        return f"jobs of another user may not read {shut[0]}: chmod -R go+rX {quote(shut[0])}"
     bridge = ["unshare", "--net", "ip", "link", "add", "hosts", "type", "bridge"]
     made = subprocess.run(bridge, capture_output=True).returncode == 0
     return None if made else "this container may not make networks: run it privileged"
@@ -100,6 +91,7 @@ class Hosts(Cluster):
     _away: dict[str, str] = field(default_factory=dict)
 
     isolation: ClassVar[str] = _ISOLATION
+    private: ClassVar[Sequence[Path]] = (*Cluster.private, Path("/tmp"), Path("/var/tmp"))
     namespaces: ClassVar[Sequence[str]] = (*Cluster.namespaces, "--net")
 
     # --- Faults: each lasts until ``mend`` ---
@@ -255,9 +247,18 @@ class Hosts(Cluster):
             return True
         return False
 
+    def _view(self, private: Sequence[Path]) -> str:
+        """As that of a cluster, also with the way to all that users need; the code is read-only."""
+        shut = view.closed([self.root, *view.code()])
+        return view.script([*private, *shut], [self.root], view.code())
+
     def _become(self, user: bool) -> list[str]:
         as_user = super()._become(user)
-        return ["unshare", "--mount", "sh", "-c", f'{_HOME}exec "$@"', "sh", *as_user] if as_user else []
+        return (
+            ["unshare", "--mount", "sh", "-c", f'{self._view(())}exec "$@"', "sh", *as_user]
+            if as_user
+            else []
+        )
 
     @property
     def environment(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from slurm_testbed import faults, hosts
-from slurm_testbed.cluster import ENDED, Cluster, missing
+from slurm_testbed.cluster import ENDED, Cluster, missing, over
 from slurm_testbed.hosts import Hosts
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
@@ -129,17 +129,17 @@ class Trial:
         self.history = History(self.run)
 
     def wait_for(self, probe: Callable[[], object], what: str) -> None:
-        """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
-        end = time.monotonic() + DEADLINE
+        """Wait for a true value. Raises NotSurvived after DEADLINE, or when run or job is over first."""
+        began = time.monotonic()
         while True:
             self.history.update()
             if probe():
                 return
             if self.run.finished:
                 raise NotSurvived(f"the run was over before {what}")
-            state = self.cluster.state(self.job)
-            if time.monotonic() > end or state in ENDED:
-                raise NotSurvived(f"the job is {state}, waiting for {what} ({DEADLINE} s)\n{self._logs()}")
+            state, waited = self.cluster.state(self.job), time.monotonic() - began
+            if waited > DEADLINE or over(state):
+                raise NotSurvived(f"the job is {state}, waiting for {what} ({waited:.0f} s)\n{self._logs()}")
             time.sleep(LOOK_SECONDS)
 
     def _logs(self) -> str:
