@@ -107,7 +107,9 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
     """What it calls itself. Raises LaunchError if it is not Open MPI's: other options, signals and ranks."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
+    around = environment_of(Path(tempfile.gettempdir()))
+    command = [str(mpiexec), "--version"]
+    said = subprocess.run(command, env=around, capture_output=True, text=True, timeout=60).stdout
     if not re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
         raise LaunchError(
             f"{mpiexec} is not Open MPI's ({first_words(said)}), and 'tba run' knows no other: unset "
