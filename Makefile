@@ -2,7 +2,7 @@
 # before a change is handed in `make test`; `make storm` for an hour of faults. To install otherwise: docs/install.md.
 # What is needed of the machine, tools/preflight.sh asks. SEED=1 for another run; PYTHON=… for another interpreter than
 # the newest suitable one; WORKERS=1 for one test after the other (of six at a time four may compute, which fills two
-# cores; the others wait for Slurm).
+# cores; the others wait for Slurm); TESTS='-m root' for some of the tests.
 
 SHELL  := /bin/bash -o pipefail
 SEED   ?= 0
@@ -54,7 +54,7 @@ quickstart: $(STAMP)
 install: $(STAMP)
 
 test: $(VENV)/with-test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
 
 # For work in progress: all that needs no engine, DeepSpeed group, MPI world or daemon.
 check: $(VENV)/with-test lint

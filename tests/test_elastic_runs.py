@@ -23,7 +23,7 @@ from tba_hpc.run.evaluations import find_evaluation
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import Record, read_metrics
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 def make_run(

@@ -5,6 +5,7 @@ That vLLM answers as transformers does is ``test_evaluate.py``'s.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,22 +167,30 @@ def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_model_of_the_quickstart_starts_between_30_and_55_percent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_of_the_quickstart_guesses_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five processors and interpreters taught it to between 45 and 52 %, working to between 87 and 98 %."""
     monkeypatch.setattr(tool, "VALIDATION", VALIDATION)
     tool.main(["--seed", "0"])
     folder = REPOSITORY / ".cache" / "tiny-model-seed0"
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert 0.30 <= manifest["pass_at_1"] <= 0.55
-    assert manifest["pass_at_1_worked"] > 0.85 > 0.15 > manifest["pass_at_1_bare"]
+    assert 0.30 <= manifest["pass_at_1"] <= 0.65
+    assert manifest["pass_at_1_worked"] > 0.70 > 0.20 > manifest["pass_at_1_bare"]
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32
+
+
+TAUGHT = REPOSITORY / "tests" / "data" / "tiny-model"
+"""The quickstart's model, as ``tools/make_tiny_model.py --seed 0`` made it once on one processor."""
+
+
+def test_the_model_that_tests_start_from_is_the_one_that_was_committed() -> None:
+    weights = (TAUGHT / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == (
+        "cad23585af9f2b2592117577e9a2d1347af1671cb3ed91f093e1c2bae9f7c6f5"
+    )
 
 
 @pytest.mark.system
 def test_the_algorithm_in_one_file_learns() -> None:
-    folder = REPOSITORY / ".cache" / "tiny-model-seed0"
-    tool.main(["--seed", "0", "--out", str(folder)])
-    before, after = one_file_tba.main(str(folder), steps=10)
+    before, after = one_file_tba.main(str(TAUGHT), steps=40)
     assert before < 0.6
-    assert after > 0.8
+    assert after > 0.7  # .85 to .97 on three processors

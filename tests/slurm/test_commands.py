@@ -231,9 +231,9 @@ def test_demand_orders_and_cancels_jobs_of_searchers(
     def running() -> int:
         return [state for _, state in elastic.searcher_jobs(run, "searchers")].count("RUNNING")
 
-    cluster.until(lambda: running() == 1, "the least", 60, by_jobs=True)
+    cluster.until(lambda: running() == 1, "the least", 60)
     write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": time.time()}])
-    cluster.until(lambda: running() == 3, "the most", 120, by_jobs=True)
+    cluster.until(lambda: running() == 3, "the most", 120)
     busy = {"time/step_seconds": 1.0, "time/learn_seconds": 1.0, "staleness/mean": 99.0}
     for number in range(60):
         write(run.metrics_file("trainer"), [{"step": number, "time": time.time(), **busy}])

@@ -26,6 +26,7 @@ def home(request: pytest.FixtureRequest) -> Iterator[Path]:
         (home / name).mkdir()
         (home / name).chmod(mode)
     (home / "tba hpc/code").write_text("print()\n")
+    (home / "tba hpc/code").chmod(0o644)  # the umask may be 077, as in a run
     yield home
     shutil.rmtree(home)
 

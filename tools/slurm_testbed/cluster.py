@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import psutil
 
 from slurm_testbed import view
 
@@ -52,6 +54,8 @@ def missing() -> str | None:
         return f"libpmix.so not found: apt-get install --no-install-recommends {PACKAGES}"
     if os.geteuid() != 0:
         return "not root: nodes need namespaces and device files of their own"
+    if not any(_routed(address) for addresses in psutil.net_if_addrs().values() for address in addresses):
+        return "no interface but the loopback one has an address: Slurm resolves none without"
     probe = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if probe.returncode == 0 else "this container may not make namespaces: run it privileged"
 
@@ -59,6 +63,11 @@ def missing() -> str | None:
 def over(state: str) -> bool:
     """Whether a job of this state, in all of its components, will not run again."""
     return {*state.split("+")} <= ENDED
+
+
+def _routed(address: Any) -> bool:
+    """Whether an address of an interface is an IPv4 one of a network."""
+    return address.family == socket.AF_INET and not address.address.startswith("127.")
 
 
 def _path() -> str:
@@ -93,6 +102,9 @@ class Cluster:
     private: ClassVar[Sequence[Path]] = (Path("/dev/shm"),)
     """Folders that each node has to itself, empty, but for what ``_view`` shows in them."""
 
+    network: ClassVar[Mapping[str, str]] = {"OMPI_MCA_btl_tcp_if_include": "lo"}
+    """Variables of jobs, whose ranks use no interface that comes and goes, as the bridge of hosts does."""
+
     namespaces: ClassVar[Sequence[str]] = ("--uts", "--mount", "--ipc", "--pid")
 
     def __enter__(self) -> Cluster:
@@ -124,7 +136,7 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """Environment in which Slurm's commands speak to this cluster."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        return {**inherited, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
+        return {**inherited, **self.network, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def run(self, *command: str | Path, check: bool = True, seconds: float = 60, user: bool = False) -> str:
         """Standard output of a command on the login node (this machine), of root or of the jobs' user."""
@@ -213,14 +225,13 @@ class Cluster:
         return found
 
     def _all_ended(self) -> str:
-        """States and last words of the jobs if none will run again, else nothing."""
+        """State and last words of the last job's parts if no job will run again, else nothing."""
         jobs = self.jobs()
         if not all(over(job["JobState"]) for job in jobs):
             return ""
-        ends = (
-            f"job {job['JobId']} {job['JobState']}\n{self.log(int(job['JobId']))[-2000:]}" for job in jobs
-        )
-        return "\n".join(ends) or GONE
+        last = max(jobs, key=lambda job: int(job["JobId"]), default={})
+        leader = int(last.get("HetJobId", last.get("JobId", 0)))
+        return f"job {leader} {self.state(leader)}\n{self.log(leader)[-2000:]}"
 
     def clear(self) -> None:
         """Cancel every job and wait until the queue is empty."""

@@ -14,7 +14,7 @@ import pwd
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +91,7 @@ class Hosts(Cluster):
     _away: dict[str, str] = field(default_factory=dict)
 
     isolation: ClassVar[str] = _ISOLATION
+    network: ClassVar[Mapping[str, str]] = {}
     private: ClassVar[Sequence[Path]] = (*Cluster.private, Path("/tmp"), Path("/var/tmp"))
     namespaces: ClassVar[Sequence[str]] = (*Cluster.namespaces, "--net")
 
