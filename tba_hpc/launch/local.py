@@ -125,6 +125,7 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
         **mpi_library.one_machine(base),
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
         "OMP_NUM_THREADS": "1",
+        "PYTHONUTF8": "1",  # libraries read models' files in the locale's encoding, which may be another
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
     home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI does not start without one
