@@ -1,6 +1,5 @@
 """The command ``tba``, also as ``python -m tba_hpc``."""
 
-import io
 import sys
 
 
@@ -12,9 +11,6 @@ def main() -> None:
         sys.exit(supervise(sys.argv[2:]))
     from tba_hpc.cli import main as tba
 
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # neither closed nor replaced
-            stream.reconfigure(errors="replace")  # an output that cannot show a sign must not end a run
     tba()
 
 

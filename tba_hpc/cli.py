@@ -22,7 +22,7 @@ import typer
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
-from tba_hpc.core.wording import printable
+from tba_hpc.core.wording import print_in_any_encoding, printable
 from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
@@ -643,6 +643,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
 
 def main(command: Callable[[], None] = app, name: str = "tba") -> None:
     """Entry point: print a user's error as one sentence, which begins with ``name``."""
+    print_in_any_encoding()
     try:
         command()
     except (ConfigError, OwnedError, StateError, DiskFullError, EngineError, LaunchError) as error:

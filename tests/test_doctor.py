@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -172,10 +173,54 @@ def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.Mo
         found("/tmp/clone/.venv"), "warning", "/tmp/clone/.venv/bin/python", "each node has a /tmp of its own"
     )
     _says(found("/scratch/7/.venv", TMPDIR="/scratch/7"), "warning", "a /scratch/7 of its own", "venv")
-    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/nowhere",))  # this clone may lie in one
-    assert found("/tmp/clone/.venv") == []
-    monkeypatch.setattr(machine, "OWN_FOLDERS", (str(Path(machine.__file__).parents[3]),))
-    _says(found("/project/.venv"), "warning", "the code of the jobs is")
+    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/nowhere",))
+    monkeypatch.setattr(machine, "_mounts", lambda: MOUNTS)
+    assert found("/tmp/clone/.venv") == [] == found("/scratch/clone/.venv")
+    _says(found("/dev/shm/.venv"), "warning", "each node has memory of its own")
+
+
+def test_files_in_a_folder_of_this_machine_alone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said where the only node is this machine, whose tools a cluster of one may use."""
+    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/scratch",))
+    monkeypatch.setattr(machine, "_mounts", lambda: MOUNTS)
+    config = parse_config({"model": {"path": "/scratch/model"}, "task": {"name": "arithmetic"}})
+    facts = Facts(site=Site(venv="/home/.venv"), config=config, environment={})
+    said = ("model.path=/scratch/model is on this machine", "each node has a /scratch of its own")
+    _says(machine.check_interpreter(facts), "warning", *said)
+    here = socket.gethostname().partition(".")[0]
+    for nodes in (here, "localhost"):
+        assert not list(machine.check_interpreter(replace(facts, partitions=({"Nodes": nodes},))))
+    for partitions in ({"Nodes": f"{here},node7"},), ({"Nodes": here}, {"Nodes": "node7"}):
+        assert list(machine.check_interpreter(replace(facts, partitions=partitions)))
+
+
+def test_what_vllm_lacks_is_a_problem_where_it_runs(tmp_path: Path) -> None:
+    """Of a login node it is a warning, for nodes may have it."""
+    (tmp_path / "libnuma.so.1").touch()
+    program = (
+        "import dataclasses; from tba_hpc.checks.facts import Facts, SlurmFacts; "
+        "from tba_hpc.checks.machine import check_engine; from tba_hpc.config import parse_config; "
+        "own = parse_config({'model': {'path': 'mine:Backend'}, 'task': {'name': 'arithmetic'}}); "
+        "nodes = SlurmFacts(settings={}, partitions={}, mpi=frozenset()); "
+        "print([[f.level for f in check_engine(Facts(**known))] "
+        "for known in ({}, {'slurm': nodes}, {'config': own})])"
+    )
+    around = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=around, capture_output=True, text=True)
+    assert done.stdout == "[['problem'], ['warning'], []]\n", done.stderr
+
+
+def test_kernels_of_gpus_need_a_compiler_and_pythons_header(tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    clang = tmp_path / "clang"
+    clang.touch(mode=0o755)
+
+    def found(include: Path = tmp_path, **environment: str) -> list[Finding]:
+        return list(machine.judge_compiler({"PATH": "", **environment}, include))
+
+    _says(found(), "problem", "C compiler", "apt-get install gcc")
+    _says(found(tmp_path / "none", CC="icx"), "problem", f"{tmp_path}/none lacks it", "python3-dev")
+    assert found(CC="icx") == [] == found(PATH=str(tmp_path))
 
 
 # --- Rules: Slurm ---
@@ -592,6 +637,7 @@ def test_the_doctor_where_little_is_as_usual(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "vLLM needs libnuma.so.1" in done.stdout and "apt-get install libnuma1" in done.stdout
     assert "? apt-get" in done.stdout  # an arrow elsewhere
+    assert "Open MPI" in done.stdout and "is not Open MPI's" not in done.stdout  # it needs a home to say so
     assert "could not be checked (FileNotFoundError" in done.stdout  # the run root, in no folder
 
 

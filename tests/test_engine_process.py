@@ -18,7 +18,7 @@ from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine import vllm_generator
-from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, remedy
+from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, is_final, remedy
 from tba_hpc.tasks.redteam import VICTIM_KEYS
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=5)
@@ -170,6 +170,37 @@ def test_its_last_word_is_told_and_what_helps_against_it(made: list[VllmGenerato
     )
     with pytest.raises(EngineError, match=said):
         until_ended(generator)
+
+
+def test_an_engine_that_never_starts_in_one_and_the_same_way_is_given_up(made: list[VllmGenerator]) -> None:
+    """After the second one; where it is known what it lacks, after the first."""
+    reason = "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'"
+    generator = make(made, die=reason)
+    with pytest.raises(EngineError, match=rf"died 2 times .*\(the last one failed: {reason}\)"):
+        until_ended(generator)
+    assert generator.rebuilds == 1
+    no_compiler = make(made, die="RuntimeError: Failed to find C compiler")
+    with pytest.raises(ConfigError, match=r"^vLLM cannot start on .*: it failed: .*; apt-get install gcc"):
+        until_ended(no_compiler)
+    assert no_compiler.rebuilds == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "final"),
+    [
+        ("failed: ImportError: libcudart.so.13: cannot open shared object file", True),
+        ("ended with exit status 1", True),
+        ("failed: OutOfMemoryError: CUDA out of memory", False),
+        ("failed: AcceleratorError: CUDA error: device-side assert triggered", False),
+        ("failed: RuntimeError: Engine core initialization failed", False),
+        ("failed: DistStoreError: Timed out after 61 seconds", False),
+        ("was ended by SIGKILL", False),
+        ("was not built within 60 s, by launch.timeout_seconds", False),
+        ("closed its connection", False),
+    ],
+)
+def test_what_another_engine_may_not_meet_is_tried_again(failure: str, final: bool) -> None:
+    assert is_final(failure) == final
 
 
 def test_building_has_a_limit_of_its_own(made: list[VllmGenerator]) -> None:

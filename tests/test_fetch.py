@@ -94,8 +94,10 @@ def test_a_model_comes_in_one_format_of_weights_and_once(
 
 
 def test_what_cannot_be_had_is_said_and_the_rest_comes(
-    tmp_path: Path, address: tuple[str, list[str]]
+    tmp_path: Path, address: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a terminal that has no sign for an ellipsis, too."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     options = "{reward_model: org/none, gold_model: org/old}"
     files = [f"task.{split}_file={tmp_path}/{split}.jsonl" for split in ("train", "test")]
     (tmp_path / "train.jsonl").write_text("{}")
@@ -108,6 +110,7 @@ def test_what_cannot_be_had_is_said_and_the_rest_comes(
     )
     assert f"task.train_file={tmp_path}/train.jsonl: is there, " in done.stdout
     assert f"task.test_file={tmp_path}/test.jsonl: MISSING, no such file here, in {tmp_path}" in done.stdout
+    assert "model.path=org/empty: is fetched ?" in done.stdout
     assert "model.path=org/empty: MISSING, the hub has no weights of it" in done.stdout
     assert "task.options.reward_model=org/none: MISSING, RepositoryNotFoundError" in done.stdout
     assert "task.options.gold_model=org/old: is there, " in done.stdout

@@ -99,11 +99,13 @@ def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
 def test_it_takes_no_gpu_memory_before_it_is_asked(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is being built beside it would take that for its own. This torch has no CUDA."""
+    """An engine that is being built beside it would take that for its own. Here nobody has a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: tools/gpu_acceptance.py measures its memory")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reference = HfReference(model, PLAIN, policy_of=lambda _: model)
     reference.load(3)
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         reference.logprobs(_group([5]))
 
 

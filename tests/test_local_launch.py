@@ -194,6 +194,7 @@ def test_environment_of_the_ranks() -> None:
     ours = local.environment_of(Path("/m"), {"A": "b"})
     assert (ours["A"], ours["OMP_NUM_THREADS"], ours["OMPI_MCA_btl_sm_backing_directory"]) == ("b", "1", "/m")
     assert local.environment_of(Path("/m"), {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+    assert ours["PYTHONUTF8"] == "1"
     own = pwd.getpwuid(os.getuid()).pw_dir
     assert (ours["HOME"], local.environment_of(Path("/m"), {"HOME": "/h"})["HOME"]) == (own, "/h")
     assert (ours.get("OMPI_ALLOW_RUN_AS_ROOT") == "1") == (os.geteuid() == 0)

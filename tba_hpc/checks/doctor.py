@@ -25,7 +25,7 @@ from tba_hpc.checks.facts import (
     warning,
 )
 from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
-from tba_hpc.launch import slurm
+from tba_hpc.launch import LaunchError, slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.launch.slurm_queue import SlurmError
 from tba_hpc.report.tables import Terminal
@@ -62,7 +62,15 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
         return findings
     if seconds is None or any(f.name == machine.RUN_ROOT and f.level == "problem" for f in findings):
         return [*findings, _check_request(site, root)]
-    return _seen_from_nodes(findings, trial.attempt(site, root, model, seconds=seconds))
+
+    def check_trial(_: Facts) -> list[Finding]:
+        try:
+            return trial.attempt(site, root, model, seconds=seconds)
+        except LaunchError as error:  # the other findings stand
+            remedy = "check the nodes that the site file asks for, and whether slurmctld is up"
+            return [problem(trial.TITLE, str(error), remedy)]
+
+    return _seen_from_nodes(findings, list(judge([check_trial], Facts())))
 
 
 def _this_machine(root: Path, model: str | None) -> list[Finding]:
@@ -93,7 +101,7 @@ def _check_request(site: Site, root: Path) -> Finding:
     """Whether Slurm would take a job of two nodes."""
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
-    except slurm.SubmitError as error:
+    except LaunchError as error:
         remedy = "edit the site file; every key: class Site in tba_hpc/launch/plan.py"
         return problem("request", str(error), remedy)
     return ok("request", f"Slurm takes a job of {trial.NODES} nodes: {answer}")

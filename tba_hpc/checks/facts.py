@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -124,6 +125,17 @@ class Facts:
     fetched_by: str = ""
     beside: Path | None = None
     seconds: float = 20.0
+
+    @property
+    def on_login_node(self) -> bool:
+        """Whether ranks run elsewhere, as jobs of Slurm."""
+        return self.slurm is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether this machine is the only node that a job could get."""
+        here = ({socket.gethostname().partition(".")[0]}, {"localhost"})
+        return {partition.get("Nodes") for partition in self.partitions} in here
 
     @property
     def in_container(self) -> bool:

@@ -5,6 +5,7 @@ It must not import mpi4py: a process that has loaded it describes itself, by ``d
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Library:
 
 def describe(version: str) -> Library:
     """The library of this process, given the text of MPI_Get_library_version."""
-    files = mapped_files(Path("/proc/self/maps").read_text())
+    files = mapped_files(os.fsdecode(Path("/proc/self/maps").read_bytes()))
     path = next((file for file in files if NAME.fullmatch(file.name)), None)
     return Library(
         version=first_words(version),

@@ -47,6 +47,7 @@ LAPTOP = (
     machine.check_engine,
     machine.check_ports,
     machine.check_gpus,
+    machine.check_compiler,
     machine.check_folder,
     machine.check_scratch,
     machine.check_shared_memory,
@@ -65,7 +66,9 @@ LOGIN_NODE = (
     machine.check_model,
 )
 NODE = (
+    machine.check_engine,
     machine.check_gpus,
+    machine.check_compiler,
     machine.check_folder,
     machine.check_scratch,
     machine.check_shared_memory,
@@ -84,7 +87,7 @@ def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:
         config=config,
         split=split,
         root=Path(config.run.root),
-        shared=split is not None and split.nodes > 1,
+        shared=split is not None,
         slurm=asked,
         partitions=asked.used(site) if split else (searchers,) if searchers else (),
         library=mpi_checks.find_library(site)[0] if split else None,

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from tba_hpc.checks.facts import Facts, Finding, login_python, ok, problem, warning
-from tba_hpc.checks.resources import find_file, hub_cache, is_offline
+from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
+from tba_hpc.checks.resources import find_file, hub_cache, is_here, is_offline, resources
 from tba_hpc.config import is_local
-from tba_hpc.core.system_libraries import REMEDIES, missing_library
+from tba_hpc.core.own_code import is_own
+from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
@@ -70,9 +72,33 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine(facts: Facts) -> Iterator[Finding]:
-    """Whether vLLM's compiled parts find the libraries of the system that they need."""
+    """Whether vLLM's compiled parts find the system's libraries that they need. Nodes may have others."""
+    if facts.in_container or (facts.config and is_own(facts.config.model.path)):
+        return
     if library := missing_library():
-        yield problem("engine", f"vLLM needs {library}, which this machine lacks", REMEDIES[library])
+        level: Level = "warning" if facts.on_login_node else "problem"
+        found = f"vLLM needs {library}, which this machine lacks"
+        yield Finding("engine", level, found, REMEDIES[library])
+
+
+def check_compiler(facts: Facts) -> Iterator[Finding]:
+    """Where there are GPUs: whether their kernels can be compiled, as they are while an engine starts."""
+    if not nvidia_smi()[0] or not installed_torch()[1]:
+        return
+    yield from judge_compiler(facts.environment, Path(sysconfig.get_path("include")))
+
+
+def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Finding]:
+    """include: the folder where this Python has its header, of which Triton's own compilations know, too."""
+    path = environment.get("PATH", os.defpath)
+    found = environment.get("CC") or shutil.which("gcc", path=path) or shutil.which("clang", path=path)
+    if not found:
+        yield problem(
+            "compiler", "the kernels of GPUs need a C compiler, which this machine lacks", REMEDIES[COMPILER]
+        )
+    elif not (include / "Python.h").is_file():
+        remedy = "apt-get install python3-dev, dnf install python3-devel, or an interpreter of uv or conda"
+        yield problem("compiler", f"the kernels of GPUs need Python.h, and {include} lacks it", remedy)
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
@@ -180,7 +206,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         found = f"cannot write to {root}: {error.strerror or error}"
         yield problem(RUN_ROOT, found, "choose another folder with --run-root")
         return
-    yield judge_kind(root, kind, shared=facts.shared)
+    yield judge_kind(root, kind, shared=facts.shared and not facts.alone)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
 
@@ -294,24 +320,29 @@ def mount_kind(path: Path, mounts: str) -> str:
 
 
 def check_interpreter(facts: Facts) -> Iterator[Finding]:
-    """On a login node: whether jobs will find the Python and the code that they are to run."""
-    if facts.in_container:
+    """On a login node: whether jobs will find the Python and the files that they are to use.
+
+    Of the code they have a copy beside their run.
+    """
+    if facts.in_container or facts.alone:
         return
-    python, code = Path(login_python(facts.site)), Path(__file__).parents[2]
-    for thing, path in (("Python", python), ("Python", python.resolve()), ("the code", code)):
-        if own := _own_folder(path, facts.environment):
-            found = f"{thing} of the jobs is {path}, and each node has a {own} of its own"
-            remedy = (
-                "install on a file system that all nodes see, or name another Python with the site key venv"
-            )
-            yield warning("interpreter", found, remedy)
-            return
+    python = Path(login_python(facts.site))
+    if own := _own_folder(python, facts) or _own_folder(python.resolve(), facts):
+        found = f"the Python of the jobs is {python}, and each node has {own} of its own"
+        remedy = "install on a file system that all nodes see, or name another Python with the site key venv"
+        yield warning("interpreter", found, remedy)
+    for one in resources(facts.config, of_custom_task=False) if facts.config else []:
+        if is_here(one) and (own := _own_folder(Path(one.name).absolute(), facts)):
+            remedy = "move it to a file system that all nodes see"
+            yield warning("files", f"{one} is on this machine, and each node has {own} of its own", remedy)
 
 
-def _own_folder(path: Path, environment: Mapping[str, str]) -> str | None:
-    """The folder that every machine has for itself in which ``path`` lies, if it lies in one."""
-    folders = filter(None, (*OWN_FOLDERS, environment.get("TMPDIR")))
-    return next((folder for folder in folders if path.is_relative_to(folder)), None)
+def _own_folder(path: Path, facts: Facts) -> str | None:
+    """What of ``path`` every machine has for itself; None where that is not known."""
+    folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
+    if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
+        return f"a {own}"
+    return "memory" if mount_kind(path, _mounts()) in ("tmpfs", "ramfs") else None
 
 
 # --- The node's own folder, model, shared memory, network ---

@@ -29,10 +29,12 @@ def find_library(site: Site) -> tuple[Library | None, str]:
         return None, ""
     command = [login_python(site), "-c", LOOK]
     try:
-        done = subprocess.run(command, env=job_environment(site), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=job_environment(site), capture_output=True, text=True, errors="replace", timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
-    if found := re.search(r"^{.*}$", done.stdout, re.MULTILINE):
+    if found := re.search(r'^{"version":.*}$', done.stdout, re.MULTILINE):
         return Library(**json.loads(found[0])), ""
     if site.modules:  # one of them may bring it
         return None, ""

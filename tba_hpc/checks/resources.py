@@ -56,7 +56,7 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
 def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | None:
     """A file of a model's folder, or of its newest version in the hub's cache; None if it is not there."""
     here = is_local(model) or Path(model).is_dir()
-    folder = Path(model).expanduser() if here else snapshot(model, environment)
+    folder = _expanded(model) if here else snapshot(model, environment)
     return folder / name if folder and (folder / name).is_file() else None
 
 
@@ -88,19 +88,24 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 def hub_home(environment: Mapping[str, str]) -> Path:
     """Where the Hugging Face libraries keep all that they loaded from the hub."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return Path(os.path.expandvars(home)).expanduser()
+    return _expanded(home)
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
     """Where they keep models."""
     chosen = environment.get("HF_HUB_CACHE")
-    return Path(os.path.expandvars(chosen)).expanduser() if chosen else hub_home(environment) / "hub"
+    return _expanded(chosen) if chosen else hub_home(environment) / "hub"
 
 
 def data_cache(environment: Mapping[str, str]) -> Path:
     """Where they keep data sets, as tables."""
     chosen = environment.get("HF_DATASETS_CACHE")
-    return Path(os.path.expandvars(chosen)).expanduser() if chosen else hub_home(environment) / "datasets"
+    return _expanded(chosen) if chosen else hub_home(environment) / "datasets"
+
+
+def _expanded(path: str) -> Path:
+    """As the Hugging Face libraries read it; ``~`` stays where no home is known."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111, the other way raises then
 
 
 def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:

@@ -20,6 +20,7 @@ from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
+from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
@@ -82,6 +83,7 @@ def _serve(*_: object, **__: object) -> Victim:
 
 
 if __name__ == "__main__":
+    print_in_any_encoding()
     modules.use_here()
     logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # rows that are set aside
     try:

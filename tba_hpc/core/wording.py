@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import io
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that would command a terminal, or turn the order of a text; not tab and line end."""
+
+
+def print_in_any_encoding() -> None:
+    """Let standard output and error replace what their encoding has no sign for: no command may end by it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # neither closed nor replaced
+            stream.reconfigure(errors="replace")
 
 
 def printable(text: str) -> str:

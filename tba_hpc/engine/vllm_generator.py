@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +51,14 @@ STEP_SECONDS = 0.05
 
 REBUILDS_WITHOUT_RESULT = 3
 """Rebuilds in a row, without a finished group in between, after which the searcher gives up."""
+
+FAILED, EXITED = "failed", "ended with exit status"
+"""How it is said that an engine ended by itself: by an exception that it has told, and by another."""
+
+PASSING = re.compile(
+    r"\b(memory|CUDA|NCCL|timeout|timed out)\b|MemoryError|initialization failed", re.IGNORECASE
+)
+"""In what an engine says of a failure that another one may not meet; of workers it does not know more."""
 
 LONGEST_LOOK = 1.0
 """Most silence that one look counts, s: a rank that was itself stopped must not blame its engine."""
@@ -119,6 +128,7 @@ class VllmGenerator:
         self._finished: list[Group] = []
         self._rebuilds_in_a_row = 0
         self._was_ready = False
+        self._failure = ""  # the last one
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
@@ -156,8 +166,9 @@ class VllmGenerator:
 
         An engine that died, was silent for ``silence_seconds``, or not built within ``start_seconds``, is
         replaced, and its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements
-        that finished nothing, and ConfigError if vLLM cannot be loaded, refuses the first one, or its model
-        does not take all of the weights.
+        that finished nothing, or after one if the first two engines failed alike and by themselves.
+        ConfigError if vLLM cannot be loaded, refuses the first one, or its model does not take all of the
+        weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
@@ -229,12 +240,16 @@ class VllmGenerator:
         """Replace an engine that failed. Raises EngineError if that does not help."""
         log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
         self._engine.end()
-        if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
+        if way := system_libraries.remedy(failure):
+            raise ConfigError(f"vLLM cannot start on {socket.gethostname()}: it {failure}; {way}")
+        never_starts = not self._was_ready and failure == self._failure and is_final(failure)
+        self._failure = failure
+        if never_starts or self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
             share, cache = _key("gpu_memory", self._keys), _key("kv_cache_mb", self._keys)
             of_memory = f"lower {share} and {cache}, or let fewer ranks share a GPU; "
             advice = of_memory if "out of memory" in failure else ""
             raise EngineError(
-                f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
+                f"the vLLM engine died {self._rebuilds_in_a_row + 1} times without finishing a completion "
                 f"(the last one {failure}): {advice}see this searcher's log"
             )
         log.warning("building another one")
@@ -248,6 +263,12 @@ class VllmGenerator:
         seed = self._seed + self.rebuilds
         settings = EngineSettings(model=self._model, generator=self._generator, seed=seed)
         return EngineProcess(settings, **self._limits)
+
+
+def is_final(failure: str) -> bool:
+    """Whether an engine that fails twice in this way before it has ever answered does so forever."""
+    by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
+    return by_itself and not PASSING.search(failure)
 
 
 def remedy(reason: str, keys: Sequence[str]) -> str:
@@ -314,7 +335,7 @@ class EngineProcess:
     def failure(self) -> str | None:
         """How the engine failed, as the end of a sentence; None while it is well."""
         if self._last_word:
-            return f"failed: {self._last_word}"
+            return f"{FAILED}: {self._last_word}"
         if self._channel.closed:
             return self._exit()
         if not self.ready and self._silence > self._start_seconds:
@@ -347,7 +368,7 @@ class EngineProcess:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"{EXITED} {code}"
 
 
 def _group(request: Request, finished: Finished) -> Group:

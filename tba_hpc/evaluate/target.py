@@ -5,6 +5,7 @@ It must not load any of them; of a model without a config it reads the configura
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
     if not (run.export / "config.json").is_file():
         raise ConfigError(
             f"{name} has no model yet, {run.export} is written when the run is finished: go on with "
-            f"'tba run {name}'"
+            f"{shlex.join(['tba', 'run', name])}"
         )
     modules.use(run.modules)
     return load_config(run.config_file, overrides)

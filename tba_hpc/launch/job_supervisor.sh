@@ -14,6 +14,7 @@
 umask 077                                             # a run is its owner's business
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONUNBUFFERED=1
+export PYTHONUTF8=${PYTHONUTF8:-1}                     # libraries read models' files in the locale's encoding, which may be another
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom reach the internet; waiting for it costs minutes
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems

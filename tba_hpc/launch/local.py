@@ -107,7 +107,9 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
     """What it calls itself. Raises LaunchError if it is not Open MPI's: other options, signals and ranks."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
+    around = environment_of(Path(tempfile.gettempdir()))
+    command = [str(mpiexec), "--version"]
+    said = subprocess.run(command, env=around, capture_output=True, text=True, timeout=60).stdout
     if not re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
         raise LaunchError(
             f"{mpiexec} is not Open MPI's ({first_words(said)}), and 'tba run' knows no other: unset "
@@ -123,6 +125,7 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
         **mpi_library.one_machine(base),
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
         "OMP_NUM_THREADS": "1",
+        "PYTHONUTF8": "1",  # libraries read models' files in the locale's encoding, which may be another
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
     home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI does not start without one
