@@ -527,7 +527,7 @@ def test_a_stop_saves_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
     assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "resumed"
 
 
-@pytest.mark.parametrize(("spare", "late"), [(5.0, False), (-0.1, True), (math.inf, False)])
+@pytest.mark.parametrize(("spare", "late"), [(600.0, False), (-0.1, True), (math.inf, False)])
 def test_a_step_is_begun_only_where_a_save_still_fits(spare: float, late: bool) -> None:
     trainer = SimpleNamespace(
         _saving=SimpleNamespace(under_way=False, seconds=40.0),

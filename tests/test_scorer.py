@@ -129,15 +129,15 @@ def _raise(error: Exception) -> list[float]:
 
 
 def test_the_time_that_rewards_take_is_logged(tmp_path: Path) -> None:
-    """A tenth of a second for each group: nearly all that a searcher does here."""
+    """Three tenths of a second for each group: nearly all that a searcher does here, busy as others may be."""
 
     def slow(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
-        time.sleep(0.1)
+        time.sleep(0.3)
         return rewards
 
     records = read_metrics(search(tmp_path, Faulty(slow), wanted=60).metrics_file("searcher"))
     timed = [record for record in records if "search/reward_seconds" in record]  # a slow machine logs several
-    assert timed and all(0.1 <= float(str(record["search/reward_seconds"])) < 2 for record in timed)
+    assert timed and all(0.3 <= float(str(record["search/reward_seconds"])) < 3 for record in timed)
     assert max(float(str(record["search/reward_share"])) for record in timed) > 0.5
 
 

@@ -148,9 +148,8 @@ def require_kernels() -> None:
 
     current_platform.import_kernels()
     folder = Path(str(vllm.__file__)).parent
-    if (
-        os.fsencode(f"{folder}/_C") in Path("/proc/self/maps").read_bytes()
-    ):  # which of them, depends on the processor
+    loaded = Path("/proc/self/maps").read_bytes()
+    if os.fsencode(f"{folder}/_C") in loaded:  # which of them, depends on the processor
         return
     for extension in sorted(folder.glob("_C*.so")):
         try:
