@@ -24,7 +24,9 @@ def venv(tmp_path: Path) -> Path:
 def make(venv: Path, *words: str, status: int = 0, path: Path | None = None) -> str:
     """What it would run."""
     command = ["make", "--dry-run", "--directory", str(REPOSITORY), f"VENV={venv}", *words]
-    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "TARGET")}
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "TARGET", "PYTHON")
+    }
     inherited["PATH"] = f"{path}:{inherited['PATH']}" if path else inherited["PATH"]
     done = subprocess.run(command, capture_output=True, text=True, env=inherited, timeout=60)
     assert done.returncode == status, done

@@ -153,7 +153,7 @@ def test_a_job_at_a_lower_priority_keeps_it(tmp_path: Path) -> None:
         return rewards
 
     def run() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() + 8)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(8, priority()))
         seen.add(priority())
         search(tmp_path, Faulty(note), wanted=20)
 
