@@ -129,7 +129,7 @@ def _raise(error: Exception) -> list[float]:
 
 
 def test_the_time_that_rewards_take_is_logged(tmp_path: Path) -> None:
-    """Three tenths of a second for each group: nearly all that a searcher does here, if others are busy, too."""
+    """Three tenths of a second for each group: nearly all that a searcher does."""
 
     def slow(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
         time.sleep(0.3)
