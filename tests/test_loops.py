@@ -222,7 +222,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     before = total_variation(parts.learner.policy_PC, target_PC).max()
     go(parts, Paced(TABLE))
     after = total_variation(parts.learner.policy_PC, target_PC).max()
-    assert before > 0.3 and after < 0.1  # .002 to .009; .034 where the machine was busy
+    assert before > 0.3 and after < 0.1  # .002 to .003; .034 where the machine was busy
     steps = step_records(read_metrics(run.metrics_file("trainer")))
     assert [record["step"] for record in steps] == list(range(1, 401))
     assert max(float(record["staleness/max"]) for record in steps) > config.exchange.sync_every

@@ -168,7 +168,7 @@ def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
 
 @pytest.mark.system
 def test_the_model_of_the_quickstart_guesses_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five processors and interpreters taught it to between 45 and 52 %, working to between 87 and 98 %."""
+    """Three seeds under AVX2 and SSE4.1 ended at 45 to 52 %, and at 87 to 98 % of what is worked out."""
     monkeypatch.setattr(tool, "VALIDATION", VALIDATION)
     tool.main(["--seed", "0"])
     folder = REPOSITORY / ".cache" / "tiny-model-seed0"

@@ -103,9 +103,10 @@ def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Fi
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
     """Whether other users of this machine can be kept from the ports of a run."""
-    if found := unprotected():
-        remedy = "among strangers set exchange.transport=files: without mpiexec fewer ports are open"
-        yield warning("ports", found, remedy)
+    mpiexec = facts.config is None or facts.config.one_world
+    if found := unprotected(mpiexec=mpiexec):
+        files = ", or set exchange.transport=files, which needs no mpiexec" if mpiexec else ""
+        yield warning("ports", found, f"among strangers take a machine for yourself{files}")
     else:
         yield ok("ports", "closed to others once ranks are up")
 

@@ -19,6 +19,9 @@ import psutil
 SO_ATTACH_FILTER, TCP_MD5SIG_EXT = 26, 32
 """Socket options; the module ``socket`` does not name them."""
 
+WITH_PREFIX = 1
+"""Flag of the second: only so many bits of the address count."""
+
 PIDFD_GETFD = 438
 """Number of the system call, on every machine; Linux 5.6."""
 
@@ -38,7 +41,7 @@ EVERYBODY = {
 def drop_all(listener: socket.socket) -> None:
     """Let a socket take no connection any more. Raises OSError if the system does not allow it.
 
-    What is connected stays so. Some kernels let root alone attach a filter.
+    What is connected stays so. Since June 2026 (6.6.143) Linux lets root alone attach a filter to TCP.
     """
     try:
         _attach_filter(listener)
@@ -56,10 +59,8 @@ def _demand_signatures(listener: socket.socket) -> None:
     """Have the kernel drop whatever is not signed with a key that nobody knows (RFC 2385)."""
     key = os.urandom(80)
     for address in EVERYBODY[listener.family]:
-        option = (
-            address + struct.pack("BBHi", 1, 0, len(key), 0) + key
-        )  # struct tcp_md5sig, a prefix of 0 bits
-        listener.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)
+        signed = address + struct.pack("BBHi", WITH_PREFIX, 0, len(key), 0) + key  # struct tcp_md5sig
+        listener.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, signed)
 
 
 def take(pid: int, descriptor: int) -> int:
@@ -74,16 +75,21 @@ def take(pid: int, descriptor: int) -> int:
         os.close(process)
 
 
-def unprotected() -> str:
-    """What stays open to strangers, since the system does not let it be closed; empty if nothing does.
+def unprotected(*, mpiexec: bool) -> str:
+    """Name what stays open to strangers since the system does not let it be closed; empty if nothing does.
 
-    It tries what a run does, on a socket and with a child of its own.
+    It tries what a run does, on a socket and, for a run that has an ``mpiexec``, with a child of its own.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             drop_all(listener)
     except OSError as error:
-        return f"the ports of ranks and mpiexec stay open to others ({error.strerror})"
+        return f"the ports of ranks stay open to others ({error.strerror})"
+    return _out_of_reach() if mpiexec else ""
+
+
+def _out_of_reach() -> str:
+    """Name mpiexec's ports if the system does not give a process the sockets of its child."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         os.close(take(child.pid, 0))
