@@ -98,7 +98,10 @@ def test_a_process_that_is_gone_is_no_error() -> None:
 def test_a_socket_that_is_closed_to_all_wakes_nobody(
     protect: Callable[[socket.socket], None], address: str
 ) -> None:
-    """By either way, and by the one that is taken; at :: to callers by IPv4, too. Connections go on, and one that waits is still taken."""
+    """By either way, and by the one that is taken; at :: to callers by IPv4, too.
+
+    Connections go on, and one that waits is still taken.
+    """
     if address != "127.0.0.1" and not has_ipv6():
         pytest.skip("this machine has no address of IPv6")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
