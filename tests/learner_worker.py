@@ -161,7 +161,7 @@ def join(processes: list[ForkServerProcess]) -> list[int | None]:
 
 def log_to(path: Path) -> None:
     """In a rank's process: send its output to a file; a batch has several chunks of log-probabilities."""
-    hf_model.CHUNK_TOKENS = 16
+    hf_model.CHUNK_BYTES["cpu"] = 16 * 4 * 128
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -11,6 +11,7 @@ from tba_hpc.config import ConfigError, may_change, parse_config
 from tba_hpc.core.batch import Part, balance, from_arrays, plan, staleness, take_groups, to_arrays
 from tba_hpc.core.batch import rows_of as batch_rows
 from tba_hpc.core.types import LIVE_RECORD, RECORD, Ragged, TrajectoryBatch, offsets_of, token_ages
+from tba_hpc.objectives import RecordedGroups
 
 
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:
@@ -142,18 +143,13 @@ def computed_tokens(group: list[Row]) -> int:
     return prompt_length + sum(len(row[5]) - prompt_length for row in group)
 
 
-def test_rectangles_hold_every_token_at_its_place() -> None:
-    """Prompt, completion, padding; log-probabilities and ages at the completion's tokens, 0 elsewhere."""
+def test_rectangles_hold_every_value_at_its_place() -> None:
+    """Values at the completion's tokens, 0 beyond them."""
     batch = make_batch(4)
-    assert batch.tokens_NL.dtype == np.int64 and batch.tokens_NL.shape[1] == batch.length_N.max()
-    for i, (_, _, _, _, start, tokens, logprobs, ref_logprobs, _, ages) in enumerate(rows_of(batch)):
-        assert batch.tokens_NL[i].tolist() == [*tokens, *[0] * (batch.tokens_NL.shape[1] - len(tokens))]
-        mask = batch.completion_mask_NL[i]
-        assert np.flatnonzero(mask).tolist() == list(range(start, len(tokens)))
-        found = (batch.logprob_NL, batch.ref_logprob_NL, batch.age_NL)
-        for found_NL, values in zip(found, (logprobs, ref_logprobs, ages), strict=True):
-            assert found_NL.dtype == (np.int32 if values is ages else np.float32)
-            assert tuple(found_NL[i][mask].tolist()) == values and not found_NL[i][~mask].any()
+    found_NL = batch.in_rectangle(batch.logprobs)
+    assert found_NL.shape == (12, batch.completion_length_N.max()) and found_NL.dtype == np.float32
+    for row, (*_, logprobs, _, _, _) in zip(found_NL, rows_of(batch), strict=True):
+        assert tuple(row[: len(logprobs)].tolist()) == logprobs and not row[len(logprobs) :].any()
 
 
 def test_rectangles_are_0_where_an_environment_speaks() -> None:
@@ -162,10 +158,13 @@ def test_rectangles_are_0_where_an_environment_speaks() -> None:
     batch = batch_of(np.full(2, 2), np.array([5, 2]), 2, np.random.default_rng(0))
     batch = replace(batch, logprobs=np.array([-1, gap, gap, -2, -3, -4, -5], np.float32), step=10)
     batch.record["version_oldest"], batch.record["version_newest"] = [2, 7], [6, 7]
-    assert batch.action_NL.astype(int).tolist() == [[0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
-    assert batch.logprob_NL.tolist() == [[0, 0, -1, 0, 0, -2, -3], [0, 0, -4, -5, 0, 0, 0]]
-    assert batch.age_NL.tolist() == [[0, 0, 8, 0, 0, 6, 4], [0, 0, 3, 3, 0, 0, 0]]
-    assert ((batch.ref_logprob_NL != 0) == batch.action_NL).all()
+    groups = RecordedGroups.of(batch)
+    assert groups.mask_BKL.astype(int).tolist() == [[[1, 0, 0, 1, 1], [1, 1, 0, 0, 0]]]
+    assert groups.behaviour_BKL.tolist() == [[[-1, 0, 0, -2, -3], [-4, -5, 0, 0, 0]]]
+    assert groups.age_BKL.tolist() == [[[8, 0, 0, 6, 4], [3, 3, 0, 0, 0]]]
+    assert groups.age_BKL.dtype == np.int32
+    assert ((groups.reference_BKL != 0) == groups.mask_BKL).all()
+    assert groups.cell_T.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert batch.action_length_N.tolist() == [3, 2] and batch.completion_length_N.tolist() == [5, 2]
     actions = batch.take(np.array([1, 0])).actions
     assert [actions.row(row).tolist() for row in range(2)] == [[10_006, 10_007], [10_001, 10_004, 10_005]]
@@ -233,14 +232,33 @@ def test_micro_batches_by_hand(share: bool, split: list[list[int]]) -> None:
 
 
 def test_micro_batches_are_bounded_by_what_attention_reads_of_shared_prompts() -> None:
-    """One group of long completions, and short ones of which many fit into its tokens in a row."""
-    completions = np.array([[100, 1, 1, 1], *[[1, 1, 1, 1]] * 5])
-    batch = batch_of(np.full(24, 50), completions.ravel(), 4, np.random.default_rng(0))
-    first, *others = plan(batch, rank=0, ranks=1, budget=None, share_prompts=True)
-    assert first.groups.tolist() == [0] and int(batch.length_N[:4].sum()) == 303
-    assert [part.groups.tolist() for part in others] == [[group] for group in range(1, 6)]  # two read 408
-    enough = plan(batch, rank=0, ranks=1, budget=1000, share_prompts=True)
-    assert [len(part.groups) for part in enough] == [4, 2]  # 303 + 3 × 204 tokens, then 2 × 204
+    """A group of a long completion, 161 tokens, and short ones of 62, each of which reads 612."""
+    completions = np.array([[100, *[1] * 11], *[[1] * 12] * 5])
+    batch = batch_of(np.full(72, 50), completions.ravel(), 12, np.random.default_rng(0))
+
+    def sets(budget: int | None) -> list[list[int]]:
+        parts = plan(batch, rank=0, ranks=1, budget=budget, share_prompts=True)
+        return [part.groups.tolist() for part in parts]
+
+    assert sets(None) == [[group] for group in range(6)]  # 711 may be read; two of the short ones read 1224
+    assert sets(800) == [[0, 4], [1, 2, 3, 5]]  # of 3200
+    assert sets(1000) == [[0, 1, 2, 3, 4, 5]]  # they read 3771 of 4000
+
+
+def test_groups_are_spread_evenly_over_the_fewest_micro_batches() -> None:
+    """Sixteen groups of 52 tokens: one pass where they fit, else as few as do, of as many groups each."""
+    batch = batch_of(np.full(64, 20), np.full(64, 8), 4, np.random.default_rng(0))
+
+    def sizes(budget: int | None, ranks: int = 1, enough: int = 0) -> list[int]:
+        parts = plan(batch, rank=0, ranks=ranks, budget=budget, share_prompts=True, enough=enough)
+        assert all(len(part.micro_batches) == 1 for part in parts)
+        return [len(part.groups) for part in parts]
+
+    assert sizes(None) == [1] * 16
+    assert sizes(None, enough=832) == [16]
+    assert sizes(None, enough=831) == [8, 8]
+    assert sizes(300) == [4, 4, 4, 4] and sizes(260) == [4, 4, 4, 4] and sizes(207) == [3] * 4 + [2] * 2
+    assert sizes(300, ranks=2) == [4, 4]
 
 
 def test_a_sequence_that_does_not_fit_is_named_by_its_lengths() -> None:

@@ -21,6 +21,7 @@ def test_deepspeed_reads_both() -> None:
     assert read.zero_config.overlap_comm and read.zero_config.reduce_bucket_size == 1000
     assert read.zero_config.allgather_bucket_size == 500 and read.zero_config.stage == 2
     assert read.gradient_clipping == 1.0 and read.bfloat16_config.enabled
+    assert not read.timers_config.enabled
 
 
 def test_a_cpu_computes_as_before() -> None:

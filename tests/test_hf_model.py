@@ -25,12 +25,43 @@ from transformers import (
 )
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.packing import pack
+from tba_hpc.core.types import Ragged
 from tba_hpc.learner.hf_model import HfTokenizer, LogprobHead, PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.shared_prompts import ATTENTION
+from tba_hpc.learner.upload import upload
 
 PROMPTS = torch.tensor([3, 1, 5, 2])
 LENGTHS = torch.tensor([9, 4, 6, 12])
 TOKENS = torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+ROW = 4 * 96
+"""Bytes of the logits of a token."""
+
+CPU = torch.device("cpu")
+
+
+def logprobs_of(
+    logprobs: PolicyLogprobs,
+    tokens_NL: torch.Tensor,
+    prompt_length_N: torch.Tensor,
+    length_N: torch.Tensor,
+    prompt_N: torch.Tensor | None = None,
+    action_NL: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[N, L]: at sampled tokens, 0 elsewhere. prompt_N: None has every sequence alone in a row."""
+    position_L = torch.arange(tokens_NL.shape[1])
+    mask_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
+    action_NL = mask_NL if action_NL is None else action_NL
+    lengths = length_N.tolist()
+    sequences = Ragged.from_rows(
+        [row[:length].numpy() for row, length in zip(tokens_NL, lengths, strict=True)], np.int32
+    )
+    layout = "rectangle" if prompt_N is None else logprobs.layout
+    number_N = (torch.arange(len(lengths)) if prompt_N is None else prompt_N).numpy()
+    packed = pack(sequences, prompt_length_N.numpy(), number_N, action_NL[mask_NL].numpy(), layout)
+    return torch.zeros(tokens_NL.shape).masked_scatter(action_NL, logprobs(upload(packed, CPU)))
 
 
 def make_model(kind: str) -> PreTrainedModel:
@@ -82,8 +113,8 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    logprobs = PolicyLogprobs(model, chunk_tokens=chunk_tokens, temperature=temperature)
-    chunked = logprobs(TOKENS, PROMPTS, LENGTHS)
+    logprobs = PolicyLogprobs(model, chunk_bytes=chunk_tokens * ROW, temperature=temperature)
+    chunked = logprobs_of(logprobs, TOKENS, PROMPTS, LENGTHS)
     (chunked * weight).sum().backward()
 
     assert plain.abs().max() > 3  # far from uniform: otherwise equality would prove little
@@ -112,11 +143,11 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
     model = make_model(kind)
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    logprobs = PolicyLogprobs(model, chunk_tokens=1000, temperature=0.7)
+    logprobs = PolicyLogprobs(model, temperature=0.7)
     weight = torch.randn(GROUPS[0].shape, generator=torch.Generator().manual_seed(2))
 
     def values_and_gradients(prompt: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        values = logprobs(*GROUPS, prompt)
+        values = logprobs_of(logprobs, *GROUPS, prompt)
         return values, list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
 
     shapes: list[tuple[int, ...]] = []
@@ -139,7 +170,7 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
 def test_only_sampled_tokens_pass_the_output_layer(kind: str, prompt: torch.Tensor | None) -> None:
     """Values and gradients are those of all tokens, with the environment's left out of the sum."""
     model = make_model(kind)
-    logprobs = PolicyLogprobs(model, chunk_tokens=5)
+    logprobs = PolicyLogprobs(model, chunk_bytes=5 * ROW)
     position_L, draw = torch.arange(12), torch.Generator().manual_seed(3)
     action_NL = (position_L >= GROUPS[1][:, None]) & (position_L < GROUPS[2][:, None])
     action_NL &= torch.rand(action_NL.shape, generator=draw) < 0.6
@@ -148,10 +179,10 @@ def test_only_sampled_tokens_pass_the_output_layer(kind: str, prompt: torch.Tens
     def gradients(values: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
 
-    everything = logprobs(*GROUPS) * action_NL
+    everything = logprobs_of(logprobs, *GROUPS) * action_NL
     seen: list[int] = []
     logprobs.head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    found = logprobs(*GROUPS, prompt, action_NL)
+    found = logprobs_of(logprobs, *GROUPS, prompt, action_NL)
     assert seen == [int(action_NL.sum())] and not found[~action_NL].any()
     torch.testing.assert_close(found, everything, atol=1e-5, rtol=1e-5)
     for gradient, expected in zip(gradients(found), gradients(everything), strict=True):
@@ -161,8 +192,9 @@ def test_only_sampled_tokens_pass_the_output_layer(kind: str, prompt: torch.Tens
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_prompts_are_shared_in_models_of_every_family(kind: str, tmp_path: Path) -> None:
     model = load_policy(str(make_family_model(tmp_path, kind)), "float32")
-    logprobs = PolicyLogprobs(model, chunk_tokens=1000)
-    torch.testing.assert_close(logprobs(*GROUPS, PROMPT), logprobs(*GROUPS), atol=1e-5, rtol=1e-5)
+    logprobs = PolicyLogprobs(model)
+    together, alone = (logprobs_of(logprobs, *GROUPS, prompt) for prompt in (PROMPT, None))
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     assert ATTENTION not in model.config.to_json_string(), "it would be exported"
 
 
@@ -171,20 +203,21 @@ def test_output_bias_and_its_gradient() -> None:
     model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 96))
     plain = plain_logprobs(model, 0.7)
     (expected,) = torch.autograd.grad(plain.square().sum(), model.lm_head.bias)
-    chunked = PolicyLogprobs(model, chunk_tokens=4, temperature=0.7)(TOKENS, PROMPTS, LENGTHS)
+    logprobs = PolicyLogprobs(model, chunk_bytes=4 * ROW, temperature=0.7)
+    chunked = logprobs_of(logprobs, TOKENS, PROMPTS, LENGTHS)
     (actual,) = torch.autograd.grad(chunked.square().sum(), model.lm_head.bias)
     torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2"])
-def test_padding_changes_nothing(kind: str) -> None:
-    logprobs = PolicyLogprobs(make_model(kind), chunk_tokens=7)
-    together = logprobs(TOKENS, PROMPTS, LENGTHS)
-    other_padding = TOKENS.where(torch.arange(12) < LENGTHS[:, None], 95)
-    torch.testing.assert_close(logprobs(other_padding, PROMPTS, LENGTHS), together, atol=0, rtol=0)
+def test_what_pads_a_rectangle_changes_nothing(kind: str) -> None:
+    logprobs = PolicyLogprobs(make_model(kind), chunk_bytes=7 * ROW)
+    together = logprobs_of(logprobs, TOKENS, PROMPTS, LENGTHS)
     for row, length in enumerate(LENGTHS):
-        alone = logprobs(TOKENS[row : row + 1, :length], PROMPTS[row : row + 1], LENGTHS[row : row + 1])
+        alone = logprobs_of(
+            logprobs, TOKENS[row : row + 1, :length], PROMPTS[row : row + 1], LENGTHS[row : row + 1]
+        )
         torch.testing.assert_close(alone[0], together[row, :length], atol=1e-5, rtol=1e-5)
 
 
@@ -193,9 +226,8 @@ def test_bfloat16_takes_the_softmax_in_float32() -> None:
     hidden = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden).double()
     exact = logits.log_softmax(-1)[:, :-1].gather(2, TOKENS[:, 1:, None])[..., 0]
-    chunked = PolicyLogprobs(model, chunk_tokens=3)(
-        TOKENS, torch.ones(4, dtype=torch.int64), torch.full((4,), 12)
-    )
+    ones, all_of = torch.ones(4, dtype=torch.int64), torch.full((4,), 12)
+    chunked = logprobs_of(PolicyLogprobs(model, chunk_bytes=3 * ROW), TOKENS, ones, all_of)
     assert chunked.dtype == torch.float32
     torch.testing.assert_close(chunked[:, 1:].double(), exact, atol=1e-4, rtol=1e-4)
 
@@ -213,7 +245,7 @@ def test_a_float32_head_does_not_round_the_logits(chunk_tokens: int) -> None:
     exact = logits.log_softmax(1)[torch.arange(200), token].detach()
 
     def error(fp32: bool) -> tuple[float, torch.Tensor]:
-        found = LogprobHead(layer, chunk_tokens, 0.7, fp32=fp32)(hidden, token)
+        found = LogprobHead(layer, chunk_tokens * 4 * 300, 0.7, fp32=fp32)(hidden, token)
         (gradient,) = torch.autograd.grad(found.sum(), layer.weight)
         return (found.double() - exact).abs().max().item(), gradient.double()
 
@@ -236,7 +268,7 @@ def test_the_output_layers_gradient_in_chunks_is_as_exact_as_at_once() -> None:
     exact = gradients(double(hidden.double()).log_softmax(1)[torch.arange(1024), token], double)
 
     def error(chunk_tokens: int) -> list[float]:
-        found = gradients(LogprobHead(layer, chunk_tokens)(hidden, token), layer)
+        found = gradients(LogprobHead(layer, chunk_tokens * 4 * 300)(hidden, token), layer)
         return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
     at_once, in_chunks = error(1024), error(64)
@@ -248,7 +280,7 @@ def test_rescaled_logits_are_refused() -> None:
     model = make_model("qwen2")
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        PolicyLogprobs(model, chunk_tokens=8)
+        PolicyLogprobs(model)
 
 
 def test_tokenizer_round_trip_and_export(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tiny_models import make_random_model
 from tba_hpc.config import ConfigError, TrainSection, parse_config
 from tba_hpc.core.types import RECORD, token_ages
 from tba_hpc.learner.hf_model import load_policy
-from tba_hpc.objectives import make_objective
+from tba_hpc.learner.upload import upload
+from tba_hpc.objectives import RecordedGroups, make_objective
 from tba_hpc.objectives.common import Groups
 from tba_hpc.objectives.lagged import with_lagged_reference
 
@@ -111,11 +112,13 @@ def test_the_learner_steps_on_it(ranks: int, budget: int | None, tmp_path: Path)
     config = make_config(folder, ranks=ranks, context_length=48, **settings)
     done = run(tmp_path / "run", config, [("step", 1)])
     model, batch = load_policy(str(folder), "float32"), make_batch(1)
-    tokens_NL = torch.from_numpy(batch.tokens_NL)
-    logprob_NLV = model(input_ids=tokens_NL).logits.log_softmax(-1).detach()
-    policy_NL = torch.zeros(tokens_NL.shape)
-    policy_NL[:, 1:] = logprob_NLV[:, :-1].gather(2, tokens_NL[:, 1:, None])[..., 0]
-    groups = Groups.of(policy_NL * torch.from_numpy(batch.completion_mask_NL), batch)
+    rows = []
+    for row, prompt_length in enumerate(batch.prompt_length_N.tolist()):
+        tokens = torch.from_numpy(batch.sequences.row(row).astype(np.int64))
+        logprob_LV = model(input_ids=tokens[None]).logits[0].log_softmax(-1).detach()
+        rows.append(logprob_LV[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :, 0])
+    policy_T = torch.cat(rows).where(torch.from_numpy(batch.action_T), 0.0)
+    groups = Groups.of(policy_T, upload(RecordedGroups.of(batch), policy_T.device))
     loss = make_objective(config.train, max_tokens=24)(groups, BETA).loss.item()
     assert done.losses() == [pytest.approx(loss, rel=1e-5)]
     frozen = TrainSection()

@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba_hpc.config import TrainSection
+from tba_hpc.core.packing import pack
+from tba_hpc.core.types import Ragged
 from tba_hpc.learner.hf_model import PolicyLogprobs
+from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import Groups, make_objective
 
 BETA = 0.1
@@ -34,12 +37,11 @@ def test_log_probabilities_are_those_of_the_product() -> None:
     model, rng = policy(), np.random.default_rng(0)
     prompts = [rng.integers(1, 32, size).tolist() for size in (3, 5, 2, 5)]
     completions = [rng.integers(1, 32, size).tolist() for size in (4, 1, 6, 2)]
-    tokens_NL = torch.zeros(4, 8, dtype=torch.int64)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens_NL[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-    start_N = torch.tensor(list(map(len, prompts)))
-    end_N = start_N + torch.tensor(list(map(len, completions)))
-    expected = PolicyLogprobs(model)(tokens_NL, start_N, end_N).sum(1)
+    rows = [np.array(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    sequences = Ragged.from_rows(rows, np.int32)
+    length_N, sampled_T = np.array(list(map(len, prompts))), np.ones(13, bool)
+    packed = upload(pack(sequences, length_N, np.arange(4), sampled_T, "padded"), torch.device("cpu"))
+    expected = torch.stack([row.sum() for row in PolicyLogprobs(model)(packed).split([4, 1, 6, 2])])
     torch.testing.assert_close(one_file.logprobs(model, prompts, completions), expected)
 
 

@@ -23,8 +23,9 @@ from tba_hpc.checks.planner.estimate import (
 )
 from tba_hpc.checks.planner.hardware import GPUS, find_gpu, gpus_named
 from tba_hpc.checks.planner.memory import Items
-from tba_hpc.checks.planner.shapes import load_shape, shape_of
+from tba_hpc.checks.planner.shapes import load_shape
 from tba_hpc.config import Config, ConfigError, load_config, parse_config, shipped
+from tba_hpc.core.model_shapes import shape_of
 
 LLAMA_8B = {**KNOWN["meta-llama/Llama-Guard-3-8B"]}
 

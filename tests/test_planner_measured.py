@@ -15,9 +15,10 @@ from learner_worker import join, make_batch, make_config
 from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from tba_hpc.checks.planner.memory import Workload, activation_bytes, trainer_items
-from tba_hpc.checks.planner.shapes import BYTES, adapter_weights, load_shape, shape_of
+from tba_hpc.checks.planner.memory import Workload, trainer_items
+from tba_hpc.checks.planner.shapes import adapter_weights, load_shape
 from tba_hpc.config import Config, Dtype, LoraSection
+from tba_hpc.core.model_shapes import BYTES, activation_bytes, shape_of
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.lora import Lora

@@ -300,7 +300,8 @@ class TrainSection(Section):
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum tokens per forward and backward pass: completions, and a group's prompt once; padded sequences
     if some layer lacks full attention. Larger groups are split and computed twice, so memory does not depend
-    on K. At least model.context_length. null: the step's largest group."""
+    on K. At least model.context_length. null: as many as keep 8 GiB of activations on a GPU, 1 GiB on a CPU,
+    at most 32k, or the step's largest group if that is more."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -43,18 +44,29 @@ class Part:
     micro_batches: tuple[np.ndarray, ...]
 
 
+READS = 4
+"""Most tokens that attention reads of shared prompts, in budgets: their keys and values are kept, too."""
+
+
 def plan(
-    batch: TrajectoryBatch, *, rank: int, ranks: int, budget: int | None, share_prompts: bool
+    batch: TrajectoryBatch,
+    *,
+    rank: int,
+    ranks: int,
+    budget: int | None,
+    share_prompts: bool,
+    enough: int = 0,
 ) -> list[Part]:
     """What a rank computes: as many parts, and as many micro-batches in each, as every other rank.
 
     ZeRO moves weights and gradients between the ranks in every micro-batch, so they compute in step.
-    A micro-batch has at most ``budget`` tokens (None: as the largest group), padding included; with
-    ``share_prompts`` there is none, and a group's completions share its prompt. Attention reads that prompt
-    once per completion: of these tokens, too, it has no more than the budget or the largest group. Groups
-    that exceed the budget
-    come first, in one part of several micro-batches; ranks with fewer of them add smaller ones. Each further
-    part is one micro-batch of whole groups. Large ones come first, so that a lack of memory shows at once.
+    A micro-batch has at most ``budget`` tokens, padding included; None: as many as the largest group, or
+    ``enough`` if that is more. With ``share_prompts`` there is no padding, and a group's completions share
+    its prompt; attention reads that prompt once per completion, at most READS times the budget in all.
+
+    Groups that exceed the budget come first, in one part of several micro-batches; ranks with fewer of them
+    add smaller ones. Each further part is one micro-batch of whole groups, of about as many tokens as the
+    others, the largest first, so that a lack of memory shows at once.
     Raises ConfigError if a single sequence exceeds the budget.
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
@@ -66,18 +78,12 @@ def plan(
 
     rows_BK = np.arange(len(batch)).reshape(-1, size)
     tokens_B = np.array([tokens(rows_K) for rows_K in rows_BK])
-    most = int(tokens_B.max()) if budget is None else budget
+    read_B = length_N[rows_BK].sum(1)
+    most = max(int(tokens_B.max()), enough) if budget is None else budget
     _require_room(batch, most)
     shares = [share[np.argsort(-tokens_B[share], kind="stable")] for share in balance(batch, ranks)]
     split = max(int((tokens_B[share] > most).sum()) for share in shares)
-    most_read = max(most, int(length_N[rows_BK].sum(1).max()))
-
-    def fits(rows: np.ndarray) -> bool:
-        return tokens(rows) <= most and (not share_prompts or int(length_N[rows].sum()) <= most_read)
-
-    def runs(pieces: Callable[[np.ndarray], Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
-        filled = _alike([_filled(pieces(share), fits) for share in shares])[rank]
-        return tuple(np.concatenate(run) for run in filled)
+    most_read = max(READS * most, int(read_B.max()))
 
     def sequences(share: np.ndarray) -> Sequence[np.ndarray]:
         longest_first_BK = rows_BK[share[:split]]
@@ -86,9 +92,40 @@ def plan(
         )
         return np.split(longest_first_BK.ravel(), longest_first_BK.size)
 
-    parts = [Part(shares[rank][:split], runs(sequences))] if split else []
-    wholes = runs(lambda share: list(rows_BK[share[split:]]))
-    return parts + [Part(rows[::size] // size, (rows,)) for rows in wholes]
+    def fit(groups: np.ndarray) -> bool:
+        return tokens(rows_BK[groups].ravel()) <= most and int(read_B[groups].sum()) <= most_read
+
+    parts = []
+    if split:
+        filled = [_filled(sequences(share), lambda rows: tokens(rows) <= most) for share in shares]
+        parts = [Part(shares[rank][:split], tuple(map(np.concatenate, _alike(filled)[rank])))]
+    deal = partial(_dealt, tokens_B) if share_prompts else np.array_split  # neighbours need little padding
+    wholes = _packed([share[split:] for share in shares], deal, fit)[rank]
+    return parts + [Part(groups, (rows_BK[groups].ravel(),)) for groups in wholes]
+
+
+def _packed(
+    shares: Sequence[np.ndarray],
+    deal: Callable[[np.ndarray, int], list[np.ndarray]],
+    fit: Callable[[np.ndarray], bool],
+) -> list[list[np.ndarray]]:
+    """Each rank's groups, dealt into the least number of sets, the same on all ranks, that all fit."""
+    for number in range(1, len(shares[0]) + 1):
+        sets = [deal(share, number) for share in shares]
+        if all(fit(one) for of_rank in sets for one in of_rank):
+            return sets
+    return [[] for _ in shares]
+
+
+def _dealt(tokens_B: np.ndarray, share: np.ndarray, number: int) -> list[np.ndarray]:
+    """Groups, the largest first, in sets of about equal tokens: each goes to the one with the fewest."""
+    sets: list[list[int]] = [[] for _ in range(number)]
+    load = np.zeros(number)
+    for group in share.tolist():
+        least = int(load.argmin())
+        sets[least].append(group)
+        load[least] += tokens_B[group]
+    return [np.array(one, np.int64) for one in sets]
 
 
 def _require_room(batch: TrajectoryBatch, budget: int) -> None:

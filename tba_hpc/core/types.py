@@ -416,8 +416,7 @@ def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
 class TrajectoryBatch(Trajectories):
     """B whole groups of K = ``group_size`` trajectories, for optimizer step ``step``; N = B·K.
 
-    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD. Rectangles [N, L] hold
-    prompt, then completion, padded on the right with 0.
+    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD.
     """
 
     group_size: int = field(kw_only=True)
@@ -482,43 +481,16 @@ class TrajectoryBatch(Trajectories):
         return Ragged(pairs.values, pairs.offsets[::2])
 
     @property
-    def tokens_NL(self) -> np.ndarray:  # int64
-        sequences = self.sequences
-        length_N = sequences.lengths
-        tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
-        tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = sequences.values
-        return tokens_NL
+    def cell_T(self) -> np.ndarray:
+        """int64: where the completions' tokens lie in a flattened rectangle [N, L], L being the longest's."""
+        offsets, length_N = self.completions.offsets, self.completion_length_N
+        start_N = np.arange(len(self)) * int(length_N.max()) - offsets[:-1]
+        return np.arange(offsets[-1]) + start_N.repeat(length_N)
 
-    @property
-    def completion_mask_NL(self) -> np.ndarray:
-        """bool: where the tokens of the completions are."""
-        length_N = self.length_N
-        position_L = np.arange(length_N.max())
-        return (position_L >= self.prompt_length_N[:, None]) & (position_L < length_N[:, None])
-
-    @property
-    def action_NL(self) -> np.ndarray:
-        """bool: where the tokens are that the policy sampled."""
-        mask_NL = self.completion_mask_NL
-        mask_NL[mask_NL] = self.action_T
-        return mask_NL
-
-    @property
-    def logprob_NL(self) -> np.ndarray:  # float32: at sampled tokens, 0 elsewhere; as the next two
-        return self._spread(self.logprobs[self.action_T])
-
-    @property
-    def ref_logprob_NL(self) -> np.ndarray:  # float32
-        return self._spread(self.ref_logprobs[self.action_T])
-
-    @property
-    def age_NL(self) -> np.ndarray:  # int32
-        return self._spread(self.ages)
-
-    def _spread(self, of_actions: np.ndarray) -> np.ndarray:
-        action_NL = self.action_NL
-        value_NL = np.zeros(action_NL.shape, of_actions.dtype)
-        value_NL[action_NL] = of_actions
+    def in_rectangle(self, value_A: np.ndarray) -> np.ndarray:
+        """[N, L]: values of the tokens that the policy sampled, in order; 0 elsewhere."""
+        value_NL = np.zeros((len(self), int(self.completion_length_N.max())), value_A.dtype)
+        value_NL.reshape(-1)[self.cell_T[self.action_T]] = value_A
         return value_NL
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +41,8 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import batch as batches
 from tba_hpc.core.batch import Part
+from tba_hpc.core.model_shapes import BYTES, default_micro_batch, kept_bytes, shape_of
+from tba_hpc.core.packing import Layout, Packed, pack
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import LoraWeights, TrajectoryBatch, WeightLayout, WeightSlot, spans
 from tba_hpc.learner.adapter import tensor_in, tensors_in
@@ -56,7 +59,8 @@ from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.plain_data import only_data, require_readable
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
-from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
+from tba_hpc.learner.upload import upload
+from tba_hpc.objectives import Groups, ObjectiveOutput, RecordedGroups, figures, make_objective
 from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
@@ -153,6 +157,7 @@ class DeepSpeedLearner:
             self._whole = _layout(self._parameters, config)
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
+        self._enough = _default_micro_batch(self._policy, config, self._group.device)
         self._logprobs = PolicyLogprobs.of(self._policy, config.model)
         if self._lora:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
@@ -246,27 +251,23 @@ class DeepSpeedLearner:
     # --- All ranks together ---
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
-        sums: dict[str, Tensor] = {}
-        outputs: dict[int, ObjectiveOutput] = {}
+        parts = self._plan(batch)
+        work = upload([_Work.of(part, batch, self._logprobs.layout) for part in parts], self._group.device)
         batch_tokens = float(batch.action_length_N.mean())
-        for part in self._plan(batch):
-            outputs |= self._backward(part, batch, beta, batch_tokens)
-        for output in outputs.values():
-            for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
-                sums[name] = sums.get(name, 0.0) + value.double() / batch.groups
-        totals = self._group.total(np.array([float(part) for part in sums.values()]))
-        found = figures(dict(zip(sums, totals.tolist(), strict=True)))
+        outputs = [self._backward(part, beta, batch_tokens, batch.groups) for part in work]
+        means = _means(outputs, batch.groups)
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
+        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # the one stop of a step
         if self._engine.was_step_applied():
             self._skipped.taken()
             if self._average:
                 self._average.move(self._made_whole(self.layout, self._average.slots))
         else:
-            self._skipped.skipped(self._not_finite(batch, outputs))
+            self._skipped.skipped(self._not_finite(batch, parts, outputs))
         return {
-            **found,
+            **figures(dict(zip(means, totals.tolist(), strict=True))),
             "learning_rate": learning_rate,
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "tokens": batch_tokens * len(batch),
@@ -281,75 +282,51 @@ class DeepSpeedLearner:
             ranks=self._group.ranks,
             budget=self._config.train.tokens_per_micro_batch,
             share_prompts=self._logprobs.shares_prompts,
+            enough=self._enough,
         )
 
-    def _backward(
-        self, part: Part, batch: TrajectoryBatch, beta: float, batch_tokens: float
-    ) -> dict[int, ObjectiveOutput]:
-        """Add the gradient of whole groups; returns what the objective says of each.
+    def _backward(self, part: _Work, beta: float, batch_tokens: float, of_groups: int) -> ObjectiveOutput:
+        """Add the gradient of whole groups, some of ``of_groups``; returns what the objective says of them.
 
         A loss sees the policy through log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So with
         several micro-batches these come first, without gradient, then the slopes dL/dlog π_t of whole groups,
         then each micro-batch again, with gradient.
         """
-        once = len(part.micro_batches) == 1
-        places = [
-            self._tensor(spans(batch.completions.offsets, rows)[0]) for rows in part.micro_batches
-        ]  # of the micro-batches' tokens among the batch's
-        policy_T = torch.zeros(len(batch.logprobs), device=self._group.device)
+        once = len(part.passes) == 1
+        policy_T = torch.zeros(part.recorded.cell_T.shape, device=self._group.device)
         with torch.set_grad_enabled(once):
-            computed = [self._logprobs_of(self._engine, batch, rows) for rows in part.micro_batches]
-            policy_T = policy_T.index_copy(0, torch.cat(places), torch.cat(computed))
+            for packed in part.passes:
+                policy_T = policy_T.index_copy(0, packed.place_A, self._engine(packed))
         if not once:
             policy_T.requires_grad_()
-        outputs = {
-            group: self._objective(self._groups_of(group, policy_T, batch, batch_tokens), beta)
-            for group in part.groups.tolist()
-        }
-        loss = torch.stack([self._weighed(output, batch) for output in outputs.values()]).sum()
+        output = self._objective(Groups.of(policy_T, part.recorded, batch_tokens=batch_tokens), beta)
+        loss = self._weighed(output, of_groups)
         if once:
             self._engine.backward(loss, scale_wrt_gas=False)
-            return outputs
+            return output
         (slope_T,) = torch.autograd.grad(loss, policy_T)
-        for rows, place_T in zip(part.micro_batches, places, strict=True):
-            along = self._logprobs_of(self._engine, batch, rows) @ slope_T[place_T]
+        for packed in part.passes:
+            along = self._engine(packed) @ slope_T.index_select(0, packed.place_A)
             self._engine.backward(along, scale_wrt_gas=False)
-        return outputs
+        return output
 
-    def _logprobs_of(self, policy: nn.Module, batch: TrajectoryBatch, rows: np.ndarray) -> Tensor:
-        """float32: of the tokens of these rows' completions, row after row, by a PolicyLogprobs.
-
-        0 at those of an environment.
-        """
-        micro = batch.take(rows)
-        prompt_N = micro.record["prompt_row"].astype(np.int64)
-        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N, prompt_N, micro.action_NL)
-        policy_NL = policy(*map(self._tensor, arrays))
-        return policy_NL[self._tensor(micro.completion_mask_NL)]
-
-    def _groups_of(self, group: int, policy_T: Tensor, batch: TrajectoryBatch, batch_tokens: float) -> Groups:
-        """A group by itself, so that the token budget changes nothing that a loss looks at."""
-        rows = batches.take_groups(batch, np.array([group]))
-        first, last = batch.completions.offsets[[group * batch.group_size, (group + 1) * batch.group_size]]
-        mask_NL = self._tensor(rows.completion_mask_NL)
-        policy_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
-        policy_NL = policy_NL.masked_scatter(mask_NL, policy_T[first:last])
-        return Groups.of(policy_NL, rows, batch_tokens=batch_tokens)
-
-    def _weighed(self, output: ObjectiveOutput, batch: TrajectoryBatch) -> Tensor:
-        """The loss of a group as its part of the batch's.
+    def _weighed(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
+        """The loss of some groups as their part of that of ``of_groups``.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
         step, on all ranks, if the norm is not finite; so a loss that is not makes the gradient NaN.
         """
-        scale = self._group.ranks / batch.groups
-        return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
+        loss_B = output.loss_BK.mean(1)
+        scale = self._group.ranks / of_groups
+        return (loss_B * torch.where(loss_B.detach().isfinite(), scale, math.nan)).sum()
 
-    def _not_finite(self, batch: TrajectoryBatch, outputs: Mapping[int, ObjectiveOutput]) -> list[int]:
+    def _not_finite(
+        self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
+    ) -> list[int]:
         """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
         flags = np.zeros(batch.groups)
-        for group, output in outputs.items():
-            flags[group] = not output.loss.isfinite()
+        for part, output in zip(parts, outputs, strict=True):
+            flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
         return batch.prompt_id_B[self._group.total(flags) > 0].tolist()
 
     # --- The reference ---
@@ -357,13 +334,13 @@ class DeepSpeedLearner:
     @torch.no_grad()
     def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
         """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
-        logprob_T = np.zeros(len(batch.logprobs))
+        rows = [rows for part in self._plan(batch) for rows in part.micro_batches]
+        passes = upload([_packed(batch, some, self._logprobs.layout) for some in rows], self._group.device)
+        logprob_T = torch.zeros(batch.logprobs.shape, device=self._group.device)
         with self._reference_of(step) as reference:
-            for part in self._plan(batch):
-                for rows in part.micro_batches:
-                    place_T, _ = spans(batch.completions.offsets, rows)
-                    logprob_T[place_T] = self._logprobs_of(reference, batch, rows).cpu().numpy()
-        return self._group.total(logprob_T).astype(np.float32)
+            for packed in passes:
+                logprob_T.index_copy_(0, packed.place_A, reference(packed))
+        return self._group.total(logprob_T.cpu().numpy()).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
         """A model of its own, or the policy without its adapter."""
@@ -373,9 +350,6 @@ class DeepSpeedLearner:
             return self._reference.visiting(self._group.device, step)
         assert self._lora and step == 0
         return self._lora.off(self._engine)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._group.device)
 
     def _write(self, out: np.ndarray) -> None:
         """Each rank its part if all write into one world's memory, else the leader all of it."""
@@ -497,6 +471,41 @@ class DeepSpeedLearner:
         self._group.leave()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A Part as tensors: what is recorded of its groups, and the passes that compute their tokens."""
+
+    recorded: RecordedGroups
+    passes: tuple[Packed, ...]
+
+    @staticmethod
+    def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
+        """The same as arrays. Each ``place_A`` is among the completions' tokens of the part's groups."""
+        groups = batches.take_groups(batch, part.groups)
+        row_N = np.zeros(len(batch), np.int64)
+        row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))
+        passes = tuple(_packed(groups, row_N[rows], layout) for rows in part.micro_batches)
+        return _Work(RecordedGroups.of(groups), passes)
+
+
+def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
+    """Some rows of a batch for one pass; ``place_A`` is among the completions' tokens of the whole batch."""
+    some = batch.take(rows)
+    packed = pack(some.sequences, some.prompt_length_N, some.record["prompt_row"], some.action_T, layout)
+    place_T, _ = spans(batch.completions.offsets, rows)
+    return replace(packed, place_A=place_T[packed.place_A])
+
+
+def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
+    """float64: this rank's part of the means over ``of_groups``, of the loss and of each metric."""
+    means = dict[str, Tensor]()
+    for output in outputs:
+        share = len(output.loss_BK) / of_groups
+        for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
+            means[name] = means.get(name, 0.0) + share * value.double()
+    return means
+
+
 class _CopyingEngine(TorchCheckpointEngine):
     """What DeepSpeed hands its files to: they are copied, and written when the learner's caller says so."""
 
@@ -550,6 +559,17 @@ def _load_policy(config: Config) -> PreTrainedModel:
     # With LoRA a rank must see all of the base to compute its identity.
     in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
     return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
+
+
+def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.device) -> int:
+    """Tokens of a micro-batch whose activations fit into the default room; 0 for models of unknown shape."""
+    try:
+        shape = shape_of(policy.config.to_dict())
+    except KeyError:
+        return 0
+    checkpointing = config.train.gradient_checkpointing
+    kept = kept_bytes(shape, BYTES[config.model.dtype], checkpointing=checkpointing)
+    return default_micro_batch(kept, device.type)
 
 
 class _Noting(dict[str, Any]):

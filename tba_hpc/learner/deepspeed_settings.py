@@ -28,6 +28,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at every forward pass
         "zero_optimization": {
             "stage": config.train.zero_stage,
             "reduce_bucket_size": bucket,

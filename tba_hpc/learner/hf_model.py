@@ -2,7 +2,7 @@
 
 The logits [tokens × vocabulary] of a whole batch are never held.
 
-Shape letters: N sequences, L padded length, T sampled tokens in all, D hidden size, V vocabulary.
+Shape letters: A sampled tokens in all, T some of them, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype, ModelSection
+from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
 from tba_hpc.learner.file_tokenizer import NO_END
-from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, share_prompts
+from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
 
@@ -187,18 +188,17 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
         ) from error
 
 
-CHUNK_TOKENS = 256
-"""Tokens whose logits are held at once: memory is this times the vocabulary."""
+CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+"""Most float32 logits that are held at once, by kind of device; large products keep a GPU busy."""
 
 
 class PolicyLogprobs(nn.Module):
-    """log π of the sampled tokens of a padded batch, differentiable, in bounded memory.
+    """log π of the sampled tokens of packed sequences, differentiable, in bounded memory.
 
     Equal to ``log_softmax(model(tokens).logits / temperature)`` at the next tokens, but only positions
-    before sampled tokens pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits
-    are recomputed in the backward pass. Completions share the computation of their prompt if the model
-    allows it (``shares_prompts``). log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the
-    logits are, too.
+    before sampled tokens pass the output layer, in chunks, and their logits are recomputed in the backward
+    pass. log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits are, too.
+    chunk_bytes: most float32 logits at once; None: CHUNK_BYTES.
 
     Raises ConfigError for models that change the logits after the output layer (soft caps, scales).
     """
@@ -207,16 +207,14 @@ class PolicyLogprobs(nn.Module):
         self,
         model: PreTrainedModel,
         *,
-        chunk_tokens: int | None = None,
+        chunk_bytes: int | None = None,
         temperature: float = 1.0,
         fp32_head: bool = False,
     ) -> None:
         super().__init__()
         _require_plain_logits(model)
         self.model = model
-        self.head = LogprobHead(
-            model.get_output_embeddings(), chunk_tokens or CHUNK_TOKENS, temperature, fp32=fp32_head
-        )
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_bytes, temperature, fp32=fp32_head)
         self.shares_prompts = _shares_prompts(model)
         if self.shares_prompts:
             model.set_attn_implementation(ATTENTION)
@@ -226,40 +224,25 @@ class PolicyLogprobs(nn.Module):
         """As a run's config has the policy."""
         return cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
 
-    def forward(
-        self,
-        tokens_NL: Tensor,
-        prompt_length_N: Tensor,
-        length_N: Tensor,
-        prompt_N: Tensor | None = None,
-        action_NL: Tensor | None = None,
-    ) -> Tensor:
-        """float32 [N, L]: log π(token | all before it) at sampled tokens, 0 elsewhere.
+    @property
+    def layout(self) -> Layout:
+        """How sequences are to be packed for it, on the device where its weights are now."""
+        if not self.shares_prompts:
+            return "rectangle"
+        return "varlen" if _has_varlen_kernel(self.model, self.head.weight) else "padded"
 
-        tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
-        int64, tokens of the prompt, and of prompt and completion together. prompt_N: int64; sequences next to
-        each other with the same number have one prompt. None: each is computed by itself. action_NL: bool,
-        which tokens were sampled. None: all of the completions.
+    def forward(self, packed: Packed) -> Tensor:
+        """float32 [A]: log π(token | all before it in its sequence) of the sampled tokens, in order.
+
+        packed: tensors on the model's device, by ``core.packing.pack`` in this ``layout``, or as a rectangle.
         """
-        if action_NL is None:
-            position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
-            action_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
-        if prompt_N is None or not self.shares_prompts:
-            found = self.model.base_model(input_ids=tokens_NL, use_cache=False)
-            hidden_TD = found.last_hidden_state[action_NL.roll(-1, 1)]
-        else:
-            shared = share_prompts(tokens_NL, prompt_length_N, length_N, prompt_N)
-            found = self.model.base_model(
-                input_ids=shared.tokens_R[None],
-                position_ids=shared.position_R[None],
-                attention_mask=NO_MASK,
-                use_cache=False,
-                shared=shared,
-            )
-            hidden_TD = found.last_hidden_state[0, shared.before_NL[action_NL]]
-        logprob_T = self.head(hidden_TD, tokens_NL[action_NL])
-        nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
-        return nothing_NL.masked_scatter(action_NL, logprob_T)
+        row = {}
+        if packed.attention is not None:
+            row = {"position_ids": packed.positions, "attention_mask": NO_MASK, "packed": packed.attention}
+        found = self.model.base_model(input_ids=packed.tokens, use_cache=False, **row)
+        (hidden_AD,) = gather(found.last_hidden_state.flatten(0, 1), [packed.before_A])
+        logprob_A: Tensor = self.head(hidden_AD, packed.sampled_A)
+        return logprob_A
 
 
 class LogprobHead(nn.Module):
@@ -271,20 +254,28 @@ class LogprobHead(nn.Module):
     """
 
     def __init__(
-        self, output_layer: nn.Module, chunk_tokens: int, temperature: float = 1.0, *, fp32: bool = False
+        self,
+        output_layer: nn.Module,
+        chunk_bytes: int | None = None,
+        temperature: float = 1.0,
+        *,
+        fp32: bool = False,
     ) -> None:
         super().__init__()
         assert isinstance(output_layer, nn.Linear)
         self.weight = output_layer.weight
         self.bias = output_layer.bias
-        self._chunk_tokens = chunk_tokens
+        self._vocabulary = output_layer.out_features
+        self._chunk_bytes = chunk_bytes
         self._temperature = temperature
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
         """float32 [T]."""
+        chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
+        chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
         logprob_T: Tensor = _ChunkedLogprob.apply(
-            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens, self._temperature, self._fp32
+            hidden_TD, self.weight, self.bias, token_T, chunk_tokens, self._temperature, self._fp32
         )
         return logprob_T
 
@@ -363,13 +354,21 @@ def _output_layer(
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total``, float32, += left @ right, not rounded to the dtype of the two."""
     if left.is_cuda and left.dtype != torch.float32:  # a CPU has no product in another dtype
-        total += torch.mm(left, right, out_dtype=torch.float32)
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
+    """Whether torch's variable-length attention takes the model: FlashAttention, as on GPUs since Ampere."""
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    halves = weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.is_cuda and halves and size % 8 == 0 and size <= 256
 
 
 def _shares_prompts(model: PreTrainedModel) -> bool:

@@ -1,11 +1,11 @@
 """The reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
 
-Shape letters: K distinct completions of a group, L longest sequence.
+Shape letters: N distinct completions, T their tokens, A those of them that were sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config, ModelSection
-from tba_hpc.core.types import Completion, Group, WeightUpdate
+from tba_hpc.core.packing import pack
+from tba_hpc.core.types import Completion, Group, Ragged, WeightUpdate
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, tensors_in
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cores
+from tba_hpc.learner.upload import upload
+
+PASS_TOKENS = 16 << 10
+"""Most tokens of several groups that a pass computes; a single group may have more."""
+
+Key = tuple[int, bytes, bytes]
+"""What makes a completion the same as another: its group's number, its tokens, and which were sampled."""
 
 
 class HfReference:
@@ -63,7 +71,7 @@ class HfReference:
         beside the weights that it was made for. Afterwards the reference is bit by bit what it was.
         """
         with self._under(weights):
-            return [self.logprobs(group) for group in groups]
+            return self.logprobs_of(groups)
 
     @contextmanager
     def _under(self, weights: WeightUpdate) -> Iterator[None]:
@@ -92,16 +100,16 @@ class HfReference:
             theirs.copy_(before)
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each sampled token given all before it; 0 at others.
+        """Per completion, float32 [T]: log π_ref of each sampled token given all before it; 0 at others."""
+        return self.logprobs_of([group])[0]
 
-        Equal completions are computed once: a trained policy repeats itself.
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, as many in a pass of the model as PASS_TOKENS allow.
+
+        Equal completions of a group are computed once: a trained policy repeats itself.
         """
         self._settle()
-        keys = [(c.tokens.tobytes(), c.action_T.tobytes()) for c in group.completions]
-        distinct = dict(zip(keys, group.completions, strict=True))
-        rows = self._distinct_logprobs(group.request.prompt.tokens, list(distinct.values()))
-        found = dict(zip(distinct, rows, strict=True))
-        return [found[key] for key in keys]
+        return [rows for some in _in_passes(groups) for rows in self._in_one_pass(some)]
 
     def _settle(self) -> None:
         """Move to the GPU, once; not in inference mode, whose tensors cannot be changed outside it."""
@@ -110,21 +118,29 @@ class HfReference:
             use_tensor_cores(self.model.device)
 
     @torch.inference_mode()
-    def _distinct_logprobs(self, prompt: np.ndarray, completions: Sequence[Completion]) -> list[np.ndarray]:
-        sequences = [np.concatenate([prompt, c.tokens], dtype=np.int64) for c in completions]
-        sampled = [np.concatenate([np.zeros(len(prompt), bool), c.action_T]) for c in completions]
-        tokens_KL, action_KL = (
-            torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
-            for rows in (sequences, sampled)
-        )
-        length_K = torch.tensor([len(sequence) for sequence in sequences])
-        prompt_K = torch.full_like(length_K, len(prompt))
-        rows = (tokens_KL, prompt_K, length_K, torch.zeros_like(length_K), action_KL)
-        logprob_KL = self._logprobs(*(row.to(self.model.device) for row in rows)).cpu().numpy()
-        return [
-            logprob_L[len(prompt) : length]
-            for logprob_L, length in zip(logprob_KL, length_K.tolist(), strict=True)
+    def _in_one_pass(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        keys = [
+            (number, completion.tokens.tobytes(), completion.action_T.tobytes())
+            for number, group in enumerate(groups)
+            for completion in group.completions
         ]
+        completions = [completion for group in groups for completion in group.completions]
+        distinct = dict(zip(keys, completions, strict=True))
+        found = dict(zip(distinct, self._logprobs_of(groups, distinct), strict=True))
+        rows = iter([found[key] for key in keys])
+        return [[next(rows) for _ in group.completions] for group in groups]
+
+    def _logprobs_of(self, groups: Sequence[Group], distinct: Mapping[Key, Completion]) -> list[np.ndarray]:
+        group_N = np.array([number for number, *_ in distinct])
+        prompts = [groups[number].request.prompt.tokens for number in group_N]
+        pairs = zip(prompts, distinct.values(), strict=True)
+        sequences = Ragged.from_rows([np.concatenate([p, c.tokens]) for p, c in pairs], np.int32)
+        prompt_length_N = np.array([len(prompt) for prompt in prompts])
+        action_T = np.concatenate([completion.action_T for completion in distinct.values()])
+        packed = pack(sequences, prompt_length_N, group_N, action_T, self._logprobs.layout)
+        logprob_T = np.zeros(len(action_T), np.float32)
+        logprob_T[packed.place_A] = self._logprobs(upload(packed, self.model.device)).cpu().numpy()
+        return np.split(logprob_T, np.cumsum(sequences.lengths - prompt_length_N)[:-1])
 
     @contextmanager
     def visiting(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
@@ -137,6 +153,19 @@ class HfReference:
                     tensor.data = tensor.data.pin_memory()
         with visiting(self._logprobs, lambda tensor: tensor.to(device, non_blocking=True)):
             yield self._logprobs
+
+
+def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Neighbours together, as many as PASS_TOKENS allow."""
+    some, tokens = list[Group](), 0
+    for group in groups:
+        more = len(group.request.prompt.tokens) + sum(len(one.tokens) for one in group.completions)
+        if some and tokens + more > PASS_TOKENS:
+            yield some
+            some, tokens = [], 0
+        some, tokens = [*some, group], tokens + more
+    if some:
+        yield some
 
 
 @contextmanager

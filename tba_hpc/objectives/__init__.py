@@ -10,7 +10,7 @@ from functools import partial
 from tba_hpc.config import TrainSection
 from tba_hpc.config.variants import LaggedReference, ObjectiveSection, OwnObjective
 from tba_hpc.objectives.advantage_regression import oapl
-from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, normaliser
+from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, RecordedGroups, normaliser
 from tba_hpc.objectives.diagnostics import figures, moments
 from tba_hpc.objectives.lagged import with_lagged_reference
 from tba_hpc.objectives.own import own_objective
@@ -19,7 +19,7 @@ from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
-__all__ = ["Groups", "Objective", "ObjectiveOutput", "figures", "make_objective"]
+__all__ = ["Groups", "Objective", "ObjectiveOutput", "RecordedGroups", "figures", "make_objective"]
 
 OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "trajectory_balance": trajectory_balance,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,43 @@ MAX_LOG_RATIO = 20.0
 
 So the squared norm of what a million tokens pull, times an advantage of 1000, is 2e35: float32 ends at 3e38.
 """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedGroups:
+    """What a batch's record tells a loss, in rectangles of the completions: arrays, then tensors.
+
+    cell_T: int64, where the completions' tokens lie in a flattened rectangle [B, K, L]. The others as in
+    ``Groups``.
+    """
+
+    cell_T: Any
+    behaviour_BKL: Any
+    reference_BKL: Any
+    mask_BKL: Any
+    reward_BK: Any
+    value_BK: Any
+    on_policy_BK: Any
+    age_BKL: Any
+
+    @staticmethod
+    def of(batch: TrajectoryBatch) -> RecordedGroups:
+        """Arrays of all groups of ``batch``."""
+        sampled_T = batch.action_T
+
+        def grouped(value: np.ndarray) -> np.ndarray:
+            return value.reshape(batch.groups, batch.group_size, *value.shape[1:])
+
+        return RecordedGroups(
+            cell_T=batch.cell_T,
+            behaviour_BKL=grouped(batch.in_rectangle(batch.logprobs[sampled_T])),
+            reference_BKL=grouped(batch.in_rectangle(batch.ref_logprobs[sampled_T])),
+            mask_BKL=grouped(batch.in_rectangle(np.ones(np.count_nonzero(sampled_T), bool))),
+            reward_BK=grouped(batch.reward_N),
+            value_BK=grouped(batch.value_N),
+            on_policy_BK=grouped(batch.on_policy_N),
+            age_BKL=grouped(batch.in_rectangle(batch.ages)),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,23 +84,15 @@ class Groups:
     age_BKL: Tensor | None = None
 
     @classmethod
-    def of(cls, policy_NL: Tensor, rows: TrajectoryBatch, *, batch_tokens: float | None = None) -> Groups:
-        """The groups that ``rows`` holds, prompt-major; ``policy_NL``: float32 [N, L] with gradient."""
+    def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
+        """Groups of a record whose arrays are tensors.
 
-        def grouped(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(policy_NL.device).unflatten(0, (-1, rows.group_size))
-
-        return cls(
-            policy_BKL=policy_NL.unflatten(0, (-1, rows.group_size)),
-            behaviour_BKL=grouped(rows.logprob_NL),
-            reference_BKL=grouped(rows.ref_logprob_NL),
-            mask_BKL=grouped(rows.action_NL),
-            reward_BK=grouped(rows.reward_N),
-            value_BK=grouped(rows.value_N),
-            batch_tokens=batch_tokens,
-            on_policy_BK=grouped(rows.on_policy_N),
-            age_BKL=grouped(rows.age_NL),
-        )
+        policy_T: float32, with gradient, of the completions' tokens, 0 at those of an environment.
+        """
+        rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
+        shape = recorded.mask_BKL.shape
+        policy = policy_T.new_zeros(shape.numel()).index_copy(0, recorded.cell_T, policy_T)
+        return cls(policy_BKL=policy.view(shape), batch_tokens=batch_tokens, **rest)
 
     @property
     def tokens_BK(self) -> Tensor:
@@ -175,20 +206,21 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
     return surrogate, surrogate < plain
 
 
-def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
-    """bool, as ``log_ratio`` is: the tokens that M2PO's mask leaves (arXiv 2510.01161, algorithm 1).
+def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: float) -> Tensor:
+    """bool [B, K, L]: the tokens that M2PO's mask leaves of each group (arXiv 2510.01161, algorithm 1).
 
     Its trust region is about tokens whose ratio has gone where their advantage pushes it, as PPO's clip is:
     A > 0 and ρ > 1, or A < 0 and ρ < 1. Of these the ones with the largest (log ρ)² go, one by one, until
     its mean over the rest is at most ``limit``, nats². All other tokens stay.
     """
-    log_ratio = log_ratio.detach()
-    beyond = log_ratio * advantage > 0
-    square, order = log_ratio[beyond].square().sort()
-    mean_of_smallest = square.cumsum(0) / torch.arange(1, len(square) + 1, device=square.device)
-    stays = torch.empty_like(beyond[beyond])
-    stays[order] = mean_of_smallest <= limit  # the means rise with the squares: a first part of them
-    return torch.ones_like(beyond).masked_scatter(beyond, stays)
+    log_ratio_BKL = log_ratio_BKL.detach()
+    beyond_BC = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
+    square_BC = log_ratio_BKL.flatten(1).square().where(beyond_BC, math.inf)  # the others come last
+    rising_BC, order_BC = square_BC.sort(dim=1)
+    count_C = torch.arange(1, square_BC.shape[1] + 1, device=square_BC.device)
+    within_BC = rising_BC.cumsum(1) / count_C <= limit  # means rise with the squares: a first part
+    stays_BC = torch.empty_like(beyond_BC).scatter(1, order_BC, within_BC)
+    return (stays_BC | ~beyond_BC).view(log_ratio_BKL.shape)
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:

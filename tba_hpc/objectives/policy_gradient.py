@@ -69,7 +69,7 @@ def grpo(
     MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
 
     second_moment_limit: M2PO's mask instead of the clip (``second_moment_mask``). The paper's is over all
-    tokens of a batch; this one is over those of the groups at hand: the learner passes one at a time.
+    tokens of a batch; this one is over those of a group, so that micro-batches change nothing.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
     clip_share (share of tokens whose clipped term is the lower one, or that the mask takes out).

@@ -30,14 +30,18 @@ from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power
+from tba_hpc.core.packing import pack
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
-from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.learner.upload import upload
+from tba_hpc.objectives import Groups, RecordedGroups, figures, make_objective
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.signals import die_with
 from tba_hpc.tasks import load_task
+
+CPU = torch.device("cpu")
 
 PREFACE = (*skill.ONCE, "launch.searchers=1")
 """Overrides of every run, before its own."""
@@ -194,7 +198,7 @@ class Learner:
         self._logprobs = PolicyLogprobs(self.policy)
         self._reference = (
             0,
-            PolicyLogprobs(load_policy(config.model.path, config.model.dtype), chunk_tokens=256),
+            PolicyLogprobs(load_policy(config.model.path, config.model.dtype)),
         )
         self._objective = make_objective(train, max_tokens=config.generator.max_tokens)
         self._optimizer = torch.optim.AdamW(
@@ -231,7 +235,8 @@ class Learner:
     def _backward(self, rows: TrajectoryBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
         """Add the gradient of some groups; what the objective says of them."""
         mean_tokens = float(batch.action_length_N.mean())
-        groups = Groups.of(_of(self._logprobs, rows), rows, batch_tokens=mean_tokens)
+        recorded = upload(RecordedGroups.of(rows), CPU)
+        groups = Groups.of(_of(self._logprobs, rows), recorded, batch_tokens=mean_tokens)
         output = self._objective(groups, beta)
         (output.loss * len(rows) / len(batch)).backward()
         kl = groups.log_ratio_BK.detach().mean()
@@ -246,12 +251,12 @@ class Learner:
         if at != wanted:
             reference.model.load_state_dict(self.policy.state_dict())
             self._reference = (wanted, reference)
-        logprob_NL = _of(reference, batch).numpy()
-        return replace(batch, ref_logprobs=logprob_NL[batch.completion_mask_NL])
+        return replace(batch, ref_logprobs=_of(reference, batch).numpy())
 
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
-    """float32 [N, L]."""
-    arrays = (rows.tokens_NL, rows.prompt_length_N, rows.length_N, rows.record["prompt_row"].astype("int64"))
-    found: Tensor = logprobs(*map(torch.from_numpy, arrays))
-    return found
+    """float32 [T], of the completions' tokens."""
+    prompt_N = rows.record["prompt_row"]
+    packed = pack(rows.sequences, rows.prompt_length_N, prompt_N, rows.action_T, logprobs.layout)
+    packed = upload(packed, CPU)
+    return torch.zeros(rows.logprobs.shape).index_copy(0, packed.place_A, logprobs(packed))

@@ -19,13 +19,16 @@ from tba_hpc.config.variants import EmaReference
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
-from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.learner.upload import upload
+from tba_hpc.objectives import Groups, RecordedGroups, figures, make_objective
 from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
 """What is saved into a checkpoint: logits, Adam's state, number of skipped steps, average."""
 
 DEFAULTS = TrainSection()
+CPU = torch.device("cpu")
+
 DEADLINE = 60.0
 """Longest wait for another rank, s."""
 
@@ -97,7 +100,8 @@ class TabularLearner:
 
         If loss or norm is not finite, nothing changes. Raises ConfigError if that goes on.
         """
-        output = self._objective(Groups.of(self._logprobs(batch), batch), beta)
+        recorded = upload(RecordedGroups.of(batch), CPU)
+        output = self._objective(Groups.of(self._logprobs(batch), recorded), beta)
         self._logits.grad = None
         output.loss.backward()
         assert self._logits.grad is not None
@@ -171,16 +175,16 @@ class TabularLearner:
     def close(self) -> None:
         """No other rank follows."""
 
-    def _logprobs(self, padded: TrajectoryBatch) -> Tensor:
-        """float32 [N, L], with gradient: log-probability of each sampled token, 0 elsewhere."""
-        mask_NL = padded.action_NL
-        prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
-        row_T = np.nonzero(mask_NL)[0]
-        prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
-        cells = prompt_N[row_T], prefix_T, padded.tokens_NL[mask_NL]
+    def _logprobs(self, batch: TrajectoryBatch) -> Tensor:
+        """float32 [T], with gradient: log-probability of each sampled token, 0 at the others."""
+        token_T, length_N, cell_T = batch.completions.values, batch.completion_length_N, batch.cell_T
+        token_NL = np.zeros((len(batch), int(length_N.max())), np.int64)
+        token_NL.reshape(-1)[cell_T] = token_T
+        prompt_N = batch.prompts.values[batch.record["prompt_row"]] - self._table.prompt_token(0)
+        cells = prompt_N.repeat(length_N), self._table.prefixes(token_NL).reshape(-1)[cell_T], token_T
         logprob_PSV = (self._logits / self._table.temperature).log_softmax(-1)
-        logprob_T = logprob_PSV[tuple(map(torch.from_numpy, cells))]
-        return torch.zeros(mask_NL.shape).masked_scatter(torch.from_numpy(mask_NL), logprob_T)
+        logprob_T = logprob_PSV[tuple(torch.from_numpy(cell.astype(np.int64)) for cell in cells)]
+        return logprob_T.where(torch.from_numpy(batch.action_T), 0.0)
 
 
 class TabularGroup(TabularLearner):

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tba_hpc.checks.planner.hardware import GIB, Gpu
-from tba_hpc.checks.planner.shapes import BYTES, Shape, adapter_weights, load_shape
+from tba_hpc.checks.planner.shapes import adapter_weights, load_shape
 from tba_hpc.config import Config
+from tba_hpc.core.model_shapes import BYTES, Shape, default_micro_batch, kept_bytes
 
 READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
 """Task options that name a model that reads whole texts on the searcher's GPU, and their default batch."""
@@ -20,8 +21,8 @@ CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
 ENGINE_RUNTIME = 1.5 * GIB
 """CUDA, graphs and workspaces of an engine."""
 
-CHUNK_TOKENS = 256
-"""As in learner.hf_model, which needs torch."""
+CHUNK_BYTES = 256 << 20
+"""Float32 logits at once on a GPU, as in learner.hf_model, which needs torch."""
 
 BUCKET, LIVE = 128 << 20, 10**9
 """Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
@@ -117,23 +118,15 @@ class Workload:
     def micro_batch(self) -> float:
         """Tokens of a micro-batch of the longest completions; prompts count with each of their sequences."""
         train, length = self.config.train, self.prompt + self.config.generator.max_tokens
-        tokens = train.tokens_per_micro_batch or train.completions_per_prompt * length
+        group = train.completions_per_prompt * length
+        tokens = train.tokens_per_micro_batch or max(group, default_micro_batch(self.kept_bytes, "cuda"))
         return min(tokens, self.sequences_per_rank * length)
 
-
-def activation_bytes(shape: Shape, weight_bytes: int) -> float:
-    """What a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
-
-    RMSNorm keeps float32 copies; LayerNorm keeps its input; GPT-2's GELU keeps steps of its formula.
-    """
-    heads = 3 * shape.query + 2 * shape.key_value
-    if shape.gated:
-        norms = 2 * (4 + 2 * weight_bytes) * shape.hidden
-        mlp: float = 4 * shape.inner * shape.experts_per_token
-    else:
-        norms = 5 * weight_bytes * shape.hidden
-        mlp = (4.5 if shape.kind == "gpt2" else 2) * shape.inner
-    return norms + weight_bytes * (heads + mlp)
+    @property
+    def kept_bytes(self) -> float:
+        """Activations that a token of a micro-batch keeps for the backward pass."""
+        checkpointing = self.config.train.gradient_checkpointing
+        return kept_bytes(self.policy, self.weight_bytes, checkpointing=checkpointing)
 
 
 def trainer_items(work: Workload) -> Items:
@@ -165,15 +158,12 @@ def trainer_items(work: Workload) -> Items:
 def _backward_items(work: Workload) -> Items:
     """Activations of a micro-batch, and the output layer's."""
     shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
-    tokens, layer = work.micro_batch, activation_bytes(shape, size)
-    kept = layer * (shape.layers + 0.5)
-    if work.config.train.gradient_checkpointing:
-        kept = size * shape.hidden * shape.layers + 1.5 * layer
+    tokens = work.micro_batch
     scored = tokens * longest / (work.prompt + longest)
     items = {
-        "activations": tokens * kept,
+        "activations": tokens * work.kept_bytes,
         "hidden states": 3 * size * shape.hidden * scored,
-        "logits": min(CHUNK_TOKENS, scored) * shape.vocabulary * (8 + size),
+        "logits": min(CHUNK_BYTES, 4 * scored * shape.vocabulary) * (8 + size) / 4,
     }
     head = {} if work.adapter else {"output layer's gradient": (4 + size) * shape.vocabulary * shape.hidden}
     return items | head
@@ -209,7 +199,7 @@ def _scoring_bytes(work: Workload, tokens: float) -> float:
     """What a model like the policy needs to read so many tokens."""
     shape = work.policy
     each = work.weight_bytes * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
-    return tokens * each + 8 * CHUNK_TOKENS * shape.vocabulary
+    return tokens * each + 2 * min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:

@@ -1,0 +1,153 @@
+"""Shapes of models from the fields of their config.json, and what a token costs in them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of a weight."""
+
+UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
+"""Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
+
+LEARNED_POSITIONS = {"gpt2", "bert", "roberta"}
+"""Models with a table of positions; their output layer is tied unless config.json says otherwise."""
+
+GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Dimensions of a decoder or a text encoder.
+
+    query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert if there are
+    several. matrices: weights of a layer's linear maps, all experts together. mixture: whether there are
+    several. table: embeddings, learned positions included. head: weights of an untied output layer.
+    vocabulary: 0 if no logits are computed. disk_bytes: of a weight in the model's files.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    query: int
+    key_value: int
+    inner: int
+    experts_per_token: int
+    matrices: int
+    mixture: bool
+    table: int
+    head: int
+    vocabulary: int
+    disk_bytes: int
+    gated: bool
+
+    @property
+    def parameters(self) -> int:
+        """All weights but norms and biases, which are some hundredths of a percent of large models."""
+        return self.layers * self.matrices + self.table + self.head
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values, fewer than ``heads`` under grouped-query attention."""
+        return self.heads * self.key_value // self.query
+
+    def kv_bytes(self, weight_bytes: int) -> int:
+        """KV cache per token."""
+        return 2 * self.layers * self.key_value * weight_bytes
+
+    def without_head(self) -> Shape:
+        """The same as a classifier or an embedder: no logits over the vocabulary."""
+        return replace(self, head=0, vocabulary=0)
+
+    @property
+    def linear_layers(self) -> dict[str, int]:
+        """Inputs plus outputs of a layer's nn.Linear modules by name; experts and GPT-2 have none."""
+        hidden, wide = self.hidden, self.hidden + self.inner
+        if self.kind == "gpt2":
+            return {}
+        if not self.gated:
+            attention = {"query_key_value": 4 * hidden, "dense": 2 * hidden}
+            return attention | dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h"), wide)
+        attention = dict.fromkeys(("q_proj", "o_proj"), hidden + self.query)
+        attention |= dict.fromkeys(("k_proj", "v_proj"), hidden + self.key_value)
+        mlp = () if self.mixture else ("gate_proj", "up_proj", "down_proj")
+        return attention | dict.fromkeys(mlp, wide)
+
+
+def shape_of(fields: Mapping[str, Any]) -> Shape:
+    """From the fields of a config.json. KeyError names one that is missing."""
+    fields = {**fields, **fields.get("text_config", {})}
+    kind = fields["model_type"]
+    if kind == "gpt2":
+        fields |= {GPT2_FIELDS.get(name, name): value for name, value in fields.items() if value is not None}
+        fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
+    hidden, heads, words = fields["hidden_size"], fields["num_attention_heads"], fields["vocab_size"]
+    head_size = fields.get("head_dim") or hidden // heads
+    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
+    experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
+    each = fields["num_experts_per_tok"] if experts else 1
+    inner = (fields.get("moe_intermediate_size") if experts else None) or fields["intermediate_size"]
+    mlp = (2 if kind in UNGATED else 3) * hidden * inner
+    shared = 2 * hidden * (query + key_value) + experts * hidden  # attention and the router
+    positions = fields["max_position_embeddings"] if kind in LEARNED_POSITIONS else 0
+    tied = fields.get("tie_word_embeddings", kind in LEARNED_POSITIONS)
+    return Shape(
+        kind=kind,
+        layers=fields["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        query=query,
+        key_value=key_value,
+        inner=inner,
+        experts_per_token=each,
+        matrices=shared + max(experts, 1) * mlp,
+        mixture=experts > 0,
+        table=(words + positions) * hidden,
+        head=0 if tied else words * hidden,
+        vocabulary=words,
+        disk_bytes=BYTES[fields.get("dtype") or fields.get("torch_dtype") or "float32"],
+        gated=kind not in UNGATED,
+    )
+
+
+def activation_bytes(shape: Shape, weight_bytes: int) -> float:
+    """What a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
+
+    RMSNorm keeps float32 copies; LayerNorm keeps its input; GPT-2's GELU keeps steps of its formula.
+    """
+    heads = 3 * shape.query + 2 * shape.key_value
+    if shape.gated:
+        norms = 2 * (4 + 2 * weight_bytes) * shape.hidden
+        mlp: float = 4 * shape.inner * shape.experts_per_token
+    else:
+        norms = 5 * weight_bytes * shape.hidden
+        mlp = (4.5 if shape.kind == "gpt2" else 2) * shape.inner
+    return norms + weight_bytes * (heads + mlp)
+
+
+def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float:
+    """Activations of all layers that a token keeps for the backward pass."""
+    layer = activation_bytes(shape, weight_bytes)
+    if checkpointing:
+        return weight_bytes * shape.hidden * shape.layers + 1.5 * layer
+    return layer * (shape.layers + 0.5)
+
+
+ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
+"""Activations that a micro-batch may keep by default, bytes by kind of device, and its most tokens: enough
+that a GPU computes while the next layers are launched."""
+MOST_TOKENS = 32 << 10
+
+
+def default_micro_batch(token_bytes: float, device: str) -> int:
+    """Tokens of a micro-batch whose ``kept_bytes`` of a token these are."""
+    return min(MOST_TOKENS, int(ROOM[device] / token_bytes))

@@ -1,0 +1,162 @@
+"""Sequences as a model computes them: in one row that holds every prompt once, or in a padded rectangle.
+
+All indices are made here, on the host, so that a device is never asked for a length. Imports no torch.
+
+Shape letters: N sequences, L the longest, R tokens of a row, S tokens of all sequences with their prompts, T
+tokens of all completions, A sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tba_hpc.core.types import Ragged, offsets_of
+
+Layout = Literal["varlen", "padded", "rectangle"]
+"""How a model gets sequences. varlen: in a row, with an attention kernel for sequences of any lengths.
+padded: in a row, with one for rectangles. rectangle: in a rectangle [N, L], each with its own prompt."""
+
+Array = Any
+"""A numpy array, or the tensor that ``learner.upload`` has made of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Varlen:
+    """Attention over a row by queries and keys of several lengths.
+
+    A sequence's queries are its own tokens, which are neighbours in the row. Its keys are all of its tokens,
+    those of a shared prompt among them, so its last query sees its last key.
+
+    key_S: int64, where in the row each key lies. query_ends, key_ends: int32 [N + 1], offsets of the
+    sequences' queries in the row, and of their keys in ``key_S``. longest_query, longest_key: tokens.
+    """
+
+    key_S: Array
+    query_ends: Array
+    key_ends: Array
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Padded:
+    """Attention over a row by rectangles of sequences.
+
+    places: for sequences of similar length int64 [n, longest], where in the row their tokens lie, those of
+    the prompt among them; 0 beyond their end. from_R: int64, at which of all these places a token's value is
+    found; for a shared prompt, those of its first sequence.
+    """
+
+    places: tuple[Array, ...]
+    from_R: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Sequences for one pass of a model.
+
+    tokens, positions: int64 [1, R] or [N, L], each token and its place in its own sequence. attention: None
+    for a rectangle. before_A: int64, where in ``tokens``, flattened, a sampled token is predicted.
+    sampled_A: int64, that token. place_A: int64, where it lies among the tokens of all completions.
+    """
+
+    tokens: Array
+    positions: Array
+    attention: Varlen | Padded | None
+    before_A: Array
+    sampled_A: Array
+    place_A: Array
+
+
+def pack(
+    sequences: Ragged, prompt_length_N: np.ndarray, prompt_N: np.ndarray, action_T: np.ndarray, layout: Layout
+) -> Packed:
+    """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
+
+    prompt_N: int64; sequences next to each other with the same number have the same prompt, and share it in a
+    row. action_T: bool, which tokens of the completions were sampled.
+    """
+    length_N = sequences.lengths
+    row_S = np.arange(len(length_N)).repeat(length_N)
+    position_S = np.arange(len(row_S)) - sequences.offsets[row_S]
+    completion_S = position_S >= prompt_length_N[row_S]
+    first_N = np.append(True, prompt_N[1:] != prompt_N[:-1])
+    own_S = completion_S | first_N[row_S]  # a shared prompt is its first sequence's
+    if layout == "rectangle":
+        shape = (len(length_N), int(length_N.max()))
+        place_S = row_S * shape[1] + position_S
+    else:
+        shape = (1, int(np.count_nonzero(own_S)))
+        place_S = _places_in_row(own_S, row_S, position_S, first_N, sequences.offsets)
+    action_A = np.flatnonzero(completion_S)[action_T]
+    return Packed(
+        tokens=_put(sequences.values, place_S, shape),
+        positions=_put(position_S, place_S, shape),
+        attention=_attention(layout, place_S, own_S, row_S, sequences),
+        before_A=place_S[action_A - 1],
+        sampled_A=sequences.values[action_A].astype(np.int64),
+        place_A=np.flatnonzero(action_T),
+    )
+
+
+def _places_in_row(
+    own_S: np.ndarray, row_S: np.ndarray, position_S: np.ndarray, first_N: np.ndarray, offsets: np.ndarray
+) -> np.ndarray:
+    """int64 [S]: own tokens one after another; those of a shared prompt where its first sequence has them."""
+    place_S = own_S.cumsum() - 1
+    lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the sequence whose prompt each one reads
+    in_lender_S = offsets[lender_N[row_S]] + position_S
+    place_S[~own_S] = place_S[in_lender_S[~own_S]]
+    return place_S
+
+
+def _put(value_S: np.ndarray, place_S: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    found = np.zeros(shape, np.int64)
+    found.reshape(-1)[place_S] = value_S
+    return found
+
+
+def _attention(
+    layout: Layout, place_S: np.ndarray, own_S: np.ndarray, row_S: np.ndarray, sequences: Ragged
+) -> Varlen | Padded | None:
+    match layout:
+        case "rectangle":
+            return None
+        case "varlen":
+            queries_N = np.bincount(row_S[own_S], minlength=len(sequences))
+            ends = (offsets_of(queries_N), sequences.offsets)
+            query_ends, key_ends = (of.astype(np.int32) for of in ends)
+            return Varlen(place_S, query_ends, key_ends, int(queries_N.max()), int(sequences.lengths.max()))
+        case "padded":
+            return _padded(Ragged(place_S, sequences.offsets), Ragged(own_S, sequences.offsets))
+
+
+def _padded(place: Ragged, own: Ragged) -> Padded:
+    from_R = np.zeros(np.count_nonzero(own.values), np.int64)
+    cells, places = 0, []
+    for alike in _of_similar_length(place.lengths):
+        longest = int(place.lengths[alike[0]])
+        place_nL = np.zeros((len(alike), longest), np.int64)
+        within_nL = np.arange(longest) < place.lengths[alike][:, None]
+        place_nL[within_nL] = place.take(alike).values
+        own_nL = within_nL.copy()
+        own_nL[within_nL] = own.take(alike).values
+        from_R[place_nL[own_nL]] = cells + np.flatnonzero(own_nL)
+        cells += place_nL.size
+        places.append(place_nL)
+    return Padded(tuple(places), from_R)
+
+
+def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
+    """Which sequences to pad to one length, the longest first: none to twice its own or more."""
+    order_N = np.argsort(-length_N, kind="stable")
+    falling_N = length_N[order_N]
+    start = 0
+    while start < len(order_N):
+        end = start + int(np.count_nonzero(2 * falling_N[start:] > falling_N[start]))
+        yield order_N[start:end]
+        start = end
