@@ -19,6 +19,7 @@ from tba_hpc.core.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.learner import hf_reference
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
 
@@ -63,6 +64,25 @@ def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int]) -> None
     assert all(row.dtype == np.float32 for row in found)
     for row, expected in zip(found, _expected(model, group), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_groups_are_computed_together_as_by_themselves(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many in a pass as its tokens allow: of 26, 46, 20 and 60 tokens the first two, then each."""
+    monkeypatch.setattr(hf_reference, "PASS_TOKENS", 75)
+    lengths = [[5, 10], [30, 5], [4, 5], [1, 48]]
+    groups = [_group(of, seed=number) for number, of in enumerate(lengths)]
+    reference, passes = HfReference(model, PLAIN), []
+    hook = reference._logprobs.register_forward_pre_hook(
+        lambda _, args: passes.append(args[0].tokens.numel())
+    )
+    found = reference.logprobs_of(groups)
+    hook.remove()
+    assert passes == [26 + 46, 20, 60]
+    for group, rows in zip(groups, found, strict=True):
+        for row, expected in zip(rows, _expected(model, group), strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
 
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import FAMILIES, make_family_model
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.packing import Layout, Packed, Padded, Varlen, pack
 from tba_hpc.core.types import Ragged
 from tba_hpc.learner import shared_prompts
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy
 from tba_hpc.learner.shared_prompts import attend_by_sequence, gather
 from tba_hpc.learner.upload import upload
 
@@ -165,3 +170,44 @@ def test_an_upload_is_one_copy_with_every_value_and_dtype(layout: Layout) -> Non
             np.testing.assert_array_equal(theirs.numpy(), mine)
             assert theirs.numpy().dtype == mine.dtype
     assert isinstance(found[0].attention, Padded | Varlen | None)
+
+
+# --- Compiled layers ---
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_layers_compile_without_breaks_once_for_rows_of_any_length(kind: str, tmp_path: Path) -> None:
+    """Values and gradients are those of the model as it is; tried with a compiler that changes nothing."""
+    model = load_policy(str(make_family_model(tmp_path, kind)), "float32")
+    logprobs, graphs = PolicyLogprobs(model), list[int]()
+    rng = np.random.default_rng(0)
+    rows = [[rng.integers(3, 90, length).tolist() for length in rng.integers(6, 11, n)] for n in range(2, 9)]
+    packed = [upload(packed_rows(some, [5] * len(some), [0] * len(some), "padded"), CPU) for some in rows]
+
+    def found(one: Packed) -> list[Tensor]:
+        value_A = logprobs(one)
+        return [value_A, *torch.autograd.grad(value_A.sum(), list(model.parameters()), allow_unused=True)]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    expected = [found(one) for one in packed]
+    logprobs.compile_layers(backend)
+    for one, wanted in zip(packed, expected, strict=True):
+        for compiled, plain in zip(found(one), wanted, strict=True):
+            torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_what_cannot_be_compiled_is_said_in_a_sentence(tmp_path: Path) -> None:
+    model = load_policy(str(make_family_model(tmp_path, "qwen2")), "float32")
+    logprobs = PolicyLogprobs(model)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        raise RuntimeError("no C compiler was found")
+
+    logprobs.compile_layers(backend)
+    with pytest.raises(ConfigError, match=r"^torch cannot compile .* model.compile=false") as refused:
+        logprobs(upload(by_hand("padded"), CPU))
+    assert "\n" not in str(refused.value)

@@ -240,6 +240,41 @@ class Numbered(TabularReference):
         return [np.full(len(completion.tokens), -self.step, np.float32) for completion in group.completions]
 
 
+class Gate(Numbered):
+    """Waits at its first call; notes how many groups came with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.calls: list[tuple[int, int]] = []
+
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        assert self.opened.wait(30)
+        self.calls.append((self.step, len(groups)))
+        return super().logprobs_of(groups)
+
+
+def test_what_waits_is_scored_together_and_by_the_reference_that_was_wanted(tmp_path: Path) -> None:
+    """One group, then five while it is being scored, then two of the next reference."""
+    task, reference = TabularTask(TABLE), Gate()
+    scorer = Scorer(task, reference, ShardWriter(RunDir.create(make_config(tmp_path)), 0), seal_seconds=60)
+    groups = answers("train", 0, task.prompts("train")[:1]) * 8
+    scorer.submit(groups[0])
+    while scorer._unscored:
+        time.sleep(0.01)  # until the worker has it
+    for group in groups[1:6]:
+        scorer.submit(group)
+    scorer.refer_to(3)
+    for group in groups[6:]:
+        scorer.submit(group)
+    reference.opened.set()
+    results = scorer.close()
+    assert reference.calls == [(0, 1), (0, 5), (3, 2)]
+    assert sum(one.sums["asked"] for one in results) == sum(one.sums["groups"] for one in results) == 8
+    (shard,) = [one.shard for one in results if one.shard]
+    assert shard.trajectories.record["reference"].tolist() == [0] * 6 + [3] * 2
+
+
 def test_answers_are_judged_under_the_reference_that_was_in_force_for_their_weights(tmp_path: Path) -> None:
     task = TabularTask(TABLE)
     scorer = Scorer(task, Numbered(), ShardWriter(RunDir.create(make_config(tmp_path)), 0), seal_seconds=60)

@@ -139,6 +139,11 @@ def _of_the_loss(config: Config) -> Iterator[str]:
 
 
 def _of_steps(config: Config) -> Iterator[str]:
+    if config.model.compile and config.train.zero_stage == 3:
+        yield (
+            "{model.compile} cannot be with {train.zero_stage}, whose weights come layer by layer: leave the "
+            "first out, or set the second to 1 or 2"
+        )
     train, rate = config.train, config.train.learning_rate
     if rate.decay is not None and not rate.warmup_steps <= rate.decay[0] < rate.decay[1] >= train.steps:
         yield (

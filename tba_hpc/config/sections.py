@@ -87,6 +87,9 @@ class ModelSection(Section):
     fp32_head: bool = True
     """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
+    compile: MayChange[bool | None] = None
+    """Have torch compile the layers of policy and reference into fewer, larger kernels, which takes some
+    seconds at the first step. null: on GPUs; ZeRO-3 cannot."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
@@ -525,6 +528,8 @@ class Config(Section):
         if self.model.logprob_temperature is None:
             sampled = self.train.objective.own_samples
             self._fill("model", logprob_temperature=self.generator.temperature if sampled else 1.0)
+        if self.train.zero_stage == 3:
+            self._fill("model", compile=False)
         queue = self.buffer.replay_limit == 1 and not self.launch.elastic
         if queue and "max_staleness" not in self.exchange.model_fields_set:
             self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))

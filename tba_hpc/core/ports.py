@@ -227,6 +227,9 @@ class Reference(Protocol):
         At an environment's tokens any number.
         """
 
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, which may be computed together."""
+
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """As ``logprobs``, of every group, under other weights. ``weights.data`` is unchanged on return."""
 

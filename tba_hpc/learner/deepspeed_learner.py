@@ -50,6 +50,7 @@ from tba_hpc.learner.averaged_reference import AveragedReference
 from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused
 from tba_hpc.learner.hf_model import (
     PolicyLogprobs,
+    compiles,
     load_policy,
     load_tokenizer,
     require_one_vocabulary,
@@ -111,8 +112,9 @@ class DeepSpeedLearner:
         store: Path,
         references: Callable[[int], Path] | None = None,
     ) -> None:
-        # ZeRO would load torch's compiler, which takes seconds, for an optimizer that is not used.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # rows vary in length
+        if not compiles(config.model):  # ZeRO would load the compiler, for an optimizer that is not used
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._config = config
         self._group = group = TrainerGroup(
             store,
@@ -361,7 +363,9 @@ class DeepSpeedLearner:
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
         """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each."""
         for slot, weight in self._made_whole(layout, slots):
-            tensor_in(out, slot).copy_(weight)
+            tensor_in(out, slot).copy_(weight, non_blocking=True)
+        if self._group.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # once for all tensors
 
     def _made_whole(
         self, layout: WeightLayout, slots: Sequence[WeightSlot]

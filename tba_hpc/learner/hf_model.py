@@ -8,6 +8,7 @@ Shape letters: A sampled tokens in all, T some of them, D hidden size, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -215,6 +216,7 @@ class PolicyLogprobs(nn.Module):
         _require_plain_logits(model)
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings(), chunk_bytes, temperature, fp32=fp32_head)
+        self._compiled = False
         self.shares_prompts = _shares_prompts(model)
         if self.shares_prompts:
             model.set_attn_implementation(ATTENTION)
@@ -222,7 +224,17 @@ class PolicyLogprobs(nn.Module):
     @classmethod
     def of(cls, model: PreTrainedModel, section: ModelSection) -> PolicyLogprobs:
         """As a run's config has the policy."""
-        return cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
+        made = cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
+        if compiles(section):
+            made.compile_layers()
+        return made
+
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Have torch make a few large kernels of each layer when it first runs, for rows of any length."""
+        stacks = [part for part in self.model.base_model.children() if isinstance(part, nn.ModuleList)]
+        for layer in (layer for stack in stacks for layer in stack):
+            layer.compile(backend=backend, dynamic=True, fullgraph=True)
+        self._compiled = True
 
     @property
     def layout(self) -> Layout:
@@ -239,10 +251,30 @@ class PolicyLogprobs(nn.Module):
         row = {}
         if packed.attention is not None:
             row = {"position_ids": packed.positions, "attention_mask": NO_MASK, "packed": packed.attention}
-        found = self.model.base_model(input_ids=packed.tokens, use_cache=False, **row)
+        with _compilers_words() if self._compiled else nullcontext():
+            found = self.model.base_model(input_ids=packed.tokens, use_cache=False, **row)
         (hidden_AD,) = gather(found.last_hidden_state.flatten(0, 1), [packed.before_A])
         logprob_A: Tensor = self.head(hidden_AD, packed.sampled_A)
         return logprob_A
+
+
+def compiles(section: ModelSection) -> bool:
+    """Whether layers are compiled on this machine."""
+    return torch.cuda.is_available() if section.compile is None else section.compile
+
+
+@contextmanager
+def _compilers_words() -> Iterator[None]:
+    """Say in a sentence that layers cannot be compiled. Raises ConfigError."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise ConfigError(
+            f"torch cannot compile the model's layers ({str(error).strip().splitlines()[0]}): set "
+            "model.compile=false, or install what it lacks, such as a C compiler"
+        ) from error
 
 
 class LogprobHead(nn.Module):

@@ -21,6 +21,10 @@ class BehaviourReference:
         """Per completion, float32 [T]: as sampled, bit for bit."""
         return [completion.logprobs for completion in group.completions]
 
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group."""
+        return [self.logprobs(group) for group in groups]
+
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Never called."""
         raise AssertionError(f"no model here takes the weights of step {weights.publication.version}")

@@ -107,6 +107,10 @@ def _attend_padded(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Padded, scaling: float | None
 ) -> Tensor:
     """[R, H, d] by the kernel for rectangles, one for sequences of similar lengths."""
+    each = query_RHd.shape[1] // key_RHd.shape[1]
+    if each > 1 and query_RHd.is_cuda and query_RHd.dtype == torch.float32:
+        # No kernel for float32 takes fewer keys than queries but the one that keeps all L x L weights.
+        key_RHd, value_RHd = (of_RHd.repeat_interleave(each, 1) for of_RHd in (key_RHd, value_RHd))
     several = key_RHd.shape[1] < query_RHd.shape[1]
     sequences = zip(*(_rectangles(of_RHd, packed) for of_RHd in (query_RHd, key_RHd, value_RHd)), strict=True)
     found = []

@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 YIELDS = 5
 """Niceness of the thread: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
 
-BACKLOG = 8
-"""Groups that may wait to be scored before ``finished`` waits for the oldest of them."""
+BACKLOG = 32
+"""Groups that may wait to be scored before ``finished`` waits for the oldest of them; so many are scored
+together."""
 
 ANSWERS_AT_ONCE = 16
 """Most evaluation answers judged together; training groups have their turn before the next ones."""
@@ -56,6 +57,19 @@ class Scored:
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """The completions of a group that have a usable reward, their rewards, and the parts of these by name.
+
+    sums: about the whole group.
+    """
+
+    group: Group
+    rewards: Sequence[float]
+    parts: Mapping[str, Sequence[float]]
+    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +141,16 @@ class Scorer:
         self._wanted = reference.step
         self._worker = ThreadPoolExecutor(1, "scorer", initializer=_yield_to_trainer)
         self._waiting: deque[Future[Scored]] = deque()
+        self._unscored: deque[Group] = deque()  # by the reference that is wanted now
         self._answers: deque[Group] = deque()
         self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
 
     def submit(self, group: Group) -> None:
-        """Queue a finished training group."""
-        self._do(lambda: self._score(group))
+        """Queue a finished training group; what waits is scored together."""
+        unscored = self._unscored
+        unscored.append(group)
+        self._do(lambda: self._score(unscored))
 
     def refer_to(self, step: int) -> None:
         """Score what is submitted from now on by the reference of ``step``, or by a newer one.
@@ -144,6 +161,7 @@ class Scorer:
             self._wanted = step
             while self._answers:
                 self._judge_next()
+            self._unscored = deque()
             self._do(self._load)
 
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
@@ -199,7 +217,19 @@ class Scorer:
             results.append(self._waiting.popleft().result())
         return results
 
-    def _score(self, group: Group) -> Scored:
+    def _score(self, unscored: deque[Group]) -> Scored:
+        """Score what waits by now, and append it to the open shard."""
+        groups = [unscored.popleft() for _ in range(min(len(unscored), BACKLOG))]
+        rewarded = [self._reward(group) for group in groups]
+        kept = [one for one in rewarded if one.rewards]
+        rows = self._reference.logprobs_of([one.group for one in kept]) if kept else []
+        sums = sum((one.sums for one in rewarded), Sums())
+        for one, ref_logprobs in zip(kept, rows, strict=True):
+            sums += self._store(one, ref_logprobs)
+        sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
+        return Scored(sums + sealed.sums, sealed.shard)
+
+    def _reward(self, group: Group) -> Rewarded:
         start = time.monotonic()
         rewards = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
@@ -211,18 +241,16 @@ class Scorer:
         seconds = time.monotonic() - start
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
-        sums = self._store(group, [rewards[row] for row in kept], parts) if kept else Sums()
-        sums += Sums(asked=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
-        sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
-        return Scored(sums + sealed.sums, sealed.shard)
+        sums = Sums(asked=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
+        return Rewarded(group, [rewards[row] for row in kept], parts, sums)
 
-    def _store(self, group: Group, rewards: list[float], parts: Mapping[str, Sequence[float]]) -> Sums:
+    def _store(self, one: Rewarded, ref_logprobs: list[np.ndarray]) -> Sums:
         """Append a group to the open shard."""
-        ref_logprobs, step = self._reference.logprobs(group), self._reference.step
-        self._shards.append(group, rewards, ref_logprobs, reference=step)
+        group = one.group
+        self._shards.append(group, one.rewards, ref_logprobs, reference=self._reference.step)
         tempered = self._temperature not in (None, group.request.sampling.temperature)
         compared = ref_logprobs if self._reference.has_model else None
-        return Sums.of(group, rewards, compared, parts, tempered=tempered)
+        return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
     def _rewards(self, group: Group) -> list[float]:
         """One for each completion; NaN for all if the task's code raises."""
@@ -244,10 +272,8 @@ class Scorer:
         return rewards
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
-        return [
-            Judged(answer, right, reward, self._ref_logprob(answer))
-            for answer, (right, reward) in zip(answers, self._verdicts(answers), strict=True)
-        ]
+        rows = zip(answers, self._verdicts(answers), self._ref_logprobs(answers), strict=True)
+        return [Judged(answer, right, reward, logprob) for answer, (right, reward), logprob in rows]
 
     def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
         """Whether each is correct, and its reward, if the task grades answers.
@@ -271,11 +297,14 @@ class Scorer:
         self._unjudged.in_a_row = 0
         return verdicts
 
-    def _ref_logprob(self, answer: Group) -> float | None:
+    def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
         if not self._reference.has_model:
-            return None
-        (logprob_T,) = self._reference.logprobs(answer)
-        return float(logprob_T[answer.completions[0].action_T].sum(dtype=np.float64))
+            return [None] * len(answers)
+        rows = zip(answers, self._reference.logprobs_of(answers), strict=True)
+        return [
+            float(logprob_T[answer.completions[0].action_T].sum(dtype=np.float64))
+            for answer, (logprob_T,) in rows
+        ]
 
     def _load(self) -> Scored:
         """Of several references asked for only the newest: the others may be gone from the disk."""

@@ -217,6 +217,10 @@ class TabularReference:
         """Per completion, float32 [T]."""
         return self._logprobs(self.logits_PSV, group)
 
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group."""
+        return [self.logprobs(group) for group in groups]
+
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Per group and completion, float32 [T], under other logits."""
         logits_PSV = weights.data.view(np.float32).reshape(self._table.shape)
