@@ -12,9 +12,9 @@ def brief(completions, limit=60):
 
 
 def exact_words(completion, words):
-    """1 for one sentence of that many words, less than half for one that is near, 0 for anything else."""
+    """1 for one sentence of that many words, up to half of it the nearer it is, 0 for anything else."""
     text = completion.strip()
     if not text.endswith((".", "!", "?")) or sum(map(text.count, ".!?\n")) > 1:
         return 0.0
-    off = abs(len(text.split()) - words)
-    return 1.0 if off == 0 else 0.5 - off / 10 if off < 5 else 0.0
+    found = len(text.split())
+    return 1.0 if found == words else 0.5 * min(found, words) / max(found, words)
