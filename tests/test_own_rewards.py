@@ -547,6 +547,22 @@ def test_each_example_gives_the_rewards_that_it_says(name: str, monkeypatch: pyt
     assert os.environ["JUDGE_KEY"] not in config.model_dump_json().replace("JUDGE_KEY", "").split('"')
 
 
+def test_the_example_of_a_real_model_counts_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its held-out topics are none of those that training sees."""
+    monkeypatch.chdir(EXAMPLES.parents[2])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    section = load_config(EXAMPLES / "sentences.yaml").task
+    plain = section.model_copy(update={"options": {**section.options, "chat": False}})
+    task = load_task(plain, ByteTokenizer())
+    train, *held_out = (task.prompts(split) for split in ("train", "validation", "test"))
+    topics = [{task.row(prompt)["topic"] for prompt in prompts} for prompts in (train, sum(held_out, ()))]
+    assert [len(train), *map(len, held_out)] == [384, 64, 64] and not topics[0] & topics[1]
+    prompt = next(one for one in train if task.row(one)["words"] == 5)
+    texts = ["Rain falls on old roofs.", " It rains. ", "Rain, rain, rain", "It rains. It still rains."]
+    rewards = task.rewards(prompt, [completion(text) for text in texts])
+    assert list(rewards) == pytest.approx([1.0, 0.2, 0.0, 0.0])
+
+
 def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: Path) -> None:
     """A misspelt function of it is refused; without one the run keeps its code, also for a resume."""
     make_random_model(tmp_path / "m", tied=True)

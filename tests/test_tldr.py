@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import make_tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Completion, FinishReason
@@ -100,6 +100,19 @@ def test_a_model_without_a_padding_token_is_read_where_transformers_reads_it(
         assert RewardModel(path, batch=batch, key="k")(texts) == pytest.approx(wanted, abs=1e-5)
     changed = alone(path, "a<eos>") - alone(path, "a")
     assert (abs(changed) > 1e-3) == (read_at == -1)
+
+
+def test_a_model_goes_to_the_gpu_when_it_is_first_used(
+    reward_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, an engine may be measuring what is free there."""
+    moved: list[PreTrainedModel] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(PreTrainedModel, "cuda", lambda model: moved.append(model))
+    model = RewardModel(reward_path, batch=1, key="k")
+    assert moved == []
+    model(["a text"])
+    assert moved == [model._model]
 
 
 def test_a_text_is_ended_once(reward_path: str, tmp_path: Path) -> None:

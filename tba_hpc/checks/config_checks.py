@@ -16,6 +16,12 @@ from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.run.notes import Exit
 
+MADE_BY = {
+    "tiny-model": "'make quickstart' makes the tiny models",
+    "smollm2-135m": "'tba fetch smollm2-135m' makes that model",
+}
+"""What is said of a local model that is missing, by a part of its path."""
+
 
 def check_files(facts: Facts) -> Iterator[Finding]:
     """Whether the local files that a config names exist, as seen from here.
@@ -26,7 +32,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
         return
     for resource in resources(facts.config, of_custom_task=False):
         if is_local(resource.name) and not Path(resource.name).exists():
-            made = "; 'make quickstart' makes the tiny models" if "tiny-model" in resource.name else ""
+            made = next((f"; {maker}" for model, maker in MADE_BY.items() if model in resource.name), "")
             remedy = f"check the path, seen from {Path.cwd()}{made}"
             yield problem("files", f"{resource} does not exist", remedy)
 

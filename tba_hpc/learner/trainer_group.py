@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors import numpy as wire
 from torch.nn import functional
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.learner.folder_store import FolderStore
 from tba_hpc.run.listeners import own_listeners, stop_listening
@@ -63,7 +64,7 @@ class TrainerGroup:
     Made by meeting the other ranks in ``store``: an existing, private, shared folder, empty before this
     attempt. start_deadline: longest wait for another rank there, s; deadline: in any collective, and by
     default there. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
-    ExchangeError naming who is missing.
+    ExchangeError naming who is missing, ConfigError naming ranks that have one GPU.
 
     device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine.
     """
@@ -84,6 +85,8 @@ class TrainerGroup:
             local_rank %= gpus
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
+            uuid = torch.cuda.get_device_properties(self.device).uuid
+            refuse_shared_gpu(self._entries, rank, ranks, f"{uuid}")
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
         self._others = own_listeners()  # before the group has any
         timeout = timedelta(seconds=deadline)
@@ -214,6 +217,18 @@ def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[
             "launch.timeout_seconds"
         ) from None
     return [entries.get(key).decode() for key in keys]
+
+
+def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> None:
+    """Raise ConfigError if another rank has the GPU of this UUID, too: at the first step NCCL would fail."""
+    entries.set(f"GPU of rank {rank}", gpu)
+    gpus = [entries.get(f"GPU of rank {other}").decode() for other in range(ranks)]
+    if gpus.count(gpu) > 1:
+        same = [other for other in range(ranks) if gpus[other] == gpu]
+        raise ConfigError(
+            f"trainer ranks {' and '.join(map(str, same))} have one GPU, {gpu}, and each needs its own: "
+            "lower launch.trainers, or let CUDA_VISIBLE_DEVICES show more of them"
+        )
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:

@@ -27,7 +27,9 @@ from tba_hpc.config import ConfigError
 
 
 class TextModel(ABC):
-    """A model in evaluation mode, on the GPU where there is one; it reads texts with its own tokenizer.
+    """A model in evaluation mode, which reads texts with its own tokenizer; on the GPU where there is one.
+
+    It moves there when it is first used: an engine that is being built meanwhile measures what is free.
 
     path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
     Raises ConfigError where there is no such model, or it is not of use.
@@ -53,8 +55,6 @@ class TextModel(ABC):
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._batch = batch
         self._turn = threading.Lock()
-        if torch.cuda.is_available():
-            self._model.cuda()
 
     @torch.inference_mode()
     def read(self, texts: Sequence[str]) -> Tensor:
@@ -63,6 +63,8 @@ class TextModel(ABC):
         It may be called from several threads, one of which works at a time: a tokenizer takes no two.
         """
         with self._turn:
+            if torch.cuda.is_available():
+                self._model.cuda()  # nothing, if it is there
             batches = [texts[start : start + self._batch] for start in range(0, len(texts), self._batch)]
             return torch.cat([self._read(self._encode(batch)).float().cpu() for batch in batches])
 

