@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -63,6 +63,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
     "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
+}
+GPU_ENVIRONMENT = {
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",  # as learner and reference multiply: hf_model.use_tensor_cores
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
@@ -131,7 +134,7 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
     os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
-    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
+    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     if not on_gpu:
         # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
@@ -168,11 +171,13 @@ def build(settings: EngineSettings) -> LLM:
     model, generator = settings.model, settings.generator
     cache_mb = generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
     exact_head = model.fp32_head and model.dtype != "float32"
+    sequences = generator.prompts_in_flight * generator.completions_per_prompt
+    by_user = generator.engine
     llm = LLM(
         model.path,
         dtype=model.dtype,
         max_model_len=model.context_length,
-        max_num_seqs=generator.prompts_in_flight * generator.completions_per_prompt,
+        max_num_seqs=sequences,
         gpu_memory_utilization=generator.gpu_memory_utilization,
         kv_cache_memory_bytes=cache_mb and cache_mb << 20,
         tensor_parallel_size=generator.tensor_parallel,
@@ -180,7 +185,7 @@ def build(settings: EngineSettings) -> LLM:
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         use_tqdm_on_load=False,
         seed=settings.seed,
-        **({"enforce_eager": not on_gpu} | generator.engine),
+        **(with_graphs(by_user, sequences) if on_gpu else {"enforce_eager": True} | by_user),
     )
     llm.llm_engine.set_weight_version("0")
     temperature = model.policy_temperature
@@ -189,6 +194,29 @@ def build(settings: EngineSettings) -> LLM:
             f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
         )
     return llm
+
+
+def with_graphs(engine: Mapping[str, Any], sequences: int) -> dict[str, Any]:
+    """Arguments for vLLM, with CUDA graphs for batches of up to ``sequences`` unless they name sizes.
+
+    Those that vLLM chooses end at 512, beyond which it decodes without any.
+    """
+    compilation = engine.get("compilation_config")
+    named = [*engine, *(compilation if isinstance(compilation, dict) else ())]
+    sized = any("cudagraph_capture_size" in name for name in named)
+    return {**engine} if sized else {"cudagraph_capture_sizes": graph_sizes(sequences), **engine}
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Tokens of batches with a graph of their own; others are padded to the next of them, by an eighth.
+
+    Prompts beside what is decoded make larger ones: as vLLM, twice as large, but then not above 512.
+    """
+    largest = max(sequences, min(2 * sequences, 512))
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(8, 1 << sizes[-1].bit_length() - 4))
+    return [*(size for size in sizes if size < largest), largest]
 
 
 class Engine:
