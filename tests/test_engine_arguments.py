@@ -23,17 +23,14 @@ def test_every_batch_of_sequences_has_a_graph_of_about_its_size(sequences: int) 
 
 def test_sizes_that_the_user_names_stay_alone() -> None:
     """vLLM refuses a list beside a largest size that is not its last."""
-    assert with_graphs({}, 4) == {"cudagraph_capture_sizes": [1, 2, 4, 8]}
-    assert with_graphs({"quantization": "fp8", "compilation_config": 3}, 1) == {
+    assert with_graphs({}, 4) == {"cudagraph_capture_sizes": [1, 2, 4, 8], "compilation_config": {}}
+    assert with_graphs({"quantization": "fp8", "compilation_config": 3}, 1, "PIECEWISE") == {
         "cudagraph_capture_sizes": [1, 2],
         "quantization": "fp8",
-        "compilation_config": 3,
+        "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE"},
     }
-    for own in (
-        {"max_cudagraph_capture_size": 64},
-        {"compilation_config": {"cudagraph_capture_sizes": [8]}},
-    ):
-        assert with_graphs(own, 640) == own
+    for own in ({"max_cudagraph_capture_size": 64}, {"compilation_config": {"cudagraph_capture_sizes": [8]}}):
+        assert with_graphs(own, 640) == {"compilation_config": {}, **own}
 
 
 def test_vllm_takes_the_sizes_as_they_are() -> None:
