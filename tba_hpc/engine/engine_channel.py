@@ -47,11 +47,12 @@ class Submit(Message):
 
 
 class Load(Message):
-    """To the engine: weights to use from now on, at the end of the file at ``path``."""
+    """To the engine: weights to use from now on, at the end of the file at ``path``, of that generation."""
 
     version: int
     path: str
     layout: str
+    generation: int = 0
 
 
 class Building(Message):

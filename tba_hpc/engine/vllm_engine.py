@@ -45,6 +45,7 @@ from tba_hpc.engine.engine_channel import (
     Submit,
 )
 from tba_hpc.learner.adapter import Adapter, identity, layers_of, tensors_in
+from tba_hpc.learner.registered_memory import KeptMaps, RegisteredMemory
 from tba_hpc.run.listeners import stop_listening
 
 if TYPE_CHECKING:
@@ -296,7 +297,8 @@ class Engine:
             if reason := next(filter(None, unlike), ""):
                 self._channel.send(Misfit(reason))
                 return
-        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        given = command.path, command.layout, command.generation
+        missed = self._llm.collective_rpc("load_shared_weights", args=given)
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             reason = f"took no new value, or not all of it, for {first_few(names, NAMED)}"
             remedy = "train a model that this version of vLLM updates as a whole"
@@ -394,6 +396,9 @@ class WeightLoader:
     lora_base: dict[str, torch.Tensor] | None = None
     """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
 
+    kept_maps: KeptMaps | None = None
+    """Of the files that weights come in."""
+
     def rendezvous(self) -> str:
         """The file through which the workers have met; any other path if that was none."""
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
@@ -418,7 +423,7 @@ class WeightLoader:
         self.lora_base = base
         return ""
 
-    def load_shared_weights(self, path: str, layout: str) -> list[str]:
+    def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
         An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
@@ -426,8 +431,10 @@ class WeightLoader:
         """
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # what was missed is counted here
         given = WeightLayout.from_json(layout)
-        data = WeightFile.open(path, given.nbytes).map("c")  # torch wants memory that it could write to
-        tensors = tensors_in(data, given)
+        file = WeightFile.open(path, given.nbytes)
+        file.generation = generation
+        self.kept_maps = self.kept_maps or KeptMaps(RegisteredMemory())
+        tensors = tensors_in(self.kept_maps.map(file), given)
         if given.lora:
             assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]

@@ -207,7 +207,8 @@ class VllmGenerator:
         while self.loading:
             self._listen()
         self._weights = file = update.file or WeightFile.copy_of(update.data)
-        self._load = Load(update.publication.version, file.path, update.layout.to_json())
+        version, layout = update.publication.version, update.layout.to_json()
+        self._load = Load(version, file.path, layout, file.generation)
         self._loading = True
         if self._engine.ready:
             self._engine.send(self._load)
