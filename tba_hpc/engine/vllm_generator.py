@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -42,6 +43,8 @@ from tba_hpc.engine.engine_channel import (
     Refused,
     Submit,
 )
+from tba_hpc.run.background import in_background
+from tba_hpc.run.caches import pack_caches
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +240,8 @@ class VllmGenerator:
             case Building():
                 self._reach(answer.stage)
             case Ready():
+                if not self._was_ready:
+                    in_background(partial(pack_caches, os.environ))
                 self._reach("")
                 self._was_ready, self._graphs = True, answer.graphs
                 if self._load is not None:
