@@ -52,7 +52,7 @@ class Searcher:
     _awaited: Publication | None = None  # of the weights given last, until they are in use
     _busy_seconds: float = 0.0
     _rejected: int = 0
-    _stage: str = ""  # of the engine, as logged
+    _stage: str | None = None  # of the engine, as logged
     _tally: Sums = field(default_factory=Sums)  # since the last metric record
     _clock: Clock = field(default_factory=Clock)
     _logged: float = field(default_factory=time.monotonic)
