@@ -166,8 +166,9 @@ class Script:
         self.requests: list[Request] = []
         self.idle_steps = 0
         self.version, self.loading = 0, False
-        self.load_seconds = self.busy_seconds = 0.0
-        self.rebuilds = 0
+        self.load_seconds = self.busy_seconds = self.recompute_share = 0.0
+        self.rebuilds = self.nan_groups = 0
+        self.stage = ""
 
     @property
     def in_flight(self) -> int:

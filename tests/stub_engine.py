@@ -46,28 +46,31 @@ class Behaviour(msgspec.Struct):
     die: str = ""
     misfit: str = ""
     broken: str = ""
+    graphs: str = "NONE"  # unless the rank asks for others
+    nan: dict[str, int] = {}  # by the kind of its graphs: how many groups, the first ones, are not numbers
 
 
 def main() -> None:
     """Serve the rank that started this process until it hangs up."""
     settings, parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
-    asked = EngineSettings.model_validate_json(settings).generator.engine
-    behaviour = msgspec.convert(asked, Behaviour)
+    asked = EngineSettings.model_validate_json(settings)
+    behaviour = msgspec.convert(asked.generator.engine, Behaviour)
+    behaviour.graphs = asked.graphs or behaviour.graphs
     channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
     time.sleep(behaviour.build_seconds)
     for word, reason in ((Refused, behaviour.refuse), (Broken, behaviour.broken), (Died, behaviour.die)):
         if reason:
             channel.send(word(reason))
             sys.exit(1)
-    channel.send(Ready())
+    channel.send(Ready(behaviour.graphs))
     serve(channel, behaviour)
 
 
 def serve(channel: Channel[Command], behaviour: Behaviour) -> None:
     """Complete one request after the other."""
     waiting: list[Submit] = []
-    version, logprob = 0, 0.0
+    version, logprob, nan = 0, 0.0, behaviour.nan.get(behaviour.graphs, 0)
     while not channel.closed:
         for command in channel.receive(0 if waiting else BEAT_SECONDS):
             match command:
@@ -81,7 +84,9 @@ def serve(channel: Channel[Command], behaviour: Behaviour) -> None:
                     version, logprob = command.version, float(weights[:4].view("f4")[0])
                     channel.send(Loaded(version, 0.0))
         time.sleep(behaviour.request_seconds if waiting else 0)
-        finished = [completed(waiting.pop(0), version, logprob)] if waiting else []
+        said = np.nan if nan > 0 else logprob
+        nan -= bool(waiting)
+        finished = [completed(waiting.pop(0), version, said)] if waiting else []
         channel.send(Progress(0.0, sum(len(one.stopped) for one in finished), finished))
 
 

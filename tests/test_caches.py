@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.run.caches import keep_caches_private
+from tba_hpc.run.caches import keep_caches_private, pack_caches
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -53,13 +53,57 @@ def test_a_folder_of_the_first_node_may_not_be_there_on_another(parent: str, tmp
     elif parent == "is a file":
         (tmp_path / "local").mkdir()
         (tmp_path / "local/job").touch()
-    environment = variables(tmp_path / "local/job/tba-1")
+    environment = variables(tmp_path / "local/job/tba-1") | {"TBA_COMPILED": f"{tmp_path}/compiled.tar"}
+    (tmp_path / "compiled.tar").touch(mode=0o600)
     keep_caches_private(environment)
     assert Path(environment["TBA_CACHES"]).is_dir()
     assert (environment["TBA_CACHES"] == str(tmp_path / "local/job/tba-1")) == (parent == "is made")
 
 
+def on_node(tmp_path: Path, name: str) -> dict[str, str]:
+    """The variables of a node of a run."""
+    return {"TBA_CACHES": f"{tmp_path}/{name}/tba-1", "TBA_COMPILED": f"{tmp_path}/compiled.tar"}
+
+
+def test_what_one_node_has_compiled_another_begins_with(tmp_path: Path) -> None:
+    first, second = on_node(tmp_path, "first"), on_node(tmp_path, "second")
+    keep_caches_private(first)
+    pack_caches(first)
+    assert not (tmp_path / "compiled.tar").exists(), "nothing is compiled"
+    model = "VLLM_CACHE_ROOT/torch_compile_cache/hash/model"
+    Path(first["TBA_CACHES"], model).parent.mkdir(parents=True)
+    Path(first["TBA_CACHES"], model).write_bytes(b"kernels")
+    pack_caches(first)
+    assert (tmp_path / "compiled.tar").stat().st_mode & 0o777 == 0o600
+    keep_caches_private(second)
+    folder = Path(second["TBA_CACHES"])
+    assert (folder / model).read_bytes() == b"kernels" and folder.stat().st_mode & 0o777 == 0o700
+    (folder / model).write_bytes(b"newer")
+    keep_caches_private(second)
+    pack_caches(second)
+    assert (folder / model).read_bytes() == b"newer", "what a node has stays"
+    assert [path.name for path in folder.parent.iterdir()] == ["tba-1"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["compiled.tar"]
+
+
+@pytest.mark.parametrize("damage", ["others may write it", "it is torn"])
+def test_an_archive_that_is_not_to_be_trusted_is_left_alone(damage: str, tmp_path: Path) -> None:
+    first, second = on_node(tmp_path, "first"), on_node(tmp_path, "second")
+    Path(first["TBA_CACHES"], "VLLM_CACHE_ROOT/torch_compile_cache").mkdir(parents=True)
+    Path(first["TBA_CACHES"], "kernel").write_bytes(bytes(1 << 20))
+    pack_caches(first)
+    archive = tmp_path / "compiled.tar"
+    if damage == "it is torn":
+        archive.write_bytes(archive.read_bytes()[: 1 << 19])
+    else:
+        archive.chmod(0o620)
+    keep_caches_private(second)
+    folder = Path(second["TBA_CACHES"])
+    assert [*folder.iterdir()] == [] and [path.name for path in folder.parent.iterdir()] == ["tba-1"]
+
+
 def test_without_a_batch_script_there_is_nothing_to_keep() -> None:
     environment: dict[str, str] = {}
     keep_caches_private(environment)
+    pack_caches(environment)
     assert environment == {}

@@ -236,6 +236,39 @@ def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None
     assert misfit.version == 0
 
 
+def test_log_probabilities_that_are_not_numbers_cost_graphs_and_no_group(made: list[VllmGenerator]) -> None:
+    """While the weights are sound, CUDA graphs are suspected: first those of attention, then all."""
+    graphs = {"graphs": "FULL_AND_PIECEWISE", "nan": {"FULL_AND_PIECEWISE": 99, "PIECEWISE": 1}}
+    generator = make(made, request_seconds=0.05, **graphs)
+    generator.load(weights(3, -0.5))
+    for number in range(3):
+        generator.submit(request(number))
+    groups = drain(generator)
+    assert sorted(group.request.id for group in groups) == [0, 1, 2] and generator.in_flight == 0
+    assert {float(row) for group in groups for one in group.completions for row in one.logprobs} == {-0.5}
+    assert (generator.rebuilds, generator._graphs) == (2, "NONE") and generator.nan_groups >= 2
+
+
+def test_without_graphs_a_request_is_sampled_again_a_few_times(made: list[VllmGenerator]) -> None:
+    generator = make(made, nan={"NONE": 3})
+    generator.submit(request(7))
+    (group,) = drain(generator)
+    assert group.request.id == 7 and (generator.nan_groups, generator.rebuilds) == (3, 0)
+    hopeless = make(made, nan={"NONE": 4})
+    hopeless.submit(request(7))
+    with pytest.raises(EngineError, match=r"prompt 7 are not numbers in 4 tries, .*: leave the prompt out"):
+        until_ended(hopeless)
+
+
+def test_damaged_weights_end_the_searcher(made: list[VllmGenerator]) -> None:
+    generator = make(made, graphs="FULL_AND_PIECEWISE")
+    generator.load(weights(3, np.nan))
+    generator.submit(request(7))
+    with pytest.raises(EngineError, match=r"^the weights of version 3 are damaged, a holds what is not a"):
+        until_ended(generator)
+    assert generator.rebuilds == 0
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(made: list[VllmGenerator]) -> None:
     generator = make(made)
     long = Request(Prompt(3, np.zeros(1020, np.int32), ""), 0, 4, SAMPLING)

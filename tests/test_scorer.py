@@ -59,6 +59,13 @@ def rejected(run: RunDir) -> int:
     return int(str(read_metrics(run.metrics_file("searcher"))[-1]["search/rejected"]))
 
 
+def test_a_searcher_says_once_that_its_engine_is_ready(tmp_path: Path) -> None:
+    """Even if it has been so from the start; status waits for it."""
+    run = search(tmp_path, Faulty(lambda _prompt, rewards, _groups: rewards))
+    records = read_metrics(run.metrics_file("searcher"))
+    assert [record["stage"] for record in records if record.get("event") == "engine"] == ["ready"]
+
+
 def test_rewards_that_raise_cost_their_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = Faulty(raise_at_prompt_1)
     run = search(tmp_path, task)

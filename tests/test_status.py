@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -266,6 +267,34 @@ def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(ru
     )
     monitor.update()
     assert (monitor.phase, monitor.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
+
+
+def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
+    """Of this attempt, and until something is generated; a record of a searcher is no completion."""
+    now, trainer = time.time(), run.metrics_file("trainer")
+    first, second = run.metrics_file("searcher", 0), run.metrics_file("searcher", 1)
+    happen(run, now - 65, "start", attempt="attempt-001", trainers=1, searchers=2)
+    monitor = look(run)
+
+    def words() -> str:
+        monitor.update()
+        return run_state(monitor).words
+
+    for path in (first, second):
+        engine = {"time": now - 20, "event": "engine", "stage": "importing"}
+        write(path, [{"time": now - 48, "event": "started"}, engine, search(now - 20, 0, 0.0)])
+    write(trainer, [{"time": now - 47, "event": "started", "step": 0}])
+    assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (48|49) s\)", words())
+    write(first, [{"time": now - 10, "event": "engine", "stage": "ready"}])
+    write(second, [{"time": now - 10, "event": "engine", "stage": "capturing graphs"}])
+    assert words().startswith("engines: 1 of 2 ready (capturing graphs, ")
+    write(second, [{"time": now - 5, "event": "engine", "stage": "ready"}])
+    assert words() == "engines are up, first weights on their way"
+    write(first, [search(now, 5, 9.0)])
+    assert words() == "first completions, evaluation before training"
+    happen(run, now + 1, "failed")
+    happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=2)
+    assert words() == "starting engines…"
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:

@@ -176,8 +176,9 @@ class GeneratorSection(Section):
     stop: tuple[Text, ...] = ()
     """Strings (also special tokens) that end a completion, in training and evaluation. The completion
     includes them, up to the token that completes the string; no end-of-sequence token follows."""
-    prompts_in_flight: MayChange[Count] = 8
-    """Concurrent prompts in a searcher's engine."""
+    prompts_in_flight: MayChange[Count] = 16
+    """Concurrent prompts in a searcher's engine; times completions_per_prompt, a GPU wants 250 to 500
+    completions."""
     kv_cache_mb: MayChange[Count | None] = None
     """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine is
     built; set it if other ranks start on the same GPU."""

@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 import numpy as np
 
+SHARED_MEMORY = Path("/dev/shm")
+
 Mode = Literal["r", "r+", "c"]
 """As of numpy.memmap; "c": what is written stays private."""
 
@@ -17,13 +19,15 @@ class WeightFile:
     """Weights at the end of an open file, ``nbytes`` from ``offset`` on.
 
     The file needs no name: it lives as long as anybody has it open. Each object has a descriptor of its own,
-    and closes it when nobody refers to the object any more.
+    and closes it when nobody refers to the object any more. generation: how often its memory was given back,
+    as its owner counts; from then on it has other pages.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
         self._descriptor = descriptor
         self.nbytes = nbytes
         self.offset = offset
+        self.generation = 0
 
     @classmethod
     def open(cls, path: str | Path, nbytes: int, *, write: bool = False) -> Self:
@@ -43,6 +47,16 @@ class WeightFile:
     def path(self) -> str:
         """Opens the same file in this process and those that it has started, while this object lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def inode(self) -> int:
+        """The file's number, which is no other's while it is open or mapped."""
+        return os.fstat(self._descriptor).st_ino
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether the file is one of SHARED_MEMORY, with or without a name."""
+        return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:
         """uint8 [nbytes]: the weights, which stay mapped beyond this object."""

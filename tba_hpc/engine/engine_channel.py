@@ -29,6 +29,8 @@ class EngineSettings(Section):
     model: ModelSection
     generator: GeneratorSection
     seed: int
+    graphs: str = ""
+    """vLLM's name of the kind of CUDA graphs; empty: as generator.engine says, or else as vLLM chooses."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -45,15 +47,24 @@ class Submit(Message):
 
 
 class Load(Message):
-    """To the engine: weights to use from now on, at the end of the file at ``path``."""
+    """To the engine: weights to use from now on, at the end of the file at ``path``, of that generation."""
 
     version: int
     path: str
     layout: str
+    generation: int = 0
+
+
+class Building(Message):
+    """From the engine, while it is built: what it does from now on."""
+
+    stage: str
 
 
 class Ready(Message):
-    """From the engine: it is built."""
+    """From the engine: it is built. graphs: vLLM's name of the kind of its CUDA graphs."""
+
+    graphs: str = "NONE"
 
 
 class Refused(Message):
@@ -90,8 +101,8 @@ class Misfit(Message):
 class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
-    tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS or
-    a stop string ended it. versions: int32 [K, 2], oldest and newest.
+    tokens: int32 [T]. logprobs: float32 [T], perhaps NaN. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS
+    or a stop string ended it. versions: int32 [K, 2], oldest and newest.
     """
 
     request: int
@@ -105,17 +116,20 @@ class Finished(Message):
 class Progress(Message):
     """From the engine, when groups are whole, and many times a second: a sign that it works.
 
-    Both count from the message of this kind before. busy_seconds: inside the engine's step. ended:
-    completions that have ended, of whole and of other groups.
+    All count from the message of this kind before. busy_seconds: inside the engine's step. ended:
+    completions that have ended, of whole and of other groups. computed: tokens; recomputed: those that a load
+    of weights had made worthless.
     """
 
     busy_seconds: float
     ended: int
     finished: list[Finished]
+    computed: int = 0
+    recomputed: int = 0
 
 
 Command = Submit | Load
-Answer = Ready | Refused | Broken | Died | Loaded | Misfit | Progress
+Answer = Building | Ready | Refused | Broken | Died | Loaded | Misfit | Progress
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

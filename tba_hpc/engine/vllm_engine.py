@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from tba_hpc.core.wording import first_few
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Broken,
+    Building,
     Channel,
     Command,
     Died,
@@ -44,11 +45,13 @@ from tba_hpc.engine.engine_channel import (
     Submit,
 )
 from tba_hpc.learner.adapter import Adapter, identity, layers_of, tensors_in
+from tba_hpc.learner.registered_memory import KeptMaps, RegisteredMemory
 from tba_hpc.run.listeners import stop_listening
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
@@ -63,6 +66,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
     "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
+}
+GPU_ENVIRONMENT = {
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",  # as learner and reference multiply: hf_model.use_tensor_cores
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
@@ -81,6 +87,9 @@ HIGHEST_TEMPERATURE = 2.0
 
 NAMED = 3
 """Parameters named, at most, of those that a load of weights has missed."""
+
+STAGES = {"determine_available_memory": "compiling", "compile_or_warm_up_model": "capturing graphs"}
+"""What vLLM does on a GPU from a call of its executor on; on a CPU it does neither, and warms up."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns at every load that rotary embeddings, which have no weights, got none."""
@@ -105,6 +114,7 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     prepare_environment()
     try:
         require_kernels()
+        tell_stages(channel)
         llm = build(settings)
     except ImportError as error:
         traceback.print_exc()
@@ -122,7 +132,7 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
         Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
         os.nice(YIELDS)  # not while it is built: others wait for that
-    channel.send(Ready())
+    channel.send(Ready(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name))
     return llm
 
 
@@ -131,7 +141,7 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
     os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
-    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
+    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     if not on_gpu:
         # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
@@ -158,6 +168,23 @@ def require_kernels() -> None:
             raise ImportError(str(error)) from None
 
 
+def tell_stages(channel: Channel[Command]) -> None:
+    """Have vLLM tell the rank which part of its start begins, whether its workers are processes or not."""
+    from vllm.v1.executor import Executor
+
+    def telling(stage: str, method: Callable[[Executor], object]) -> Callable[[Executor], object]:
+        def call(executor: Executor) -> object:
+            channel.send(Building(stage))
+            return method(executor)
+
+        return call
+
+    channel.send(Building("loading the model"))
+    for name, stage in STAGES.items():
+        on_device = stage if torch.cuda.is_available() else "warming up"
+        setattr(Executor, name, telling(on_device, getattr(Executor, name)))
+
+
 def build(settings: EngineSettings) -> LLM:
     """The engine, with the weights of its model's files as version 0. ValueError if vLLM refuses."""
     # vllm reads its environment when it is imported, hence not before prepare_environment().
@@ -168,11 +195,13 @@ def build(settings: EngineSettings) -> LLM:
     model, generator = settings.model, settings.generator
     cache_mb = generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
     exact_head = model.fp32_head and model.dtype != "float32"
+    sequences = generator.prompts_in_flight * generator.completions_per_prompt
+    graphs = with_graphs(generator.engine, sequences, settings.graphs)
     llm = LLM(
         model.path,
         dtype=model.dtype,
         max_model_len=model.context_length,
-        max_num_seqs=generator.prompts_in_flight * generator.completions_per_prompt,
+        max_num_seqs=sequences,
         gpu_memory_utilization=generator.gpu_memory_utilization,
         kv_cache_memory_bytes=cache_mb and cache_mb << 20,
         tensor_parallel_size=generator.tensor_parallel,
@@ -180,7 +209,7 @@ def build(settings: EngineSettings) -> LLM:
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         use_tqdm_on_load=False,
         seed=settings.seed,
-        **({"enforce_eager": not on_gpu} | generator.engine),
+        **(graphs if on_gpu else {"enforce_eager": True} | generator.engine),
     )
     llm.llm_engine.set_weight_version("0")
     temperature = model.policy_temperature
@@ -189,6 +218,30 @@ def build(settings: EngineSettings) -> LLM:
             f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
         )
     return llm
+
+
+def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> dict[str, Any]:
+    """Arguments for vLLM, with CUDA graphs for batches of up to ``sequences`` unless they name sizes.
+
+    Those that vLLM chooses end at 512, beyond which it decodes without any. kind: of graphs, if not theirs.
+    """
+    compilation = engine.get("compilation_config") or {}
+    compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
+    sized = any("cudagraph_capture_size" in name for name in (*engine, *compilation))
+    sizes = {} if sized else {"cudagraph_capture_sizes": graph_sizes(sequences)}
+    return {**sizes, **engine, "compilation_config": compilation | ({"cudagraph_mode": kind} if kind else {})}
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Tokens of batches with a graph of their own; others are padded to the next of them, by an eighth.
+
+    Prompts beside what is decoded make larger ones: as vLLM, twice as large, but then not above 512.
+    """
+    largest = max(sequences, min(2 * sequences, 512))
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(8, 1 << sizes[-1].bit_length() - 4))
+    return [*(size for size in sizes if size < largest), largest]
 
 
 class Engine:
@@ -202,6 +255,9 @@ class Engine:
         self._loads = 0  # of weights, so far
         self._busy = 0.0  # seconds inside the step that the rank does not know of
         self._open = 0  # completions that have not ended, so far as the rank knows
+        self._computed = self._recomputed = 0  # tokens that the rank does not know of
+        self._lost: dict[str, int] = {}  # tokens that the last load made worthless, by sequence
+        self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
     def serve(self) -> None:
@@ -241,7 +297,8 @@ class Engine:
             if reason := next(filter(None, unlike), ""):
                 self._channel.send(Misfit(reason))
                 return
-        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        given = command.path, command.layout, command.generation
+        missed = self._llm.collective_rpc("load_shared_weights", args=given)
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             reason = f"took no new value, or not all of it, for {first_few(names, NAMED)}"
             remedy = "train a model that this version of vLLM updates as a whole"
@@ -252,9 +309,27 @@ class Engine:
             self._loads += 1
             self._renew_salts()
         else:
+            self._lose_what_is_computed()
             self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(command.version))
         self._channel.send(Loaded(command.version, time.monotonic() - start))
+
+    def _lose_what_is_computed(self) -> None:
+        for request in self._scheduler.running:
+            lost = self._lost.get(request.request_id, 0)  # a part may not be computed again yet
+            self._lost[request.request_id] = max(lost, request.num_computed_tokens)
+
+    def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
+        """Decide on a step, and count the tokens that it computes, and computes again."""
+        step = schedule(*arguments)
+        self._computed += step.total_num_scheduled_tokens
+        for name in self._lost.keys() & step.num_scheduled_tokens.keys():
+            end = self._scheduler.requests[name].num_computed_tokens
+            again = min(end, self._lost[name]) - (end - step.num_scheduled_tokens[name])
+            self._recomputed += max(0, again)
+            if end >= self._lost[name]:
+                del self._lost[name]
+        return step
 
     @property
     def _salt(self) -> str | None:
@@ -266,7 +341,7 @@ class Engine:
 
     def _renew_salts(self) -> None:
         """Let requests that wait with nothing computed, new or preempted, begin like new ones."""
-        for request in cast("Scheduler", self._core.scheduler).requests.values():
+        for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
                 request.block_hashes.clear()
@@ -281,16 +356,20 @@ class Engine:
 
         core = self._core
         finished: list[Finished] = []
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue and any(step.num_scheduled_tokens for _, step, _ in core.batch_queue):
             finished += self._step()
-        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._scheduler.set_pause_state(PauseState.UNPAUSED)
         return finished
 
     @property
     def _core(self) -> EngineCore:
         """vLLM's own loop, which is in this process."""
         return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return cast("Scheduler", self._core.scheduler)
 
     def _step(self) -> list[Finished]:
         start = time.monotonic()
@@ -303,8 +382,9 @@ class Engine:
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
         if finished or now - self._reported >= BEAT_SECONDS:
-            self._channel.send(Progress(self._busy, ended, finished))
+            self._channel.send(Progress(self._busy, ended, finished, self._computed, self._recomputed))
             self._busy, self._open, self._reported = 0.0, still_open, now
+            self._computed = self._recomputed = 0
 
 
 class WeightLoader:
@@ -315,6 +395,9 @@ class WeightLoader:
 
     lora_base: dict[str, torch.Tensor] | None = None
     """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
+
+    kept_maps: KeptMaps | None = None
+    """Of the files that weights come in."""
 
     def rendezvous(self) -> str:
         """The file through which the workers have met; any other path if that was none."""
@@ -340,7 +423,7 @@ class WeightLoader:
         self.lora_base = base
         return ""
 
-    def load_shared_weights(self, path: str, layout: str) -> list[str]:
+    def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
         An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
@@ -348,8 +431,10 @@ class WeightLoader:
         """
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # what was missed is counted here
         given = WeightLayout.from_json(layout)
-        data = WeightFile.open(path, given.nbytes).map("c")  # torch wants memory that it could write to
-        tensors = tensors_in(data, given)
+        file = WeightFile.open(path, given.nbytes)
+        file.generation = generation
+        self.kept_maps = self.kept_maps or KeptMaps(RegisteredMemory())
+        tensors = tensors_in(self.kept_maps.map(file), given)
         if given.lora:
             assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
@@ -481,8 +566,6 @@ def _finished(output: RequestOutput) -> Finished:
     assert all(spans), "the engine labels every token with the version of its weights"
     assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
     logprobs = _flat([cast("FlatLogprobs", sample.logprobs).logprobs for sample in samples], np.float32)
-    if np.isnan(logprobs).any():  # which would be taken for an environment's tokens
-        raise FloatingPointError("the policy's log-probabilities are not numbers: its weights may be damaged")
     return Finished(
         request=int(output.request_id),
         tokens=_flat([sample.token_ids for sample in samples], np.int32).tobytes(),

@@ -14,19 +14,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
 from tba_hpc.core import system_libraries
 from tba_hpc.core.ports import EngineError
-from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
+from tba_hpc.core.types import Completion, Group, Request, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     ANSWERS,
     Answer,
     Broken,
+    Building,
     Channel,
     Command,
     Died,
@@ -40,6 +43,8 @@ from tba_hpc.engine.engine_channel import (
     Refused,
     Submit,
 )
+from tba_hpc.run.background import in_background
+from tba_hpc.run.caches import pack_caches
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,13 @@ STEP_SECONDS = 0.05
 
 REBUILDS_WITHOUT_RESULT = 3
 """Rebuilds in a row, without a finished group in between, after which the searcher gives up."""
+
+TRIES = 4
+"""How often a request is sampled whose log-probabilities are not numbers, before the searcher gives up."""
+
+LESS_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
+"""After which kind of CUDA graphs which one is tried if log-probabilities are not numbers; empty: none is
+left. After any other: PIECEWISE, without those of attention over batches that change."""
 
 FAILED, EXITED = "failed", "ended with exit status"
 """How it is said that an engine ended by itself: by an exception that it has told, and by another."""
@@ -129,11 +141,18 @@ class VllmGenerator:
         self._rebuilds_in_a_row = 0
         self._was_ready = False
         self._failure = ""  # the last one
+        self._graphs, self._graphs_asked = "NONE", ""
+        self._sound: Load | None = None  # whose weights have been looked at
+        self._tried: Counter[int] = Counter()  # requests whose log-probabilities were not numbers
+        self._nan = ""  # how the engine failed if it should have fewer graphs
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
         self.busy_seconds = 0.0
         self.rebuilds = 0
+        self.nan_groups = 0
+        self.stage = ""
+        self._computed = self._recomputed = 0  # tokens
         self._engine = self._start()
 
     @property
@@ -145,6 +164,11 @@ class VllmGenerator:
     def loading(self) -> bool:
         """Whether the engine reads the weights given last; one that is still being built reads none."""
         return self._loading and self._engine.ready
+
+    @property
+    def recompute_share(self) -> float:
+        """Share of the tokens computed so far that weights had made worthless: 0 with generator.keep_kv."""
+        return self._recomputed / max(1, self._computed)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if prompt and completion exceed the context."""
@@ -166,7 +190,9 @@ class VllmGenerator:
 
         An engine that died, was silent for ``silence_seconds``, or not built within ``start_seconds``, is
         replaced, and its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements
-        that finished nothing, or after one if the first two engines failed alike and by themselves.
+        that finished nothing, or after one if the first two engines failed alike and by themselves. A group
+        with log-probabilities that are not numbers is sampled again; EngineError if its weights are none
+        either, or after TRIES.
         ConfigError if vLLM cannot be loaded, refuses the first one, or its model does not take all of the
         weights.
         """
@@ -184,7 +210,8 @@ class VllmGenerator:
         while self.loading:
             self._listen()
         self._weights = file = update.file or WeightFile.copy_of(update.data)
-        self._load = Load(update.publication.version, file.path, update.layout.to_json())
+        version, layout = update.publication.version, update.layout.to_json()
+        self._load = Load(version, file.path, layout, file.generation)
         self._loading = True
         if self._engine.ready:
             self._engine.send(self._load)
@@ -196,21 +223,27 @@ class VllmGenerator:
     def _listen(self) -> None:
         for answer in self._engine.receive(STEP_SECONDS):
             self._take(answer)
-        if failure := self._engine.failure():
+        if failure := self._engine.failure() or self._nan:
             self._rebuild(failure)
 
     def _take(self, answer: Answer) -> None:
         match answer:
             case Progress():
                 self.busy_seconds += answer.busy_seconds
+                self._computed += answer.computed
+                self._recomputed += answer.recomputed
                 self._open -= answer.ended
                 for finished in answer.finished:
-                    self._rebuilds_in_a_row = 0
-                    self._finished.append(_group(self._requests.pop(finished.request), finished))
+                    self._finish(finished)
             case Loaded():
                 self.version, self.load_seconds, self._loading = answer.version, answer.seconds, False
+            case Building():
+                self._reach(answer.stage)
             case Ready():
-                self._was_ready = True
+                if not self._was_ready:
+                    in_background(partial(pack_caches, os.environ))
+                self._reach("")
+                self._was_ready, self._graphs = True, answer.graphs
                 if self._load is not None:
                     self._engine.send(self._load)
                 for number in self._requests:  # of an engine before, or that have waited for the first
@@ -230,6 +263,58 @@ class VllmGenerator:
                     f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
                     f"{answer.reason}"
                 )
+
+    def _reach(self, stage: str) -> None:
+        self.stage = stage
+        log.info("engine: %s", stage or "ready")
+
+    def _finish(self, finished: Finished) -> None:
+        group = _group(self._requests[finished.request], finished)
+        if any(np.isnan(one.logprobs).any() for one in group.completions):
+            self._set_aside(finished.request)
+            return
+        self._rebuilds_in_a_row = 0
+        del self._requests[finished.request]
+        self._finished.append(group)
+
+    def _set_aside(self, number: int) -> None:
+        """Sample a request again, by an engine with fewer CUDA graphs if it has any. Raises EngineError."""
+        self.nan_groups += 1
+        self._require_numbers()
+        request = self._requests[number]
+        self._tried[number] += 1
+        if self._tried[number] == TRIES:
+            raise EngineError(
+                f"log-probabilities of completions of prompt {request.prompt.id} are not numbers in {TRIES} "
+                "tries, though the weights are: leave the prompt out, or check model.dtype and "
+                "generator.engine"
+            )
+        if self._fewer_graphs:
+            self._nan = "gave log-probabilities that are not numbers, though its weights are"
+            return
+        self._open += request.n
+        self._pass_on(number)
+
+    @property
+    def _fewer_graphs(self) -> str:
+        """The kind of CUDA graphs that an engine after this one should have; empty if this one has none."""
+        return LESS_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
+
+    def _require_numbers(self) -> None:
+        """Look at the weights given last, once. Raises EngineError naming a tensor that is damaged."""
+        if self._load is self._sound or self._load is None or self._weights is None:
+            return
+        from tba_hpc.learner.adapter import tensors_in  # and torch, which a rank may do without
+
+        layout = WeightLayout.from_json(self._load.layout)
+        for name, tensor in tensors_in(self._weights.map("c"), layout):
+            if not tensor.isfinite().all():
+                raise EngineError(
+                    f"the weights of version {self._load.version} are damaged, {name} holds what is not a "
+                    "finite number: start the run again, it resumes from its last checkpoint, and lower "
+                    "train.learning_rate.peak if this comes back"
+                )
+        self._sound = self._load
 
     def _pass_on(self, number: int) -> None:
         request = self._requests[number]
@@ -252,7 +337,9 @@ class VllmGenerator:
                 f"the vLLM engine died {self._rebuilds_in_a_row + 1} times without finishing a completion "
                 f"(the last one {failure}): {advice}see this searcher's log"
             )
-        log.warning("building another one")
+        if self._nan:
+            self._graphs_asked, self._nan = self._fewer_graphs, ""
+        log.warning("building another one, CUDA graphs: %s", self._graphs_asked or "as configured")
         self._rebuilds_in_a_row += 1
         self.rebuilds += 1
         self._open = sum(request.n for request in self._requests.values())
@@ -260,8 +347,11 @@ class VllmGenerator:
         self._engine = self._start()
 
     def _start(self) -> EngineProcess:
+        self._reach("importing")
         seed = self._seed + self.rebuilds
-        settings = EngineSettings(model=self._model, generator=self._generator, seed=seed)
+        settings = EngineSettings(
+            model=self._model, generator=self._generator, seed=seed, graphs=self._graphs_asked
+        )
         return EngineProcess(settings, **self._limits)
 
 
@@ -323,13 +413,14 @@ class EngineProcess:
     def receive(self, seconds: float) -> list[Answer]:
         """What the engine has said; waits up to ``seconds`` if it has said nothing."""
         answers = self._channel.receive(seconds)
-        now = time.monotonic()
-        self._silence = 0.0 if answers else self._silence + min(now - self._looked, LONGEST_LOOK)
-        self._looked = now
         for answer in answers:
             self.ready |= isinstance(answer, Ready)
             if isinstance(answer, Died | Refused):
                 self._last_word = answer.reason
+        now = time.monotonic()
+        heard = answers and self.ready  # the time to build it is not that of each stage
+        self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
         return answers
 
     def failure(self) -> str | None:

@@ -35,7 +35,7 @@ from mpi4py import MPI
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
 from tba_hpc.core.wording import first_words
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
@@ -65,11 +65,12 @@ MPI_Init yet (open-mpi/ompi#12495)."""
 
 PAGE = 4096
 HOSTNAME = np.dtype("S256")
-SHARED_MEMORY = Path("/dev/shm")
 
-FILES, ORDER_BYTES = 3, 16
-"""Files of a node's weights: two in use, and a spare that takes no memory; size of the table that says
-which."""
+FILES = 3
+"""Files of a node's weights: two in use, and a spare that takes no memory."""
+
+TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
+"""What a node's ranks share: which files even and odd writes go to, and how often each gave memory back."""
 
 RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""
@@ -305,7 +306,8 @@ class NodeMemory:
         self._world = world
         self._bucket_bytes = bucket_bytes
         self._connect(world.node_split(world.comm))
-        self._files, self._order = self._open()
+        self._files, table = self._open()
+        self._order, self._generations = table["order"][0], table["generations"][0]
         self._maps = [file.map("r+") for file in self._files]
         self._crowded: float | None = None  # since when readers delay the next write
         for place in self._order if world.role == "trainer" else ():
@@ -313,14 +315,28 @@ class NodeMemory:
 
     def slot(self, write: int) -> np.ndarray:
         """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
-        return self._maps[self._order[write % 2]]
+        self._map_anew()
+        return self._map_of(write)
 
     def reader(self, write: int) -> WeightFile:
         """The same for whoever reads them: they stay as they are while the object lives.
 
         To be called before ``has_room`` is for the write after the next.
         """
-        return self._files[self._order[write % 2]].reader()
+        place = self._order[write % 2]
+        reader = self._files[place].reader()
+        reader.generation = int(self._generations[place])
+        return reader
+
+    def _map_of(self, write: int) -> np.ndarray:
+        return self._maps[self._order[write % 2]]
+
+    def _map_anew(self) -> None:
+        """Replace the maps of files that gave back memory: CUDA may know its pages, and forgets them so."""
+        for place, generation in enumerate(self._generations.tolist()):
+            if self._files[place].generation != generation:
+                self._files[place].generation = generation
+                self._maps[place] = self._files[place].map("r+")
 
     def has_room(self, write: int) -> bool:
         """Whether weights of that number may be written; the node leader must ask until they may.
@@ -333,6 +349,7 @@ class NodeMemory:
         spare_is_read = self._files[spare].has_readers
         if not spare_is_read:
             self._files[spare].give_back()
+            self._generations[spare] += 1
         if not self._files[place].has_readers:
             self._crowded = None
             return True
@@ -341,6 +358,7 @@ class NodeMemory:
         self._refuse_readers(now - self._crowded)
         if spare_is_read or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
+        self._map_anew()
         self._maps[spare][::PAGE].max(initial=0)
         self._order[write % 2], self._crowded = spare, None
         return True
@@ -391,8 +409,8 @@ class NodeMemory:
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
 
     def _open(self) -> tuple[list[WeightFile], np.ndarray]:
-        """The node's files, and which of them even and odd writes go to, int64 [2]."""
-        name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, ORDER_BYTES]
+        """The node's files, and its table, TABLE [1]."""
+        name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, TABLE.itemsize]
         if self._node.rank == 0:
             _check_shared_memory(self.layout.nbytes)
             name[0] = tempfile.mkdtemp(prefix="tba-hpc-weights-", dir=SHARED_MEMORY)
@@ -409,21 +427,21 @@ class NodeMemory:
         *files, last = [
             WeightFile.open(folder / str(number), nbytes, write=True) for number, nbytes in enumerate(sizes)
         ]
-        order = last.map("r+").view(np.int64)
+        table = last.map("r+").view(TABLE)
         self._node.Barrier()  # all have them open
         if self._node.rank == 0:
             shutil.rmtree(folder)
-            order[:] = 0, 1
-            for place in order:
+            table["order"] = 0, 1
+            for place in (0, 1):
                 files[place].allocate()
         self._node.Barrier()
-        return files, order
+        return files, table
 
     # --- Between nodes ---
 
     def _broadcast(self, write: int) -> None:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
-        slot = self.slot(write)
+        slot = self._map_of(write)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:
             if len(under_way) == BUCKETS_IN_FLIGHT:

@@ -43,7 +43,7 @@ HERE=${SLURMD_NODENAME:-$HOSTNAME}
 place_caches() {     # place_caches NAME: on the node itself; a home may be read-only there, and files go stale on NFS
     local place=${CACHES_IN:-${TMPDIR:-/tmp}} keeper    # HF_HOME is left alone: it has the models
     [ -w "$place" ] || place=/tmp
-    export TBA_CACHES=$place/$1
+    export TBA_CACHES=$place/$1 TBA_COMPILED=${RUN:+$RUN/slurm/compiled.tar}
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
         TORCH_EXTENSIONS_DIR CUDA_CACHE_PATH HF_MODULES_CACHE MPLCONFIGDIR
     do

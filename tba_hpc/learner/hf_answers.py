@@ -79,9 +79,10 @@ class HfTurns:
     """A Generator of single turns, one after the other, for conversations; its log-probabilities are 0."""
 
     version = 0
-    load_seconds = busy_seconds = 0.0
-    rebuilds = 0
+    load_seconds = busy_seconds = recompute_share = 0.0
+    rebuilds = nan_groups = 0
     loading = False
+    stage = ""
 
     def __init__(self, model: HfAnswers, stop: Sequence[str], seed: int) -> None:
         """stop, seed: as ``HfAnswers.answer`` has them; every turn has a seed of its own."""

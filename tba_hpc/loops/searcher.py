@@ -52,6 +52,7 @@ class Searcher:
     _awaited: Publication | None = None  # of the weights given last, until they are in use
     _busy_seconds: float = 0.0
     _rejected: int = 0
+    _stage: str | None = None  # of the engine, as logged
     _tally: Sums = field(default_factory=Sums)  # since the last metric record
     _clock: Clock = field(default_factory=Clock)
     _logged: float = field(default_factory=time.monotonic)
@@ -71,6 +72,7 @@ class Searcher:
             self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
+            self._note_stage()
             if time.monotonic() - self._logged >= self.log_seconds:
                 self._log()
         # A resume merges what was generated after the last sync.
@@ -186,6 +188,11 @@ class Searcher:
             self.exchange.request_stop()
             self.evaluator.abandon()
 
+    def _note_stage(self) -> None:
+        if self._stage != (stage := self.generator.stage):
+            self.metrics.log({"event": "engine", "stage": stage or "ready"})
+            self._stage = stage
+
     def _log(self) -> None:
         sums, self._tally = self._tally, Sums()
         now = time.monotonic()
@@ -202,7 +209,9 @@ class Searcher:
                 "search/reward_seconds": sums["reward_seconds"] / sums["asked"] if sums["asked"] else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/reward_share": sums["reward_seconds"] / seconds,
+                "search/recompute_share": self.generator.recompute_share,
                 "search/rebuilds": self.generator.rebuilds,
+                "search/nan_groups": self.generator.nan_groups,
                 "search/seal_share": sums["seal_seconds"] / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
                 "search/load_seconds": sums["load_seconds"] or None,

@@ -14,6 +14,7 @@ from statistics import fmean, median, pstdev
 
 from tba_hpc.config import Config
 from tba_hpc.config.variants import RatioCap, Unbounded
+from tba_hpc.core.wording import count
 from tba_hpc.report.curves import Point, Trends
 from tba_hpc.run.evaluations import Evaluation
 
@@ -185,6 +186,20 @@ def rejected_rewards(view: View) -> Alert | None:
         why="their reward was not finite or the task's code raised, and the rest is a biased sample",
         remedy="the searchers' logs name some of the prompts; fix the code of "
         f"{'task.reward' if view.config.task.reward else f'task.name={view.config.task.name}'} or its data",
+    )
+
+
+def nan_groups(view: View) -> Alert | None:
+    """Groups whose log-probabilities were not numbers, from weights that are."""
+    if not (groups := view.trends.nan_groups):
+        return None
+    return _alert(
+        f"log-probabilities of {count(groups, 'group')} were not numbers",
+        key="generator.engine",
+        why="the weights are sound, so engines compute them wrongly, most often in CUDA graphs; these groups "
+        "were sampled again, by engines rebuilt with fewer graphs, which are slower",
+        remedy="set generator.engine={compilation_config: {cudagraph_mode: PIECEWISE}}, or NONE, from the "
+        "start; searchers' logs say which kind gave numbers",
     )
 
 
@@ -459,8 +474,8 @@ def idle_searchers(view: View) -> Alert | None:
 
 
 RULES = (
-    *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, falling, sinking_answers),
-    *(distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
+    *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, nan_groups),
+    *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )
 """The worst first."""

@@ -147,7 +147,7 @@ class Trends:
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
     if that is plainly against π_ref. last_skip: the last step that was skipped. rejected: trajectories set
-    aside, in all attempts. graded: whether some reward was neither 0 nor 1.
+    aside, nan_groups: groups sampled again, in all attempts. graded: whether some reward was neither 0 nor 1.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -157,6 +157,7 @@ class Trends:
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
+    nan_groups: int = 0
     graded: bool = False
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
@@ -205,6 +206,7 @@ class Trends:
             self.curves[name].add(curve)
         self.trajectories += other.trajectories
         self.rejected += other.rejected
+        self.nan_groups += other.nan_groups
         self.graded |= other.graded
 
     @property

@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 8
+FORMAT = 9
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -172,7 +172,8 @@ class SearcherDigest:
     trends: of its own records, or of the whole run, which then counts them. stays: seconds of its earlier
     starts, each to its last record; since, until: of the last one, unix seconds. tokens: generated, also
     those lost with their searcher. rates: tokens per second by unix second; at_work: only while it
-    generated. last: the last record that is no event.
+    generated. stage: what its engine does, if it has said so since it began. last: the last record that is no
+    event.
     """
 
     index: int
@@ -182,6 +183,8 @@ class SearcherDigest:
     tokens: int = 0
     rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
+    nan_groups: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/nan_groups"))
+    stage: str = ""
     last: Record = field(default_factory=dict)
     stays: float = 0.0
     since: float = 0.0
@@ -191,10 +194,12 @@ class SearcherDigest:
         """One more record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
-            self.stays, self.since = self.seconds, when
+            self.stays, self.since, self.stage = self.seconds, when, ""
         self.until = when
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
+        self.trends.nan_groups += self.nan_groups.take(record)
+        self.stage = str(record["stage"]) if event == "engine" else self.stage
         if event is not None:
             return
         self.trends.take_search(record)

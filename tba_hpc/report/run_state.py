@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tba_hpc.config import is_elastic
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
+from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
@@ -136,6 +138,12 @@ class RunMonitor(RunData):
         since = max(self._begun, time.time() - silent)
         records = [digest.last for _, digest in sorted(self.searchers.items())]
         return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
+
+    @property
+    def engines(self) -> dict[int, SearcherDigest]:
+        """The newest attempt's searchers, elastic ones aside, that have said what their engines do."""
+        own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
+        return {i: digest for i, digest in own.items() if digest.stage and digest.since >= self._begun}
 
     @property
     def tested(self) -> bool:
@@ -281,8 +289,11 @@ def _abandoned(monitor: RunMonitor) -> RunState | None:
 def _at_work(monitor: RunMonitor) -> RunState:
     """What the ranks of the newest attempt do."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
+    before = phase in ("", "started", "resumed", "filling") and not any(monitor.rates)
     if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: to the next safe point, then a checkpoint")
+    if before and (words := _engines(monitor)):
+        return RunState("starting", words)
     match phase:
         case "filling":
             wanted = monitor.config.buffer.initial_completions
@@ -301,10 +312,21 @@ def _at_work(monitor: RunMonitor) -> RunState:
             return RunState("stopping", f"stopped at step {step}, waiting for the ranks to end")
     if last == "allocated":
         return RunState("starting", "looking which nodes answer")
-    if monitor.rates:
+    if any(monitor.rates):
         return RunState("evaluating", "first completions, evaluation before training")
-    up = phase in ("started", "resumed")
+    up = len(monitor.engines) == monitor.config.launch.searchers
     return RunState("starting", "engines are up, first weights on their way" if up else "starting engines…")
+
+
+def _engines(monitor: RunMonitor) -> str:
+    """How many are ready, and what the first of the others does; empty if none has said what it does."""
+    waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
+    if not waiting:
+        return ""
+    ready = len(monitor.engines) - len(waiting)
+    first = min(waiting, key=lambda digest: digest.since)
+    seconds = max(0.0, time.time() - first.since)
+    return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds:.0f} s)"
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:

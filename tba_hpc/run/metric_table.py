@@ -126,7 +126,12 @@ SEARCH = {
     "search/propagation_seconds": _curve("s", "from publishing weights to using them"),
     "search/version": Metric("step", "weights in use"),
     "search/pending_shards": Metric("count", "shards sent but not yet merged"),
+    "search/recompute_share": Metric(
+        "share, so far",
+        "tokens that the engine computed again after a load of weights (generator.keep_kv: false), of all",
+    ),
     "search/rebuilds": Metric("count, so far", "engines rebuilt after a failure"),
+    "search/nan_groups": Metric("count, so far", "groups sampled again: a log-probability was no number"),
     "search/rejected": Metric("count, so far", "trajectories set aside: reward missing or not finite"),
 }
 """A searcher's record; counts are since its record before, means over completions scored since."""
@@ -155,6 +160,7 @@ TRAINER_EVENTS = {
 
 SEARCHER_EVENTS = {
     "started": "the rank begins: ``searchers``, and ``place`` if it differs from its number",
+    "engine": "what its engine does from now on: ``stage``; ``ready`` once it can sample",
     "sealed": "a shard was sealed: ``shard``, ``trajectories``, ``tokens``",
     "joined": "an elastic searcher has joined: ``place``, ``host``, ``job``",
     "moved": "the trainer restarted with another number of places: ``place``, ``searchers``",

@@ -52,7 +52,13 @@ while not memory.has_room(5):
     time.sleep(0.01)
 assert copies() == 3
 readers.clear()
+maps, spare = list(memory._maps), 3 - sum(memory._order)
 assert memory.has_room(6) and copies() == 2
+assert memory.slot(6) is maps[memory._order[0]]
+kept = [now is before for now, before in zip(memory._maps, maps)]
+assert kept == [place != spare for place in range(3)], "CUDA may know the pages that the spare gave back"
+assert memory.slot(6) is maps[memory._order[0]] and memory._maps[spare] is memory._maps[spare]
+assert memory.reader(4).generation == memory._generations[memory._order[0]]
 print("held")
 """
 
