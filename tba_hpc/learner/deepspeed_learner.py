@@ -58,6 +58,7 @@ from tba_hpc.learner.hf_model import (
 )
 from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.plain_data import only_data, require_readable
+from tba_hpc.learner.registered_memory import RegisteredMemory
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
 from tba_hpc.learner.upload import upload
@@ -130,6 +131,7 @@ class DeepSpeedLearner:
         self._engine._copy_recovery_script = lambda path: None
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
+        self._registered = RegisteredMemory()
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
@@ -357,6 +359,8 @@ class DeepSpeedLearner:
         """Each rank its part if all write into one world's memory, else the leader all of it."""
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
+        if mine:
+            self._registered.register(out, mine[0].start, mine[-1].end)
         self._copy(self.layout, mine, out)
         self._group.barrier()
 
