@@ -521,6 +521,18 @@ def test_an_objective_of_ones_own_takes_its_options_and_a_bound() -> None:
     assert {"log_ratio", "clip_share", "weight"} <= own(groups, 0.3).metrics.keys()
 
 
+def test_an_objective_of_ones_own_gets_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a mean over all that it gets is the same in every micro-batch."""
+    module = types.ModuleType("my_losses")
+    module.whitened = lambda groups, beta: -(groups.reward_BK - groups.reward_BK.mean()) * groups.logprob_BK
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    objective = make_objective(TrainSection(objective="my_losses:whitened"), max_tokens=5)
+    groups = random_groups(3, 4)
+    together = objective(groups, 0.5).loss_BK
+    alone = [objective(part(groups, slice(row, row + 1)), 0.5).loss_BK for row in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
@@ -531,7 +543,7 @@ def test_an_objective_of_ones_own_takes_its_options_and_a_bound() -> None:
             {"size": 2},
             r"cannot be called \(.*size.*\): let it take \(groups, beta\)",
         ),
-        ("test_objectives:a_mean", {}, r"gave \[\] for \[4, 5\] completions: let it return a tensor"),
+        ("test_objectives:a_mean", {}, r"gave \[\] for \[1, 5\] completions: let it return a tensor"),
         (
             "test_objectives:rewards_alone",
             {},

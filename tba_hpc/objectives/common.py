@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,16 @@ class Groups:
         shape = recorded.mask_BKL.shape
         policy = policy_T.new_zeros(shape.numel()).index_copy(0, recorded.cell_T, policy_T)
         return cls(policy_BKL=policy.view(shape), batch_tokens=batch_tokens, **rest)
+
+    def one_by_one(self) -> Iterator[Groups]:
+        """Each group by itself."""
+        tensors: dict[str, Any] = {
+            field.name: value
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        for place in range(len(self.reward_BK)):
+            yield replace(self, **{name: value[place : place + 1] for name, value in tensors.items()})
 
     @property
     def tokens_BK(self) -> Tensor:

@@ -4,8 +4,8 @@
         advantage = groups.reward_BK - groups.reward_BK.mean(1, keepdim=True)
         return -scale * advantage * groups.logprob_BK
 
-It gets whole ``Groups``, β, and train.objective.options by name; it returns the loss of each completion,
-float [B, K], with gradient.
+It gets one group as ``Groups`` (B = 1), β, and train.objective.options by name. It returns the loss of each
+completion, float [1, K], with gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from tba_hpc.config import ConfigError
@@ -38,9 +39,12 @@ def own_objective(section: OwnObjective) -> Objective:
     loss = partial(function, **section.options)
 
     def objective(groups: Groups, beta: float) -> ObjectiveOutput:
-        loss_BK = loss(groups, beta)
-        _require_loss(key, loss_BK, groups)
-        return ObjectiveOutput(loss_BK, {"log_ratio": groups.log_ratio_BK.detach().mean()})
+        losses = []
+        for group in groups.one_by_one():  # so that its own means are the same in every micro-batch
+            loss_1K = loss(group, beta)
+            _require_loss(key, loss_1K, group)
+            losses.append(loss_1K)
+        return ObjectiveOutput(torch.cat(losses), {"log_ratio": groups.log_ratio_BK.detach().mean()})
 
     return objective
 
