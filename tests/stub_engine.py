@@ -19,6 +19,7 @@ from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Broken,
+    Building,
     Channel,
     Command,
     Died,
@@ -58,13 +59,21 @@ def main() -> None:
     behaviour = msgspec.convert(asked.generator.engine, Behaviour)
     behaviour.graphs = asked.graphs or behaviour.graphs
     channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
-    time.sleep(behaviour.build_seconds)
+    build(channel, behaviour.build_seconds)
     for word, reason in ((Refused, behaviour.refuse), (Broken, behaviour.broken), (Died, behaviour.die)):
         if reason:
             channel.send(word(reason))
             sys.exit(1)
     channel.send(Ready(behaviour.graphs))
     serve(channel, behaviour)
+
+
+def build(channel: Channel[Command], seconds: float) -> None:
+    """Say every so often what it does, as an engine does at each stage."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        channel.send(Building("compiling"))
+        time.sleep(min(0.05, left))
 
 
 def serve(channel: Channel[Command], behaviour: Behaviour) -> None:

@@ -75,8 +75,12 @@ def test_what_is_asked_while_it_is_built_waits_for_it(made: list[VllmGenerator])
     generator.submit(request(7))
     generator.load(weights(3, -0.5))
     assert not generator._engine.ready and generator.in_flight == 4 and not generator.loading
+    assert generator.stage == "importing"
+    while generator.stage == "importing":
+        assert generator.step() == []
+    assert generator.stage == "compiling"
     (group,) = drain(generator)
-    assert group.request.id == 7 and generator.in_flight == 0
+    assert group.request.id == 7 and generator.in_flight == 0 and generator.stage == ""
     assert (generator.version, generator.loading) == (3, False)
     assert [completion.logprobs.tolist() for completion in group.completions] == [[-0.5] * 5] * 4
     assert {completion.finish_reason for completion in group.completions} == {"length"}
@@ -204,7 +208,7 @@ def test_what_another_engine_may_not_meet_is_tried_again(failure: str, final: bo
 
 
 def test_building_has_a_limit_of_its_own(made: list[VllmGenerator]) -> None:
-    """An engine is silent while it is built, for longer than one at work may be; that, too, has an end."""
+    """It may take longer than one at work may be silent; that has an end, too, whatever it says meanwhile."""
     generator = make(made, build_seconds=0.8, silence_seconds=0.3)
     while not generator._engine.ready:
         assert generator.step() == []
@@ -212,6 +216,9 @@ def test_building_has_a_limit_of_its_own(made: list[VllmGenerator]) -> None:
     late = r"died 4 times .*\(the last one was not built within 0.2 s, by launch.timeout_seconds\)"
     with pytest.raises(EngineError, match=late):
         until_ended(make(made, build_seconds=60, start_seconds=0.2))
+    talkative, start = make(made, build_seconds=60, start_seconds=3), time.monotonic()
+    while talkative.stage != "compiling" or not talkative.rebuilds:
+        assert talkative.step() == [] and time.monotonic() - start < 30
 
 
 def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None:
