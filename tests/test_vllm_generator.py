@@ -4,6 +4,7 @@ What a rank does about an engine that dies, hangs or refuses is ``test_engine_pr
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tiny_models import make_family_model, make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
+from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import (
     Completion,
     Group,
@@ -694,3 +696,16 @@ def _in_float64(model: PreTrainedModel, group: Group) -> np.ndarray:
         places = torch.from_numpy(completion.tokens.astype(np.int64))[:, None]
         rows.append(logits.log_softmax(1).gather(1, places)[:, 0].numpy())
     return np.concatenate(rows)
+
+
+def test_damaged_weights_are_named_and_the_engine_lives_to_say_so(tmp_path: Path) -> None:
+    """vLLM itself samples from them, and gives log-probabilities that are not numbers."""
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    generator, weights = _generator(folder), dict(load_policy(str(folder), "float32").named_parameters())
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name].data[0, 0] = torch.nan
+    generator.load(_update(weights, 2))
+    with pytest.raises(EngineError, match=f"the weights of version 2 are damaged, {re.escape(name)} holds"):
+        _generate(generator, *map(_request, range(4)))
+    assert (generator.nan_groups, generator.rebuilds) == (1, 0)
+    _close(generator)
