@@ -14,8 +14,10 @@ from lab.sampling import Sampler
 from tiny_models import make_random_model
 from transformers import PreTrainedModel
 
-from tba_hpc.core.types import Completion, Prompt
+from tba_hpc.core.packing import pack
+from tba_hpc.core.types import Completion, Prompt, Ragged
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.learner.upload import upload
 from tba_hpc.tasks.arithmetic import Arithmetic
 
 ROOM = 12
@@ -51,7 +53,7 @@ def prompts(folder: Path) -> list[np.ndarray]:
 def test_what_is_sampled_has_the_learners_logprobs(
     policy: PreTrainedModel, prompts: list[np.ndarray]
 ) -> None:
-    logprobs = PolicyLogprobs(policy, chunk_tokens=64)
+    logprobs = PolicyLogprobs(policy)
     sampler = Sampler(policy, eos=0, max_tokens=ROOM, seed=3)
     groups = sampler.sample(policy.state_dict(), prompts, 40)
     reasons = {completion.finish_reason for group in groups for completion in group}
@@ -59,10 +61,11 @@ def test_what_is_sampled_has_the_learners_logprobs(
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group[:8]:
             assert (completion.tokens[:-1] != 0).all()
-            whole = torch.from_numpy(np.concatenate([prompt, completion.tokens])).long()
-            lengths = torch.tensor([len(prompt)]), torch.tensor([len(whole)])
-            (found_L,) = logprobs(whole[None], *lengths)
-            np.testing.assert_allclose(completion.logprobs, found_L[len(prompt) :], atol=1e-5)
+            sequence = Ragged.from_rows([np.concatenate([prompt, completion.tokens])], np.int32)
+            sampled_T = np.ones(len(completion.tokens), bool)
+            packed = pack(sequence, np.array([len(prompt)]), np.zeros(1, int), sampled_T, logprobs.layout)
+            found_T = logprobs(upload(packed, torch.device("cpu")))
+            np.testing.assert_allclose(completion.logprobs, found_T, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

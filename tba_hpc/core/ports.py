@@ -172,9 +172,11 @@ class Generator(Protocol):
     """A policy that samples, by continuous batching: submit requests, step, take finished groups.
 
     version: of the weights in use. load_seconds: how long generation paused for the last load. busy_seconds:
-    spent generating so far. rebuilds: dead engines replaced. nan_groups: groups sampled again, so far, since
-    a log-probability was not a number. recompute_share: of the tokens computed so far, those that a load of
-    weights had made worthless. stage: what the engine does before it can sample; empty: it can.
+    spent generating so far. rebuilds: dead engines replaced.
+
+    It may also have nan_groups: groups sampled again, so far, since a log-probability was not a number;
+    recompute_share: of the tokens computed so far, those that a load of weights had made worthless; stage:
+    what the engine does before it can sample, empty once it can.
     """
 
     @property
@@ -188,15 +190,6 @@ class Generator(Protocol):
 
     @property
     def rebuilds(self) -> int: ...
-
-    @property
-    def nan_groups(self) -> int: ...
-
-    @property
-    def recompute_share(self) -> float: ...
-
-    @property
-    def stage(self) -> str: ...
 
     @property
     def loading(self) -> bool:

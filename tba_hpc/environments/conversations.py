@@ -93,9 +93,9 @@ class Conversations:
     load_seconds = property(attrgetter("_generator.load_seconds"))
     busy_seconds = property(attrgetter("_generator.busy_seconds"))
     rebuilds = property(attrgetter("_generator.rebuilds"))
-    nan_groups = property(attrgetter("_generator.nan_groups"))
-    recompute_share = property(attrgetter("_generator.recompute_share"))
-    stage = property(attrgetter("_generator.stage"))
+    nan_groups = property(lambda self: getattr(self._generator, "nan_groups", 0))
+    recompute_share = property(lambda self: getattr(self._generator, "recompute_share", 0.0))
+    stage = property(lambda self: getattr(self._generator, "stage", ""))
 
     def __init__(
         self, generator: Generator, task: Environment, chat: Chat, *, at_once: int, seconds: float

@@ -189,7 +189,7 @@ class Searcher:
             self.evaluator.abandon()
 
     def _note_stage(self) -> None:
-        if self._stage != (stage := self.generator.stage):
+        if self._stage != (stage := getattr(self.generator, "stage", "")):
             self.metrics.log({"event": "engine", "stage": stage or "ready"})
             self._stage = stage
 
@@ -209,9 +209,9 @@ class Searcher:
                 "search/reward_seconds": sums["reward_seconds"] / sums["asked"] if sums["asked"] else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/reward_share": sums["reward_seconds"] / seconds,
-                "search/recompute_share": self.generator.recompute_share,
+                "search/recompute_share": getattr(self.generator, "recompute_share", 0.0),
                 "search/rebuilds": self.generator.rebuilds,
-                "search/nan_groups": self.generator.nan_groups,
+                "search/nan_groups": getattr(self.generator, "nan_groups", 0),
                 "search/seal_share": sums["seal_seconds"] / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
                 "search/load_seconds": sums["load_seconds"] or None,

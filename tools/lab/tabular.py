@@ -244,9 +244,8 @@ class TabularGenerator:
     def __init__(self, table: Table, *, seed: int = 0) -> None:
         self.version = 0
         self.loading = False
-        self.load_seconds = self.busy_seconds = self.recompute_share = 0.0
-        self.rebuilds = self.nan_groups = 0
-        self.stage = ""
+        self.load_seconds = self.busy_seconds = 0.0
+        self.rebuilds = 0
         self._table = table
         self._logits_PSV = table.ref_logits_PSV
         self._rng = np.random.default_rng(seed)
