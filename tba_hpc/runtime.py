@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from tba_hpc.checks.resources import find_file
 from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import (
@@ -74,6 +75,7 @@ from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import insist
+from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
@@ -342,6 +344,8 @@ class SearchParts:
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
         """Load models and task. Raises ConfigError."""
+        if file := find_file(config.model.path, "config.json", os.environ):
+            hold_to_model(run, config.model.path, file.parent)
         backend = make_backend(run, config)
         # First of all, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
@@ -352,6 +356,8 @@ class SearchParts:
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
         tokenizer = backend.tokenizer()  # the task's own is in use in another thread
+        prompts = {split: task.prompts(split) for split in get_args(Split)}
+        hold_to_prompts(run, prompts, dated=getattr(tokenizer, "is_dated", False))
         if isinstance(task, Conversing):
             generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)

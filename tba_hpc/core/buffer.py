@@ -177,13 +177,13 @@ class ReplayBuffer:
             return Merged(0, 0, 0)
         if sync > self._sync:
             self._recent = _Draw()
-        self._revision, self._sync = revision, sync
+        self._revision, self._sync, before = revision, sync, self.evicted
         arrived = replace(trajectories, record=self._live_record(trajectories))
         duplicates = sum(self._enter(group) for group in self._split(arrived))
         self._merged += len(trajectories)
         self.duplicates += duplicates
-        evicted = self._evict_excess(set(arrived.record["prompt_id"].tolist()))
-        return Merged(len(trajectories) - duplicates, duplicates, evicted)
+        self._evict_excess(set(arrived.record["prompt_id"].tolist()))
+        return Merged(len(trajectories) - duplicates, duplicates, self.evicted - before)
 
     def _live_record(self, arrived: Trajectories) -> np.ndarray:
         """Their record in the buffer; with embeddings if these are compared."""
@@ -207,13 +207,25 @@ class ReplayBuffer:
         prompt_ids, prompt_rows = record["prompt_id"][starts].tolist(), record["prompt_row"][starts].tolist()
         ends = [*starts[1:], len(record)]
         for start, end, prompt, row in zip(starts, ends, prompt_ids, prompt_rows, strict=True):
-            if live := self._live.get(prompt):
-                tokens = self._group(next(iter(live.values()))).prompts
-            else:
-                tokens = Ragged.from_rows([arrived.prompts.row(row)], np.int32)
+            text = arrived.prompts.row(row)
+            tokens = self._prompt(prompt, text) or Ragged.from_rows([text], np.int32)
             group = arrived.between(start, end, tokens)
             group.record["prompt_row"] = 0
             yield group
+
+    def _prompt(self, prompt: int, text: np.ndarray) -> Ragged | None:
+        """The prompt beside its live trajectories, if it has any.
+
+        If it had another text, its data have changed since: what answered that is evicted.
+        """
+        numbers = self._numbers_of(prompt)
+        if not numbers:
+            return None
+        tokens = self._group(numbers[0]).prompts
+        if np.array_equal(tokens.row(0), text):
+            return tokens
+        self._evict((number, np.ones(len(self._groups[number][0]), bool)) for number in numbers)
+        return None
 
     def _enter(self, group: Trajectories) -> int:
         """Store a group less duplicates; returns how many trajectories, new or old, were dropped."""
@@ -320,15 +332,14 @@ class ReplayBuffer:
             del self._groups[number]
         return len(gone)
 
-    def _evict_excess(self, touched: Iterable[int]) -> int:
+    def _evict_excess(self, touched: Iterable[int]) -> None:
         """Evict the oldest: of every touched prompt that is too full, then of all."""
-        before, limit = self.evicted, self._config.capacity_per_prompt
+        limit = self._config.capacity_per_prompt
         for prompt in touched:
             if (excess := len(self._live.get(prompt, ())) - limit) > 0:
                 self._evict_oldest(self._numbers_of(prompt), excess)
         excess = max(0, len(self) - self._config.capacity)
         self._evict_oldest(list(islice(self._groups, excess)), excess)
-        return self.evicted - before
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
         """Evict ``excess`` trajectories, the first of the first groups."""

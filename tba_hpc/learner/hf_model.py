@@ -95,6 +95,11 @@ class HfTokenizer:
         """Whether it has a chat template."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def is_dated(self) -> bool:
+        """Whether its chat template writes the day into prompts."""
+        return "strftime_now" in str(self._tokenizer.chat_template)
+
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 

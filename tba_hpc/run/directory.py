@@ -76,6 +76,8 @@ class RunDir:
     """Configs that a resume has changed, and the summaries of the ends that it went beyond."""
     modules = _Below("modules")
     """Code of the user's that the config names, if it has any."""
+    inputs = _Below("inputs")
+    """Digests of its prompts and of its model's files; see ``run.inputs``."""
     track = _Below("track")
     """What trackers keep of the run, and how far they know it."""
     shards = _Below("shards")

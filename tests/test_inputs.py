@@ -1,0 +1,122 @@
+"""A run is held to its prompts and to its model's files; other data in their place are refused or told."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_loops import make_config
+
+from tba_hpc.config import BufferSection, ConfigError
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, ScoredGroup, Trajectories
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
+
+TINY = Path(__file__).parent / "data/tiny-model"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(make_config(tmp_path))
+
+
+def prompts_of(*texts: str, target: str = "1") -> list[Prompt]:
+    return [Prompt(number, tokens_of(text), target) for number, text in enumerate(texts)]
+
+
+def tokens_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def test_the_same_prompts_are_the_same_run(run: RunDir) -> None:
+    for _ in range(3):
+        hold_to_prompts(run, {"train": prompts_of("a", "b"), "test": prompts_of("c")})
+
+
+@pytest.mark.parametrize(
+    ("now", "number", "first"),
+    [
+        (prompts_of("new", "a", "b", "c"), 3, 0),  # a row was put at the top
+        (prompts_of("a", "b!", "c"), 1, 1),
+        (prompts_of("a", "b"), 1, 2),
+        (prompts_of("a", "b", "c", target="2"), 3, 0),
+    ],
+)
+def test_other_training_prompts_are_refused_with_their_number(
+    run: RunDir, now: list[Prompt], number: int, first: int
+) -> None:
+    hold_to_prompts(run, {"train": prompts_of("a", "b", "c")})
+    sentence = rf"^{number} of 3 training prompts .* are others now, the first of them prompt {first}: put"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=sentence) as refused:
+            hold_to_prompts(run, {"train": now})
+    (run.inputs / "train.crc32").unlink()  # as the sentence says
+    assert str(run.inputs / "train.crc32") in str(refused.value)
+    hold_to_prompts(run, {"train": now})
+
+
+def test_added_and_held_out_prompts_are_told_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    hold_to_prompts(run, {"train": prompts_of("a"), "validation": prompts_of("v")})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            hold_to_prompts(run, {"train": prompts_of("a", "b", "c"), "validation": prompts_of("w")})
+    told = [record.getMessage() for record in caplog.records]
+    assert [words.partition(" since")[0] for words in told] == [
+        "2 training prompts were added",
+        "the validation prompts changed",
+    ]
+
+
+def test_a_template_that_writes_the_day_changes_no_run(run: RunDir) -> None:
+    hold_to_prompts(run, {"train": prompts_of("Monday: a", target="1")}, dated=True)
+    hold_to_prompts(run, {"train": prompts_of("Tuesday: a", target="1")}, dated=True)
+    with pytest.raises(ConfigError, match="1 of 1 training prompt"):
+        hold_to_prompts(run, {"train": prompts_of("Tuesday: a", target="2")}, dated=True)
+
+
+def test_another_model_under_the_same_path_is_refused_by_its_files(run: RunDir, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    hold_to_model(run, "model", model)
+    (model / "README.md").write_text("nothing that a run reads")
+    hold_to_model(run, "model", model)
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    sentence = r"^model.path=model is not the model .*model.safetensors.* changed"
+    with pytest.raises(ConfigError, match=sentence):
+        hold_to_model(run, "model", model)
+    (run.inputs / "model").unlink()
+    hold_to_model(run, "model", model)
+
+
+def answered(text: str, prompt_id: int, request_id: int) -> Trajectories:
+    prompt = Prompt(prompt_id, tokens_of(text), "")
+    rows = [np.array([request_id, place], np.int32) for place in range(3)]
+    completions = tuple(Completion(row, np.zeros(2, np.float32), "stop") for row in rows)
+    request = Request(prompt, request_id, 3, Sampling(1.0, 1.0, 9))
+    group = Group(request, completions, np.zeros((3, 2), np.int32))
+    return Trajectories.of_groups([ScoredGroup(group, [0.0, 1.0, 0.0], [np.zeros(2, np.float32)] * 3)])
+
+
+def test_no_answer_is_filed_under_another_text() -> None:
+    """What answered the old text of a prompt leaves when one to its new text comes; others stay."""
+    buffer = ReplayBuffer(BufferSection(), 0)
+    buffer.merge(answered("old", 7, 1), 0)
+    buffer.merge(answered("other", 8, 2), 1)
+    merged = buffer.merge(answered("new", 7, 3), 2)
+    assert (merged.added, merged.evicted, len(buffer), buffer.evicted) == (3, 3, 6, 3)
+    batch = buffer.sample(3, groups=2, group_size=3)
+    rows, first = batch.record["prompt_row"].tolist(), batch.completions.values[::2].tolist()
+    texts = {
+        (int(prompt), bytes(batch.prompts.row(row).astype(np.uint8)).decode(), request)
+        for prompt, row, request in zip(batch.record["prompt_id"], rows, first, strict=True)
+    }
+    assert texts <= {(7, "new", 3), (8, "other", 2)}
+    assert ReplayBuffer(BufferSection(), 0).merge(answered("old", 7, 1), 0).evicted == 0
