@@ -136,6 +136,17 @@ def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: R
         verify_checkpoints(run)
 
 
+def test_a_copy_under_a_later_name_is_set_aside(saved: RunDir, tmp_path: Path) -> None:
+    """It would be resumed from again and again, while shards that it needs are deleted."""
+    run = RunDir(shutil.copytree(saved.path, tmp_path / "run"))
+    shutil.copytree(run.checkpoints / "step-000003", run.checkpoints / "step-000090")
+    verify_checkpoints(run)
+    assert names(run) == ["damaged-step-000090-1", "step-000003", "step-000006"]
+    (event,) = read_metrics(run.metrics_file("trainer"))
+    assert event["fault"] == "it is a copy of the checkpoint of step 3"
+    test_background.check_whole(run, 6)
+
+
 def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> None:
     save(run, 4)
     complete = save(run, 8) / "COMPLETE"

@@ -264,7 +264,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
     faults = {newest: GONE} if newest and not newest.exists() else {}
     for folder in reversed(folders):
-        fault = damage(folder)
+        fault = damage(folder) or _misnamed(folder)
         if not fault:
             return {faulty: why for faulty, why in faults.items() if _order(faulty) > _order(folder)}
         faults[folder] = fault
@@ -276,6 +276,13 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
             "choose another run.name to start afresh; nothing was deleted"
         )
     return {}
+
+
+def _misnamed(folder: Path) -> str:
+    """What is wrong with the name of a checkpoint, by which the newest is found; empty if nothing is."""
+    step = next(iter(_order(folder)))
+    state = TrainerState.from_json((folder / STATE_FILE).read_text())
+    return "" if step == state.step else f"it is a copy of the checkpoint of step {state.step}"
 
 
 def set_aside(run: RunDir, folder: Path) -> Path:
