@@ -227,6 +227,14 @@ def test_messages_that_nobody_could_answer_are_refused(
     assert f"line 4: cannot be used ({reason}" in str(caught.value)
 
 
+@pytest.mark.parametrize("tools", ["look", ["look"], {"name": "look"}])
+def test_tools_that_are_no_schemas_are_refused(tmp_path: Path, tools: object) -> None:
+    rows = [json.dumps({"prompt": "x", "coins": 1}), json.dumps({"prompt": "x", "coins": 1, "tools": tools})]
+    own = {"environment": "rows_reward:Shop"}
+    with pytest.raises(ConfigError, match=r"line 2: cannot be used \('tools' is no list of schemas"):
+        load(tmp_path, "\n".join(rows), make_tokenizer("hermes"), name="environment", options=own)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_messages_need_a_template_of_their_own_and_one_that_can_render(tmp_path: Path, chat: bool) -> None:
     row = "\n".join([json.dumps({"prompt": MESSAGES})] * 3)

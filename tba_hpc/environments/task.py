@@ -20,7 +20,7 @@ from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.conversations import Conversations
-from tba_hpc.tasks.fields import filled_in
+from tba_hpc.tasks.fields import Unusable, filled_in
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.rewards import Fields
 
@@ -86,6 +86,12 @@ class Environment(Jsonl):
         self._contract.require(row, line)
         if row.get("tools"):
             self._chat.require("tool")
+
+    def _checked(self, row: Fields) -> Fields:
+        tools = row.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Unusable("'tools' is no list of schemas, each an object")
+        return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
         """All of it, since the environment may get any field."""
