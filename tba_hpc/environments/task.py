@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast, get_args
 
@@ -95,7 +94,7 @@ class Environment(Jsonl):
 
     def identity(self, row: Fields) -> str:
         """All of it, since the environment may get any field."""
-        return json.dumps(row, sort_keys=True)
+        return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
         """As the chat template shows it to the model."""

@@ -198,9 +198,9 @@ def _object(line: bytes) -> Mapping[str, object]:
     """The JSON object of a line. Raises Unusable: what one rank can read, and handle, every rank can."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        if b"\\ud" in line.lower():  # perhaps half of a pair, which no tokenizer takes
+        if b"\\u" in line:  # perhaps half of a pair, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode()
-        deep = line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(row, MOST_LEVELS)
+        deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
     except UnicodeDecodeError:
         raise Unusable("it is not UTF-8 text") from None
     except UnicodeEncodeError:

@@ -9,7 +9,6 @@ A prompt may also be a list of messages, each with a role and a text, for the mo
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -112,7 +111,7 @@ class Jsonl(Rows[Fields]):
 
     def identity(self, row: Fields) -> str:
         """What a row asks, and its answer."""
-        return json.dumps([row.get(name) for name in (*sorted(self._needed), self._target)])
+        return repr([row.get(name) for name in (*self._needed, self._target)])
 
     def shown(self, row: Fields) -> str:
         """The text of a row's prompt. Raises ConfigError where the chat template refuses its messages."""
@@ -152,7 +151,7 @@ class Jsonl(Rows[Fields]):
                 raise Unusable(f"'prompt' is a list of messages, which takes {' and '.join(lacking)}")
             else:
                 require_messages(value, name)
-        for name in self._judged & row.keys():
+        for name in sorted(self._judged & row.keys()):
             if row[name] is None:
                 raise Unusable(f"{name!r} is null, but the judge is to see it")
         return row
