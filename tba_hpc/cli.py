@@ -392,7 +392,7 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 def doctor(
     site: SitePath = None,
     config: Annotated[
-        Path | None, typer.Option(help="Also check this config's models, data and chat template.")
+        Path | None, typer.Option(help="Also check this config's models, task and chat template.")
     ] = None,
     run_root: RunRoot = None,
     launch: Annotated[bool, typer.Option("--launch", help="Also run a short job on two nodes.")] = False,
@@ -414,9 +414,10 @@ def doctor(
         settings.model.path if settings else None,
         seconds=wait if launch else None,
     )
-    if settings:
+    if config and settings:
         fetch = ["tba", "fetch", str(config), *(["--site", str(site)] if site else [])]
-        facts = Facts(config=settings, fetched_by=shlex.join(fetch))
+        beside = modules.folder_of(config)
+        facts = Facts(config=settings, fetched_by=shlex.join(fetch), beside=beside)
         if cluster:
             facts = replace(facts, site=cluster, environment=job_environment(cluster))
         findings += judge(DOCTOR, facts)

@@ -193,6 +193,19 @@ def test_a_row_that_is_set_aside_is_told_before_the_run(folder: Path) -> None:
     assert shared.sentence.startswith("2 of 2 validation rows are also trained on")
 
 
+def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "r.jsonl").write_text('{"prompt": "Half \\ud83d"}\n')
+    (folder / "r.py").write_text("def right(completion): return 1.0")
+    (folder / "c.yaml").write_text(
+        "model: {path: m, context_length: 128}\ngenerator: {max_tokens: 40}\n"
+        "task: {name: jsonl, train_file: r.jsonl, reward: 'r:right'}\n"
+    )
+    monkeypatch.chdir(folder)
+    findings = json.loads(tba("doctor", "--config", "c.yaml", "--json").stdout)
+    (found,) = [finding for finding in findings if finding["name"] == "task"]
+    assert found["level"] == "problem" and "line 1: cannot be used (it holds half of" in found["found"]
+
+
 def test_a_check_that_crashes_is_a_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (warning,) = refuse([check_task], Facts(config=config_of(folder, name="own:Broken"), seconds=200))
