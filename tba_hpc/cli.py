@@ -22,7 +22,7 @@ import typer
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
-from tba_hpc.core.wording import print_in_any_encoding, printable
+from tba_hpc.core.wording import output_is_lost, print_in_any_encoding, printable
 from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
@@ -392,7 +392,7 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 def doctor(
     site: SitePath = None,
     config: Annotated[
-        Path | None, typer.Option(help="Also check this config's models, data and chat template.")
+        Path | None, typer.Option(help="Also check this config's models, task and chat template.")
     ] = None,
     run_root: RunRoot = None,
     launch: Annotated[bool, typer.Option("--launch", help="Also run a short job on two nodes.")] = False,
@@ -414,9 +414,10 @@ def doctor(
         settings.model.path if settings else None,
         seconds=wait if launch else None,
     )
-    if settings:
+    if config and settings:
         fetch = ["tba", "fetch", str(config), *(["--site", str(site)] if site else [])]
-        facts = Facts(config=settings, fetched_by=shlex.join(fetch))
+        beside = modules.folder_of(config)
+        facts = Facts(config=settings, fetched_by=shlex.join(fetch), beside=beside)
         if cluster:
             facts = replace(facts, site=cluster, environment=job_environment(cluster))
         findings += judge(DOCTOR, facts)
@@ -667,7 +668,18 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
     """Entry point: print a user's error as one sentence, which begins with ``name``."""
     print_in_any_encoding()
     try:
-        command()
+        try:
+            command()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # else the interpreter does, and a failure is its own
     except (ConfigError, OwnedError, StateError, DiskFullError, EngineError, LaunchError) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(Exit.REFUSED)
+    except OSError as error:
+        if not output_is_lost():
+            raise
+        if not isinstance(error, BrokenPipeError):  # its reader has seen enough
+            place = "give it another place, or free space there"
+            print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
+        sys.exit(Exit.FAILED)

@@ -52,6 +52,8 @@ if mode == "mortal" and attempt < 4:
         os.kill(os.getpid(), signal.SIGKILL)
 if mode == "fail" and verb == "search":
     sys.exit("the sky is too low")
+if mode.startswith("status") and verb == "search":
+    os._exit(int(mode.removeprefix("status-")))
 if mode == "killed" and verb == "search":
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "sentence" and verb == "search":
@@ -380,6 +382,51 @@ def test_a_users_error_is_its_sentence_and_nothing_else(tmp_path: Path, transpor
     assert err == "model.path=x is no model: give a folder\n"
     refused = read_events(launched.run)[-1]
     assert (refused["event"], refused["sentence"]) == ("refused", err.strip())
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+@pytest.mark.parametrize("status", [2, 137, 200, 255])
+def test_any_status_of_a_rank_is_told_and_is_no_refusal(tmp_path: Path, transport: str, status: int) -> None:
+    launched = Launched(tmp_path, f"status-{status}", transport)
+    code, _, err = launched.end()
+    assert code == Exit.NO_PROGRESS, err
+    how = "was ended by SIGKILL" if status == 137 else f"failed with exit status {status}"
+    assert re.match(f"searcher-000[01] {how}; the end of ", err), err
+    assert launched.events() == ["start", "failed"]
+
+
+@pytest.mark.mpi
+def test_an_allocation_that_is_no_more_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("JOB_ID", "JOBID", "NNODES", "JOB_NUM_NODES", "JOB_CPUS_PER_NODE", "TASKS_PER_NODE"):
+        monkeypatch.setenv(f"SLURM_{name}", "77" if "ID" in name else "1")
+    for name in ("NODELIST", "JOB_NODELIST"):
+        monkeypatch.setenv(f"SLURM_{name}", "gone01")
+    launched = Launched(tmp_path, "finish", "mpi")
+    code, _, err = launched.end()
+    assert (code, err) == (0, "")
+
+
+def test_the_exception_is_shown_also_where_other_processes_wrote_on(tmp_path: Path) -> None:
+    log = tmp_path / "searcher-0000.log"
+    raised = [
+        "Traceback (most recent call last):",
+        '  File "rows.py", line 52, in prompts',
+        "    x",
+        "TypeError: no text",
+    ]
+    with subprocess.Popen(["true"]) as ended:
+        world = local.Ranks(failed=local.Child("searcher-0000", ended))
+    for noise, last in ((40, "TypeError: no text"), (3, "warning 2"), (0, "TypeError: no text")):
+        lines = ["loading", *raised, *(f"warning {i}" for i in range(noise))]
+        log.write_text("\n".join(lines))
+        told = local.failure(tmp_path, world, 1, trainers=1).splitlines()
+        assert told[-1].strip() == last and "  TypeError: no text" in told
+        assert told[0].startswith("searcher-0000 failed with exit status 1; ")
+        assert ("; its exception in" in told[0]) == (noise == 40)
+    log.write_text("\n".join([*raised, *(f"warning {i}" for i in range(40))]))
+    assert local.failure(tmp_path, world, 137, trainers=1).splitlines()[-1] == "  warning 39"
 
 
 def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def test_hostile_names_stay_words() -> None:
     )
 
 
+def test_percents_of_a_path_are_none_of_slurms_patterns() -> None:
+    for form in (2, 8):
+        assert "#SBATCH --output='/runs/100%%util a%%j/slurm/job-%j.log'\n" in _script(
+            Site(), form, run="/runs/100%util a%j"
+        )
+    with pytest.raises(ConfigError, match=r"/runs/a\\b holds a backslash, with which Slurm puts no job's id"):
+        _script(Site(), 2, run="/runs/a\\b")
+
+
 @pytest.mark.parametrize(
     "keys", [{"partition": "gpu\nrm -rf ~"}, {"sbatch_options": ["--exclude=a\rb"]}, {"account": "a\x1bb"}]
 )

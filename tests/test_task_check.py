@@ -188,8 +188,30 @@ def test_a_row_that_is_set_aside_is_told_before_the_run(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join([*rows, "{}"]))
     files = {"train_file": str(folder / "train.jsonl"), "test_file": str(folder / "train.jsonl")}
     config = config_of(folder, name="gsm8k", options={"validation_problems": 2}, **files)
-    (warning, _) = refuse([check_task], Facts(config=config, seconds=200))  # of both splits
+    (warning, shared, _, _) = refuse([check_task], Facts(config=config, seconds=200))  # of both splits
     assert re.search(r"train.jsonl, line 201: cannot be used.*1 of 201 rows", warning.sentence)
+    assert shared.sentence.startswith("2 of 2 validation rows are also trained on")
+
+
+def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "r.jsonl").write_text('{"prompt": "Half \\ud83d"}\n')
+    (folder / "r.py").write_text("def right(completion): return 1.0")
+    (folder / "c.yaml").write_text(
+        "model: {path: m, context_length: 128}\ngenerator: {max_tokens: 40}\n"
+        "task: {name: jsonl, train_file: r.jsonl, reward: 'r:right'}\n"
+    )
+    monkeypatch.chdir(folder)
+    findings = json.loads(tba("doctor", "--config", "c.yaml", "--json").stdout)
+    (found,) = [finding for finding in findings if finding["name"] == "task"]
+    assert found["level"] == "problem" and "line 1: cannot be used (it holds half of" in found["found"]
+
+
+def test_a_check_that_crashes_is_a_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (warning,) = refuse([check_task], Facts(config=config_of(folder, name="own:Broken"), seconds=200))
+    assert warning.sentence.startswith(
+        "the check of the task ended in its midst (RuntimeError: out of memory)"
+    )
 
 
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])

@@ -1,12 +1,21 @@
 """Words for numbers, against English, and texts of strangers, against a terminal."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.table import Table
 from rich.text import Text
 
+from tba_hpc.config import parse_config
 from tba_hpc.core.wording import count, printable
 from tba_hpc.report.tables import Terminal, print_values
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.notes import Exit
 
 
 def test_one_is_singular_and_none_and_many_are_plural() -> None:
@@ -40,3 +49,41 @@ def test_a_terminal_still_has_its_own_colours() -> None:
     console = Terminal(file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(Text("\x1b[1m", style="red"))
     assert isinstance(console.file, io.StringIO) and console.file.getvalue() == "\x1b[31m\\x1b[1m\x1b[0m\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--version", "doctor --help"])
+def test_output_that_takes_no_more_is_one_sentence(words: str, unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run_tba(words, PYTHONUNBUFFERED=unbuffered, stdout=full)
+    said = (
+        "tba: standard output takes no more (No space left on device): give it another place, or free space"
+    )
+    assert (done.returncode, done.stderr) == (Exit.FAILED, f"{said} there\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_tba("--version", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (Exit.FAILED, "")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_signs_that_the_terminal_lacks_are_replaced(tmp_path: Path, encoding: str, command: str) -> None:
+    tree = {"run": {"root": str(tmp_path / "π → …")}, "model": {"path": "π → …"}}
+    run = RunDir.create(parse_config(tree))
+    done = run_tba(command, str(run.path), PYTHONIOENCODING=encoding, stdout=subprocess.PIPE)
+    assert done.returncode == 0 and "?" in done.stdout, done.stderr
+
+
+def run_tba(words: str, *more: str, stdout: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tba_hpc", *words.split(), *more],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        encoding="latin-1",
+        env=os.environ | environment,
+    )

@@ -143,3 +143,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
     yield from (warning("task", line, "") for line in said)
     yield from (problem("task", line, "") for line in refused)
+    if done.returncode not in (Exit.DONE, Exit.REFUSED):
+        last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+        found = f"the check of the task ended in its midst ({last[0]})"
+        yield warning("task", found, "correct that first, unless ranks on the nodes have what it lacks here")

@@ -11,7 +11,7 @@ from tba_hpc.launch.plan import Plan, Site
 
 JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
 CONFIG = (config_checks.check_resources, config_checks.check_rate)
-DOCTOR = (*CONFIG, config_checks.check_chat_template)
+DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 
 FILES = (
     config_checks.check_files,

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tba_hpc.config import shipped
+from tba_hpc.config.notation import read_yaml, write_yaml
 from tba_hpc.config.rules import flat
 from tba_hpc.config.sections import MAY_CHANGE, Config, RewardSection
 from tba_hpc.config.variants import choices
@@ -31,7 +32,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
     """Keys of a YAML file, or of the shipped one of that name. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(shipped.find(path, kind).read_text(encoding="utf-8")) or {}
+        tree = read_yaml(shipped.find(path, kind).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(
             f"cannot read the {kind.removesuffix('s')} {path}: {error.strerror}; check the path, or name one "
@@ -59,7 +60,7 @@ def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Co
 
 def dump_config(config: Config) -> str:
     """YAML text that ``load_config`` reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -134,7 +135,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {text}: {section} is a value, not a section; remove what follows it")
     try:
-        tree[leaf] = yaml.safe_load(value)
+        tree[leaf] = read_yaml(value)
     except yaml.YAMLError:
         raise ConfigError(f"--set {text}: the value is not valid YAML; put it in quotes") from None
     if isinstance(tree[leaf], dict) and tree[leaf] and ":" not in value:

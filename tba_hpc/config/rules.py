@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from tba_hpc.config.notation import write_yaml
 from tba_hpc.config.variants import (
     BehaviourIsReference,
     EmaReference,
@@ -287,4 +286,4 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def value_text(value: object) -> str:
     """A value as ``--set`` takes it."""
     plain = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    return write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

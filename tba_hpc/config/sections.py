@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +17,7 @@ from pydantic import (
 )
 
 from tba_hpc.config import rules
+from tba_hpc.config.notation import UserPath
 from tba_hpc.config.variants import (
     BehaviourIsReference,
     Duplicates,
@@ -54,8 +54,8 @@ MayChange = Annotated[T, MAY_CHANGE]
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its directory is NAME-seedN."""
-    root: MayChange[str] = "runs"
-    """Folder of run directories."""
+    root: MayChange[UserPath] = "runs"
+    """Folder of run directories. In paths, ``~`` and ``$NAME`` are expanded."""
     seed: int = Field(0, ge=0)
     """Seed of prompt order, sampling and replay."""
 
@@ -74,7 +74,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    path: Text
+    path: Annotated[UserPath, Field(min_length=1)]
     """Folder or hub name of the initial policy, which is also the reference; or your own ``module:Class``
     (see tba_hpc.core.ports.Backend)."""
     dtype: Dtype = "bfloat16"
@@ -140,9 +140,9 @@ class TaskSection(Section):
     reward: dict[str, RewardSection] = Field(default_factory=dict)
     """Rewards of the tasks jsonl and environment: ``module:function``, or several by name, summed by
     weight."""
-    train_file: str | None = None
+    train_file: UserPath | None = None
     """JSONL with training problems. null: the task's own source."""
-    test_file: str | None = None
+    test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
@@ -256,7 +256,7 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
     """A number, or numbers by step, as pairs (step, value) in order of steps."""
     try:
         pairs = sorted(value.items()) if isinstance(value, dict) else value
-        pairs = pairs if isinstance(pairs, Sequence) else [(0, value)]
+        pairs = [(0, value)] if isinstance(pairs, str | int | float) else pairs
         points = tuple((int(step), float(number)) for step, number in pairs)
     except (TypeError, ValueError):
         points = ()

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from tba_hpc.config.notation import UserPath
+
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 LogZ = Literal["behaviour", "policy", "none"]
 Positive = Annotated[float, Field(gt=0)]
@@ -244,7 +246,7 @@ class EmbeddingDuplicates(Section):
     """Of completions with similar embeddings, keep the higher-rewarded one."""
     limit: float = Field(0.4, ge=0, lt=1)
     """Cosine similarity above which they are duplicates."""
-    model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"
     """Folder or hub name of the sentence encoder, which the leading trainer runs."""
 
 

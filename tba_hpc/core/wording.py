@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,16 @@ def print_in_any_encoding() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # neither closed nor replaced
             stream.reconfigure(errors="replace")
+
+
+def output_is_lost() -> bool:
+    """Whether standard output takes no more, as on a full disk; then it is given up, for a quiet exit."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def printable(text: str) -> str:

@@ -19,8 +19,8 @@ from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.conversations import Conversations
+from tba_hpc.tasks.fields import Unusable, filled_in
 from tba_hpc.tasks.jsonl import Jsonl
-from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rewards import Fields
 
 Count = Annotated[int, Field(ge=1)]
@@ -69,6 +69,7 @@ class Environment(Jsonl):
             target=target,
             correct_from=correct_from,
             judge_truncated=judge_truncated,
+            chat=True,
             validation_prompts=validation_prompts,
         )
         self.max_turns = max_turns
@@ -78,14 +79,26 @@ class Environment(Jsonl):
         self._encode = self._chat.encode
         self._opened: dict[Prompt, tuple[str, Prompt]] = {}
 
-    def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """As the chat template shows them to the model."""
-        found = super().rows(split)
-        for number, (_, _, row) in enumerate(found, start=1):
-            self._contract.require(row, f"row {number} of the {split} rows")
-            if row.get("tools"):
-                self._chat.require("tool")
-        return [(_render(self._chat, row, self._messages(row)), target, row) for _, target, row in found]
+    def require(self, row: Fields, line: str) -> None:
+        """Also where it lacks what ``reset`` needs, or brings tools that the chat template cannot show."""
+        super().require(row, line)
+        self._contract.require(row, line)
+        if row.get("tools"):
+            self._chat.require("tool")
+
+    def _checked(self, row: Fields) -> Fields:
+        tools = row.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Unusable("'tools' is no list of schemas, each an object")
+        return super()._checked(row)
+
+    def identity(self, row: Fields) -> str:
+        """All of it, since the environment may get any field."""
+        return repr(sorted(row.items()))
+
+    def shown(self, row: Fields) -> str:
+        """As the chat template shows it to the model."""
+        return _render(self._chat, row, self._messages(row))
 
     def encode_question(self, text: str) -> np.ndarray:
         """As a user's message."""
@@ -98,7 +111,7 @@ class Environment(Jsonl):
         """
         row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         self._contract.require(row, "a question")
-        prompt = Prompt(0, self._encode(_render(self._chat, row, self._messages(row))), "")
+        prompt = Prompt(0, self._encode(self.shown(row)), "")
         self._rows[prompt] = row
         return prompt
 

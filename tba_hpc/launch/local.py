@@ -73,6 +73,9 @@ FILES_OF_MPI = (
 )
 """Environment variables that tell Open MPI where to put its files."""
 
+ALLOCATION = "SLURM_JOBID"
+"""Variable by which Open MPI believes to be in an allocation, whose nodes it then starts its ranks on."""
+
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 """Environment variables that allow Open MPI to run as root."""
 
@@ -81,6 +84,9 @@ MPIEXEC = "mpiexec"
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Each asks the run to checkpoint and stop; a second SIGINT kills it."""
+
+TRACEBACK = "  Traceback (most recent call last)"
+"""How one begins among indented lines."""
 
 FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
 """How Open MPI's mpiexec names the first rank that failed."""
@@ -129,7 +135,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
     home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI does not start without one
-    return {**ours, **base, **root, **home}
+    around = {name: value for name, value in base.items() if name != ALLOCATION}
+    return {**ours, **around, **root, **home}
 
 
 def _home() -> str:
@@ -416,8 +423,10 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     if refused:
         log_event(run, "refused", sentence=refused)
         return Exit.REFUSED
-    log_event(run, "failed", code=code or Exit.FAILED)
-    return code or Exit.FAILED
+    # A rank may end with the status of a refusal, too, without one.
+    code = Exit.FAILED if code in (Exit.DONE, Exit.REFUSED) else code
+    log_event(run, "failed", code=code)
+    return code
 
 
 def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
@@ -455,11 +464,14 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     how = f"failed with exit status {code}"
     if code == 0:
         how = "ended before the run was finished, and all ranks with it"
-    elif code > 128:
+    elif code - 128 in [*signal.Signals]:
         how = f"was ended by {signal.Signals(code - 128).name}"
     log = log_file(logs, name)
     log = log if log.exists() else log_file(logs, MPIEXEC)
-    return "\n".join([f"{name} {how}; the end of {log}:", *_tail(log)])
+    lines, what = _lines(log), "the end of"
+    if code == Exit.FAILED and (end := _exception(lines)) <= len(lines) - TAIL_LINES:
+        lines, what = lines[:end], "its exception in"  # other processes of the rank wrote on after it
+    return "\n".join([f"{name} {how}; {what} {log}:", *lines[-TAIL_LINES:]])
 
 
 def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
@@ -471,7 +483,14 @@ def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
     return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
 
 
-def _tail(log: Path) -> list[str]:
-    """The last lines with something on them, indented."""
+def _lines(log: Path) -> list[str]:
+    """Those with something on them, indented."""
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
-    return [f"  {line}" for line in lines if line][-TAIL_LINES:]
+    return [f"  {line}" for line in lines if line]
+
+
+def _exception(lines: Sequence[str]) -> int:
+    """Place after the last exception with a traceback; the end where there is none."""
+    begins = [place for place, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    after = range(begins[-1] + 1 if begins else len(lines), len(lines))
+    return next((place + 1 for place in after if not lines[place].startswith("   ")), len(lines))

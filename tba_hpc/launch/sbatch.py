@@ -143,7 +143,7 @@ def _common(job: Job, site: Site, log: str = "job-%j.log") -> str:
         [
             f"--job-name={job.name}",
             f"--comment={job.run}",
-            f"--output={job.run}/slurm/{log}",
+            f"--output={_as_pattern(job.run)}/slurm/{log}",
             "--open-mode=append",
             f"--time={site.time}",
             "--requeue" if site.requeue else "--no-requeue",
@@ -151,6 +151,16 @@ def _common(job: Job, site: Site, log: str = "job-%j.log") -> str:
             *([f"--dependency=afterany:{job.after}"] if job.after else []),
         ]
     )
+
+
+def _as_pattern(path: Path) -> str:
+    """A path as part of one of Slurm's filename patterns. Raises ConfigError for one that would end them."""
+    if "\\" in str(path):
+        raise ConfigError(
+            f"{path} holds a backslash, with which Slurm puts no job's id into the name of a log: choose "
+            "another run.root"
+        )
+    return str(path).replace("%", "%%")
 
 
 def _signal(site: Site) -> str:

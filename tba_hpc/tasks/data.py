@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Resource, ResourceKind, Split
 from tba_hpc.core.wording import first_few
+from tba_hpc.tasks.fields import Unusable
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,12 @@ T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
 """Share of the rows that may be of no use; with more of them the data are taken for others than meant."""
+
+MOST_LEVELS = 100
+"""Lists and objects that may lie in one another in a row; every thread of every rank can handle so many."""
+
+BLANK = b" \t\r\xef\xbb\xbf"
+"""What a blank line may hold, a byte-order mark included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,8 @@ class Table(Generic[T]):
 
     Validation is the end of the training rows and never trained on, so that no choice looks at the test; so
     is test, before it, if there is no source of its own. Unusable rows are set aside before that. parse,
-    wanted: as for ``usable_rows``. held_out: rows of a held-out slice; key: the config key of that.
+    wanted: as for ``usable_rows``. held_out: rows of a held-out slice; key: the config key of that. identity:
+    equal for rows that ask the same.
     """
 
     sources: Mapping[Split, str | HubData]
@@ -45,14 +55,31 @@ class Table(Generic[T]):
     wanted: str
     held_out: int
     key: str
+    identity: Callable[[T], str] = repr
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Of a split. Raises ConfigError."""
+        """Of a split; once the training rows are read, those among them are told. Raises ConfigError."""
+        found = self._rows(split)
+        if split != "train" and "train" in self._read:
+            self._tell_shared(split, found)
+        return found
+
+    def _rows(self, split: Split) -> Sequence[T]:
         if split != "train" and split in self.sources:
             return self._source(split)
         slices = [part for part in HELD_OUT if part not in self.sources]
         return split_rows(self._source("train"), slices, size=self.held_out, key=self.key)[split]
+
+    def _tell_shared(self, split: Split, held_out: Sequence[T]) -> None:
+        times = Counter(map(self.identity, held_out))
+        trained = {key for row in self._rows("train") if (key := self.identity(row)) in times}
+        if trained:
+            log.warning(
+                "%d of %d %s rows are also trained on, so what they score is learned by heart: leave them "
+                "out of one of the two",
+                *(sum(times[key] for key in trained), len(held_out), split),
+            )
 
     def _source(self, split: Split) -> list[T]:
         if split not in self._read:
@@ -104,25 +131,25 @@ def usable_rows(
 ) -> list[T]:
     """What ``parse`` makes of the rows of a local JSONL file, or of data of the hub.
 
-    Rows of which it makes None are set aside, and so are lines that hold no JSON object; one line of the log
-    counts and names them. wanted: what a row must be. Raises ConfigError where the file or the data cannot be
-    read, is empty, or has more than MOST_SET_ASIDE of such rows.
+    Rows of which it makes None, or raises Unusable, are set aside, and so are lines that hold no JSON object;
+    one line of the log counts and names them. Blank lines are none. wanted: what a row must be. Raises
+    ConfigError where the file or the data cannot be read, is empty, or has more than MOST_SET_ASIDE of such
+    rows.
     """
-    rows = list(_file_rows(Path(where), f"task.{split}_file") if isinstance(where, str) else _hub_rows(where))
-    parsed = [parse(row) if isinstance(row, dict) else None for row in rows]
-    unusable = [line for line, item in enumerate(parsed, start=1) if item is None]
-    if unusable:
-        found = _fields(rows[unusable[0] - 1])
+    rows = _file_rows(Path(where), f"task.{split}_file") if isinstance(where, str) else _hub_rows(where)
+    parsed = {line: _parsed(row, parse) for line, row in rows}
+    faults = {line: item for line, item in parsed.items() if isinstance(item, Unusable)}
+    if faults:
         name = where if isinstance(where, str) else where.name
-        lines = f"line{'s' * (len(unusable) > 1)} {first_few(unusable)}"
-        problem = f"{name}, {lines}: cannot be used{found}"
-        share = f"{len(unusable)} of {len(rows)} rows"
-        if len(unusable) > MOST_SET_ASIDE * len(rows):
+        lines = f"line{'s' * (len(faults) > 1)} {first_few([*faults])}"
+        problem = f"{name}, {lines}: cannot be used ({next(iter(faults.values()))})"
+        share = f"{len(faults)} of {len(parsed)} rows"
+        if len(faults) > MOST_SET_ASIDE * len(parsed):
             raise ConfigError(
                 f"{problem}; write {wanted} ({share}; up to {MOST_SET_ASIDE:.0%} are set aside)"
             )
         log.warning("%s; set aside, %s: each must be %s", problem, share, wanted)
-    return [item for item in parsed if item is not None]
+    return [item for item in parsed.values() if not isinstance(item, Unusable)]
 
 
 def split_rows(
@@ -143,31 +170,61 @@ def split_rows(
     return {"train": rows[:rest], **parts}
 
 
-def _fields(row: object) -> str:
-    if isinstance(row, json.JSONDecodeError):
-        return f" (no JSON: {row.msg} at column {row.colno})"
-    return f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
-
-
-def _file_rows(path: Path, key: str) -> Iterable[object]:
+def _parsed(
+    row: bytes | Mapping[str, object], parse: Callable[[Mapping[str, object]], T | None]
+) -> T | Unusable:
+    """What ``parse`` makes of a row, or of a line of a file; why there is nothing."""
     try:
-        lines = path.read_text(encoding="utf-8").strip().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {key}={path} ({reason}): check the path") from None
-    if lines == [""]:
+        fields = _object(row) if isinstance(row, bytes) else row
+        parsed = parse(fields)
+    except Unusable as fault:
+        return fault
+    return Unusable(f"found {', '.join(fields) or 'no field'}") if parsed is None else parsed
+
+
+def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
+    """Number and text of the lines that are not blank; they end in LF or CRLF alone."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {key}={path} ({error.strerror}): check the path") from None
+    rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip(BLANK)]
+    if not rows:
         raise ConfigError(f"{key}={path} is empty: it must hold one JSON object a line")
-    return map(_json, lines)
+    return rows
 
 
-def _json(line: str) -> object:
+def _object(line: bytes) -> Mapping[str, object]:
+    """The JSON object of a line. Raises Unusable: what one rank can read, and handle, every rank can."""
     try:
-        return json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))
+        if b"\\u" in line:  # perhaps half of a pair, which no tokenizer takes
+            json.dumps(row, ensure_ascii=False).encode()
+        deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
+    except UnicodeDecodeError:
+        raise Unusable("it is not UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise Unusable("it holds half of a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
-        return error
+        raise Unusable(f"no JSON: {error.msg} at column {error.colno}") from None
+    except ValueError:
+        raise Unusable(f"it holds a number of over {sys.get_int_max_str_digits()} digits") from None
+    except RecursionError:
+        deep = True
+    if deep:
+        raise Unusable(f"its lists and objects are nested over {MOST_LEVELS} deep")
+    if not isinstance(row, dict):
+        raise Unusable("it holds no JSON object")
+    return row
 
 
-def _hub_rows(data: HubData) -> Iterable[dict[str, Any]]:
+def _is_deep(value: object, levels: int) -> bool:
+    """Whether lists and objects lie in one another on more than so many levels."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return items is not None and (levels == 0 or any(_is_deep(item, levels - 1) for item in items))
+
+
+def _hub_rows(data: HubData) -> Iterable[tuple[int, dict[str, Any]]]:
     import datasets  # slow to import, and local files need it not
 
     try:
@@ -177,4 +234,4 @@ def _hub_rows(data: HubData) -> Iterable[dict[str, Any]]:
             f"cannot load {data.name} from the hub ({type(error).__name__}): check the network, "
             "or give local JSONL files with task.train_file and task.test_file"
         ) from None
-    return rows
+    return enumerate(rows, start=1)

@@ -3,6 +3,8 @@
 A row is a JSON object; its fields fill the template of the prompt, and rewards may look at them:
 
     {"prompt": "What is 2 + 3?", "answer": "5"}
+
+A prompt may also be a list of messages, each with a role and a text, for the model's chat template.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.ports import ChatTokenizer, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import Table, sources_of
-from tba_hpc.tasks.judge import Judge, filled_in
+from tba_hpc.tasks.fields import Unusable, as_text, filled_in, require_messages, require_text
+from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
+
+PROMPT = "{prompt}"
+"""The template that shows a prompt as it is."""
 
 
 class Jsonl(Rows[Fields]):
@@ -40,7 +46,7 @@ class Jsonl(Rows[Fields]):
         reward: Mapping[str, RewardSection],
         train_file: str | None = None,
         test_file: str | None = None,
-        template: str = "{prompt}",
+        template: str = PROMPT,
         target: str = "answer",
         chat: bool = False,
         correct_from: float = 1.0,
@@ -50,7 +56,8 @@ class Jsonl(Rows[Fields]):
         """The options of the config. Raises ConfigError.
 
         template: the prompt, with {field} for fields of the row. target: the field with the right answer, if
-        there is one; it is shown, no more. chat: as a user's message in the model's chat template.
+        there is one; it is shown, no more. chat: as a user's message in the model's chat template, or as the
+        messages that a prompt is a list of.
         correct_from: the reward from which on an answer counts as correct in evaluations. judge_truncated:
         whether rewards see completions that the token limit cut off, too; else these are worth 0.
         validation_prompts: rows of a held-out part of train_file.
@@ -67,11 +74,20 @@ class Jsonl(Rows[Fields]):
         self._needed = needed = set(re.findall(r"\{(\w+)\}", template))
         self._table = Table(
             sources=sources_of(train_file, test_file, {}),
-            parse=lambda row: row if all(row.get(name) not in (None, "") for name in needed) else None,
+            parse=self._checked,
             wanted=f"a JSON object with the fields of task.options.template: {', '.join(sorted(needed))}",
             held_out=validation_prompts,
             key="task.options.validation_prompts",
+            identity=self.identity,
         )
+        self._tokenizer = tokenizer
+        self._for_messages = {
+            f"task.options.template={PROMPT}": template == PROMPT,
+            "task.options.chat=true": chat,
+        }
+        self._judged = {
+            name for section in reward.values() for name in re.findall(r"\{(\w+)\}", section.prompt or "")
+        }
         self._weights = {name: section.weight for name, section in reward.items()}
         self._rewards = make_rewards(reward)
         self._template, self._target = template, target
@@ -81,13 +97,64 @@ class Jsonl(Rows[Fields]):
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """The template of each row, filled in."""
+        """The template of each row, filled in, or the messages of its prompt in the chat template."""
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
-            for reward in self._rewards.values():
-                if isinstance(reward, Function):
-                    reward.require(row, f"row {number} of the {split} rows")
-        return [(filled_in(self._template, row), str(row.get(self._target, "")), row) for row in found]
+            self.require(row, f"row {number} of the {split} rows")
+        return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
+
+    def require(self, row: Fields, line: str) -> None:
+        """Raise ConfigError where a row lacks what a function needs; line: which row it is."""
+        for reward in self._rewards.values():
+            if isinstance(reward, Function):
+                reward.require(row, line)
+
+    def identity(self, row: Fields) -> str:
+        """What a row asks, and its answer."""
+        return repr([row.get(name) for name in (*self._needed, self._target)])
+
+    def shown(self, row: Fields) -> str:
+        """The text of a row's prompt. Raises ConfigError where the chat template refuses its messages."""
+        messages = self.given_messages(row)
+        if messages is None:
+            return filled_in(self._template, row)
+        return self._chat_tokenizer.render(messages, tools=(), ask=True)
+
+    def encoded(self, text: str, row: Fields) -> np.ndarray:
+        """As messages, or as Rows does."""
+        if self.given_messages(row) is None:
+            return super().encoded(text, row)
+        return self._chat_tokenizer.encode_rendered(text)
+
+    def given_messages(self, row: Fields) -> list[Any] | None:
+        """The prompt of a row that is a list of messages, None of any other."""
+        given = row.get("prompt")
+        return given if isinstance(given, list) and self._template == PROMPT else None
+
+    @property
+    def _chat_tokenizer(self) -> ChatTokenizer:
+        if not isinstance(self._tokenizer, ChatTokenizer):
+            raise ConfigError(
+                f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "
+                "model.path cannot render: let it have the methods of ports.ChatTokenizer"
+            )
+        return self._tokenizer
+
+    def _checked(self, row: Fields) -> Fields:
+        """A row. Raises Unusable where what it asks, or shows to a judge, is nothing or no text."""
+        lacking = [key for key, is_set in self._for_messages.items() if not is_set]
+        for name in sorted(self._needed):
+            value = row.get(name)
+            if not isinstance(value, list) or name != "prompt":
+                require_text(row, name)
+            elif lacking:
+                raise Unusable(f"'prompt' is a list of messages, which takes {' and '.join(lacking)}")
+            else:
+                require_messages(value, name)
+        for name in sorted(self._judged & row.keys()):
+            if row[name] is None:
+                raise Unusable(f"{name!r} is null, but the judge is to see it")
+        return row
 
     def encode_question(self, text: str) -> np.ndarray:
         """In the template, where that has room for one text alone."""

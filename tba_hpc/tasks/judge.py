@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.tasks.fields import filled_in
 
 LONGEST_ANSWER = 1 << 20
 """Bytes of an answer that are read."""
@@ -166,11 +167,6 @@ class Judge:
 
     def _masked(self, text: str) -> str:
         return text.replace(self._secret, "***") if self._secret else text
-
-
-def filled_in(template: str, fields: Mapping[str, object]) -> str:
-    """``template`` with {name} replaced by fields, once: what they hold themselves stays as it is."""
-    return re.sub(r"\{(\w+)\}", lambda m: str(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
 def _secret(key: str, variable: str | None) -> str:

@@ -43,13 +43,17 @@ class Rows(ABC, Generic[Row]):
     def rows(self, split: Split) -> Iterable[tuple[str, str, Row]]:
         """(Text of the prompt, target, row) of a split. Raises ConfigError."""
 
+    def encoded(self, text: str, row: Row) -> np.ndarray:
+        """Tokens int32 [T] of the text of a row's prompt."""
+        return self._encode(text)
+
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All prompts of a split; read or made, and encoded, at the first call. Raises ConfigError."""
         if split not in self._prompts:
             found: list[Prompt] = []
             long: list[str] = []
             for text, target, row in self.rows(split):
-                tokens = self._encode(text)
+                tokens = self.encoded(text, row)
                 if self.room is not None and len(tokens) > self.room:
                     long.append(f"{len(tokens)} tokens in {' '.join(text.split())[:60]!r}")
                     continue

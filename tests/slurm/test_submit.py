@@ -124,6 +124,13 @@ def test_all_ranks_are_one_world_with_their_roles_hosts_and_gpus(
     assert _starts(run) == [(2, 4)]
 
 
+def test_the_log_of_a_run_lies_with_it_whatever_signs_its_path_has(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path / "100%util runs %j", _site(), 2, homogeneous=True)
+    job = slurm.submit(run, script)
+    _finished(cluster, run, job)
+    assert (run.path / f"slurm/job-{job}.log").is_file()
+
+
 def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

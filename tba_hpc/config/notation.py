@@ -1,0 +1,85 @@
+"""YAML as configs and site files are written in it, and the paths in them.
+
+Otherwise than PyYAML has it, a number needs no point (``1e-2``), and a key stands once in a mapping.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator
+
+_NUMBER = "!number"
+"""Tag of numbers that PyYAML takes for texts."""
+
+_WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+"""How they look."""
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows numbers without a point, and refuses a key that is given twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As the base class. Raises YAMLError."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, object], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in seen:
+                lines = f"lines {seen[name]} and {line}" if seen[name] < line else f"line {line}"
+                raise yaml.YAMLError(f"{key.value!r} is given twice, in {lines}: leave one out")
+            seen[name] = line
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that would be read as numbers."""
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    """A whole number is an int, which fits keys of either kind."""
+    number = float(loader.construct_scalar(node).replace("_", ""))
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_NUMBER, _WRITTEN, [*"-+.0123456789"])
+_Loader.add_constructor(_NUMBER, _number)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain values. Raises YAMLError."""
+    return yaml.load(text, _Loader)
+
+
+def write_yaml(value: object, **options: Any) -> str:
+    """Text that ``read_yaml`` reads back. options: of yaml.dump."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
+
+
+def expanded(path: str) -> str:
+    """A path with ``~`` and ``$NAME`` replaced; one with a ``$`` that is there as it stands is left alone.
+
+    Raises ValueError for a user without a home, and a variable that is unset or empty.
+    """
+    if not path.startswith("~") and ("$" not in path or os.path.lexists(path)):
+        return path
+    for name in ("".join(found) for found in _VARIABLE.findall(path)):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"the path {path} holds ${name}, which is unset or empty in the environment: export it, or "
+                "write the path without it"
+            )
+    full = os.path.expanduser(path)  # noqa: PTH111, the other way makes a path of a hub's name
+    if full.startswith("~"):
+        raise ValueError(f"the path {path} begins with a user who has no home here: write the folder itself")
+    return os.path.expandvars(full)
+
+
+UserPath = Annotated[str, AfterValidator(expanded)]
+"""A path, or another name, that a user gives."""

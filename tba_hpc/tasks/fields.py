@@ -1,0 +1,61 @@
+"""Fields of a row as text: in templates, and as the messages of a conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of the messages of a prompt."""
+
+ANSWERED = ("user", "tool")
+"""Of its last message."""
+
+KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
+"""How errors call what is no text."""
+
+
+class Unusable(ValueError):
+    """A row cannot be used; the message says why."""
+
+
+def as_text(value: object) -> str:
+    """A text or a number as it is, null as an empty text, anything else as JSON."""
+    if value is None:
+        return ""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def filled_in(template: str, fields: Mapping[str, object]) -> str:
+    """``template`` with {name} replaced by fields, once: what they hold themselves stays as it is."""
+    return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
+
+
+def require_text(row: Mapping[str, object], name: str) -> None:
+    """Raise Unusable unless a field is a text that is not empty, or a number."""
+    if name not in row:
+        raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
+    value = row[name]
+    if value == "" or value != value:  # NaN, as libraries write a missing value
+        raise Unusable(f"{name!r} is {'empty' if value == '' else 'NaN'}")
+    if type(value) in KINDS:
+        raise Unusable(f"{name!r} is {KINDS[type(value)]}, but must be a text or a number")
+
+
+def require_messages(messages: Sequence[object], name: str) -> None:
+    """Raise Unusable unless the field of that name is a list of messages that a model can answer."""
+    role: object = None
+    for place, message in enumerate(messages, start=1):
+        role, content = (
+            (message.get("role"), message.get("content")) if isinstance(message, dict) else ("", "")
+        )
+        if role not in ROLES:
+            raise Unusable(
+                f"message {place} of {name!r} has the role {role!r}, not one of {', '.join(ROLES)}"
+            )
+        if not isinstance(content, str):
+            raise Unusable(f"message {place} of {name!r} has no text as its content")
+    if role not in ANSWERED:
+        raise Unusable(f"the last message of {name!r} is of {role!r}, but the model answers a user or a tool")
