@@ -162,7 +162,7 @@ class Searcher:
         for scored in results:
             self._tally += scored.sums
             self._rejected += int(scored.sums["rejected"])
-            self._set_aside += bool(scored.sums["rejected"] and not scored.sums["groups"])
+            self._set_aside += int(scored.sums["asked"] - scored.sums["groups"])
             if shard := scored.shard:
                 # The trace of an acknowledgement if the file is lost; ``tba audit`` reads it.
                 self.metrics.log(

@@ -10,11 +10,15 @@ import tempfile
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 CACHES = "TBA_CACHES"
 """The variable that names the folder, set by batch scripts; the libraries' own variables lead into it."""
+
+DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""No links out of the folder, no devices. Python 3.11.0 to 3.11.3 cannot be told so; the archive is ours."""
 
 ARCHIVE = "TBA_COMPILED"
 """The variable that names the run's archive of such a folder, with which nodes begin that have none."""
@@ -66,7 +70,7 @@ def _unpack(archive: Path, folder: Path) -> None:
             whole = Path(fresh, "all")
             whole.mkdir(mode=0o700)
             with tarfile.open(archive) as tar:
-                tar.extractall(whole, filter="data")
+                tar.extractall(whole, **DATA_ALONE)
             whole.rename(folder)
 
 
