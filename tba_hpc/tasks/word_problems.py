@@ -15,6 +15,7 @@ Data: on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -250,9 +251,11 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Target: the answer, or what the solution boxes."""
-        question, solution = row.get("problem"), row.get("solution")
-        answer = row.get("answer") or (boxed(solution) if isinstance(solution, str) else None)
+        """Target: the answer, a number or a text, or what the solution boxes."""
+        question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
+        if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+            answer = str(answer)
+        answer = answer or (boxed(solution) if isinstance(solution, str) else None)
         if not isinstance(question, str) or not isinstance(answer, str):
             return None
         return (question, answer) if question.strip() and answer.strip() else None
