@@ -127,6 +127,17 @@ def test_the_target_is_the_box_or_the_answer_and_truncated_ones_do_not_count(tmp
     assert task.rewards(second, [completion(r"\boxed{\frac{7}{2}}")]) == [0.0]
 
 
+def test_an_answer_may_be_a_number(tmp_path: Path) -> None:
+    rows = [{"problem": "?", "answer": answer} for answer in (204, 0, -1.5, 1e22)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = (task := Math(ByteTokenizer(), test_file=str(tmp_path / "test.jsonl"))).prompts("test")
+    assert [prompt.target for prompt in prompts] == ["204", "0", "-1.5", "1e+22"]
+    texts = r"\boxed{204}", r"\boxed{0}", r"\boxed{-\frac32}", r"\boxed{10^{22}}"
+    assert task.correct(prompts, [completion(text) for text in texts]) == [True] * 4
+    for no_answer in (True, None, [9], float("nan")):
+        assert task.parse({"problem": "?", "answer": no_answer}) is None
+
+
 def test_a_chat_template_wraps_the_question(tmp_path: Path) -> None:
     file = write(tmp_path / "test.jsonl", *ROWS)
     task = Math(ByteTokenizer(), test_file=file, template="{question}", chat=True)

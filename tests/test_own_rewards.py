@@ -28,7 +28,7 @@ from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
-from tba_hpc.tasks.judge import Judge, JudgeError
+from tba_hpc.tasks.judge import Judge, JudgeError, rating
 from tba_hpc.tasks.program import Program, ProgramError
 
 EXAMPLES = Path(__file__).parents[1] / "docs/examples/rewards"
@@ -41,6 +41,27 @@ def other(text): return 0
 def texts(completion): return "1"
 def few(completions): return [1.0]
 def last(completion): return float(completion[-1])
+"""
+VERIFYING = """
+from math_verify import parse, verify
+def right(completion, answer): return float(verify(parse(answer), parse(completion)))
+def careful(completion, answer):
+    try: return right(completion, answer)
+    except Exception: return 0.0
+"""
+TIMELESS = """
+from math_verify import parse, verify
+def right(completion, answer):
+    gold, given = (parse(text, parsing_timeout=None) for text in (answer, completion))
+    return float(verify(gold, given, timeout_seconds=None))
+"""
+THREADED = """
+import sys, threading
+THREADS = []
+def named(completion):
+    THREADS.append(threading.current_thread() is threading.main_thread())
+    return 1.0
+def leaves(completion): sys.exit(3)
 """
 BROKEN = {
     "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
@@ -253,6 +274,32 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
     assert all((body["model"], body["temperature"]) == ("m", 0) for _, body in server.asked)
 
 
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("8/10", 8),
+        ("Rating: 8/10.", 8),
+        ("**8** out of 10", 8),
+        ("**8**/**10**", 8),
+        ("8 of 10 points", 8),
+        ("Score: 8 (1 is worst, 10 is best)", 8),
+        ("(8)", 8),
+        ("(8/10)", 8),
+        ("On a scale of 1 to 10, 8", 8),
+        ("8 on a scale from 1 to 10", 8),
+        ("First 3/10, now 7.5/10", 7.5),
+        ("1,000", 1000),
+        ("1,234.5", 1234.5),
+        ("3, 4", 4),
+        ("\N{MINUS SIGN}2", -2),
+        ("-1e-3", -0.001),
+        ("8.", 8),
+    ],
+)
+def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> None:
+    assert rating(said) == number
+
+
 def test_a_plain_judge_gets_the_row_and_answers_with_a_number(own: Path) -> None:
     with serving(lambda n, body: (200, {"reward": body["size"]} if n % 2 else body["size"])) as server:
         task = make(own, {"judge": {"url": server.url}})
@@ -365,6 +412,39 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(own: Path) ->
     ):
         make(own, "own_rewards:texts").try_rewards()
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
+
+
+@pytest.mark.parametrize("name", ["right", "careful"])
+def test_a_function_that_needs_the_main_thread_is_refused_before_the_start(own: Path, name: str) -> None:
+    """Even where it hides the error, by which all its rewards would be 0."""
+    (own / "verifying.py").write_text(VERIFYING)
+    with pytest.raises(ConfigError, match=rf"verifying:{name} handles signals, .* parsing_timeout=None"):
+        make(own, f"verifying:{name}").try_rewards()
+    sys.modules.pop("verifying")
+
+
+def test_math_verify_without_its_timeouts_works_in_any_thread(own: Path) -> None:
+    (own / "timeless.py").write_text(TIMELESS)
+    task = make(own, "timeless:right")
+    task.try_rewards()
+    found = list[float]()
+    thread = threading.Thread(
+        target=lambda: found.extend(
+            task.rewards(task.prompts("train")[2], [completion("It is $4$"), completion("It is $5$")])
+        )
+    )
+    thread.start()
+    thread.join()
+    assert found == [1.0, 0.0]
+
+
+def test_a_function_is_tried_in_a_thread_and_may_raise_anything(own: Path) -> None:
+    (own / "threaded.py").write_text(THREADED)
+    make(own, "threaded:named").try_rewards()
+    make(own, "threaded:leaves").try_rewards()
+    import threaded  # type: ignore[import-not-found]
+
+    assert threaded.THREADS == [False]
 
 
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,67 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     assert task.groups >= 7
 
 
+class Mute(BaseException):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def too_deep(depth: int = 0) -> None:
+    too_deep(depth + 1)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def take_all_memory() -> None:
+    raise MemoryError
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def be_mute() -> None:
+    raise Mute
+
+
+ENDS = {
+    too_deep: "RecursionError: maximum recursion depth exceeded",
+    leave: "SystemExit: 3",
+    take_all_memory: "MemoryError",
+    interrupt: "KeyboardInterrupt",
+    be_mute: "Mute: <exception str() failed>",
+}
+"""What a reward may do, and how it is told."""
+
+
+@pytest.mark.parametrize(("end", "told"), ENDS.items())
+def test_whatever_python_can_raise_costs_its_group_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[], None], told: str
+) -> None:
+    def fault(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        if prompt.id == 1:
+            end()
+        return rewards
+
+    run = search(tmp_path, Faulty(fault))
+    records = [read_shard(path).trajectories.record for path in run.shard_files().values()]
+    assert set(np.concatenate(records)["prompt_id"]) == {0, 2, 3}
+    assert f"raised {told}" in caplog.text and "rewards() of prompt 1 " in caplog.text
+
+
+@pytest.mark.parametrize(("end", "told"), ENDS.items())
+def test_an_answer_over_which_a_judge_ends_counts_as_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[], None], told: str
+) -> None:
+    judged = judge(tmp_path, Unjudged({2}, end), 3)
+    assert [one.correct for one in judged] == [True, True, False, True] * 3
+    assert f"prompt 2 raised {told}" in caplog.text
+
+
 @pytest.mark.parametrize("unusable", [math.nan, 1e300], ids=["NaN", "more than float32 holds"])
 def test_one_group_with_a_reward_is_enough_to_go_on(tmp_path: Path, unusable: float) -> None:
     def fault(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
@@ -190,13 +252,16 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
 class Unjudged(TabularTask):
     """All answers are right, but it cannot judge what answers some prompts."""
 
-    def __init__(self, prompts: set[int]) -> None:
+    def __init__(self, prompts: set[int], end: Callable[[], None] | None = None) -> None:
         super().__init__(TABLE)
         self._broken = prompts
+        self._end = end
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Raises for these, whatever is beside them."""
         if any(prompt.id in self._broken for prompt in prompts):
+            if self._end:
+                self._end()
             raise ValueError("unreadable")
         return [True] * len(prompts)
 

@@ -114,7 +114,7 @@ class RewardSection(Section):
     weight: float = 1.0
     """Weight of this reward in the sum."""
     model: str | None = None
-    """Model name of a chat judge; the last number in its reply is the reward."""
+    """Model name of a chat judge; the last number in its reply is the reward (of 8/10 it is 8)."""
     prompt: str | None = None
     """Prompt of a chat judge, with {completion} and {field} for fields of the row."""
     key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")

@@ -12,6 +12,7 @@ import os
 import textwrap
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -260,7 +261,7 @@ class Scorer:
             rewards = checked_rewards(self._task, request.prompt, group.completions)
         except ENDS_THE_RUN:
             raise
-        except Exception as raised:  # a user's code may raise anything
+        except BaseException as raised:  # a user's code may raise anything, and no signal comes to a thread
             rewards, error = [math.nan] * total, raised
         rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
@@ -288,7 +289,7 @@ class Scorer:
             verdicts = list(zip(correct, grades, strict=True))
         except ENDS_THE_RUN:
             raise
-        except Exception as error:  # a user's code may raise anything
+        except BaseException as error:  # a user's code may raise anything
             if len(answers) > 1:
                 return [verdict for answer in answers for verdict in self._verdicts([answer])]
             call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
@@ -329,6 +330,7 @@ def _yield_to_trainer() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _words(error: Exception) -> str:
-    """An error in a few words on one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+def _words(error: BaseException) -> str:
+    """An error in a few words on one line, even where it cannot say any itself."""
+    said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
+    return textwrap.shorten(said, 200)

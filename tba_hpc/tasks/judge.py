@@ -1,9 +1,10 @@
 """A reward by a judge that answers over HTTP: a chat model, or a server of the user's own.
 
 Each answer is one POST of JSON. With the name of a model it is a chat of one message, and the reward is the
-last number that the judge writes; without, it is the row's fields and the completion, and the reward is the
-number that comes back, or the ``reward`` of an object. Redirections are not followed: they would take the key
-along. A proxy of the environment is used for https alone: over plain http it would read the key.
+last number that the judge writes (of 8/10 it is 8); without, it is the row's fields and the completion, and
+the reward is the number that comes back, or the ``reward`` of an object. Redirections are not followed: they
+would take the key along. A proxy of the environment is used for https alone: over plain http it would read
+the key.
 """
 
 from __future__ import annotations
@@ -46,7 +47,16 @@ REFUSALS = {401, 403, 404}
 LOOK_SECONDS = 5.0
 """Timeout of the question before a run."""
 
-NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+
+BEST = re.compile(rf"({NUMBER.pattern})[*_]*\s*(?:/|out of|of)\s*[*_]*{NUMBER.pattern}", re.ASCII)
+"""A number and the best one, as in 8/10."""
+
+SCALE = re.compile(
+    rf"\([^()]*\)|\bscale\b\W*(?:of|from)?\W*{NUMBER.pattern}\s*(?:to|-|\u2013)\s*{NUMBER.pattern}",
+    re.ASCII | re.IGNORECASE,
+)
+"""What a judge says about its numbers: remarks in brackets, and their range."""
 
 
 class JudgeError(RuntimeError):
@@ -155,8 +165,7 @@ class Judge:
         try:
             found = json.loads(answer)
             if self._section.model is not None:
-                numbers = NUMBER.findall(found["choices"][0]["message"]["content"] or "")
-                return float(numbers[-1]) if numbers else math.nan
+                return rating(found["choices"][0]["message"]["content"] or "")
             return float(found["reward"] if isinstance(found, dict) else found)
         except (ValueError, LookupError, TypeError, RecursionError):
             said = self._masked(answer.decode(errors="replace"))  # before it is cut
@@ -167,6 +176,16 @@ class Judge:
 
     def _masked(self, text: str) -> str:
         return text.replace(self._secret, "***") if self._secret else text
+
+
+def rating(text: str) -> float:
+    """The last number that a judge writes, NaN if none; of 8/10 or 8 out of 10 it is 8."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    for said in (SCALE.sub(" ", text), text):
+        numbers = NUMBER.findall(BEST.sub(r"\1", said))
+        if numbers:
+            return float(numbers[-1].replace(",", ""))
+    return math.nan
 
 
 def _secret(key: str, variable: str | None) -> str:

@@ -16,8 +16,12 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from types import FrameType
+from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import find_function
@@ -84,13 +88,19 @@ class Function:
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def try_on(self, fields: Fields) -> None:
-        """Call it once, on an empty completion. Raises ConfigError where it gives anything but a number."""
-        try:
-            self([(fields, "")])
-        except NoNumberError as error:
-            raise ConfigError(f"{error}: give a number for each completion") from None
-        except Exception:  # it may be made for longer texts
-            return
+        """Call it once on an empty completion, in a thread, as the scorer's calls are.
+
+        Raises ConfigError where it gives anything but a number, or handles signals, which no thread may.
+        """
+        error, signals = _tried(lambda: self([(fields, "")]))
+        if signals:
+            raise ConfigError(
+                f"{self._key} handles signals, which only a main thread may, but rewards are computed in "
+                "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
+                "verify(…, timeout_seconds=None)"
+            )
+        if isinstance(error, NoNumberError):  # what else it raises may be the empty text's fault
+            raise ConfigError(f"{error}: give a number for each completion")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """Raises what the function raises, and NoNumberError where it gives anything but numbers."""
@@ -126,3 +136,24 @@ class Function:
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _tried(call: Callable[[], object]) -> tuple[BaseException | None, bool]:
+    """What a call raises in a thread, and whether it tried to handle signals there, even if it hides it."""
+    raised, signals = list[BaseException](), list[object]()
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_exception" and (called.__module__, called.__name__) == ("_signal", "signal"):
+            signals.append(called)
+
+    def work() -> None:
+        sys.setprofile(watch)  # of this thread
+        try:
+            call()
+        except BaseException as error:  # a user's code may raise anything
+            raised.append(error)
+
+    thread = threading.Thread(target=work, name="trial", daemon=True)
+    thread.start()
+    thread.join()
+    return (raised[0] if raised else None), bool(signals)

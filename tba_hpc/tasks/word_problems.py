@@ -15,6 +15,7 @@ Data: on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -26,14 +27,37 @@ from pydantic import Field
 from tba_hpc.config import TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Resource, Split
+from tba_hpc.tasks import notation
 from tba_hpc.tasks.data import HubData, Table, hub_resources, sources_of
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.rows import RightOrWrong
 
 MARKER = "####"
 
-NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
-"""With or without thousands commas, decimals, a sign and a dollar sign; a trailing period is left out."""
+NUMBER = re.compile(
+    r"(?:(?<![\d)])-)?(?:\\?[$€£])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
+    re.ASCII,
+)
+"""With or without thousands commas, decimals, exponent, sign and money; a trailing period is left out."""
+
+THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
+"""A number with its thousands apart."""
+
+SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
+"""A sign apart from its number, after an equals sign or a colon; at the start of a line it is a bullet."""
+
+APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
+"""The same after a marker, where the start is no bullet."""
+
+PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+"""A word; no command of TeX."""
+
+INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
+"""A formula in a line of words; no money."""
+
+RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
+"""Arithmetic in a line of words."""
 
 Grader = Literal["final_number", "math_verify"]
 
@@ -102,16 +126,29 @@ def final_number(text: str) -> Decimal | None:
     answer). Without one: the last number of the text, as in the paper's reward.
     """
     _, marker, answer = text.rpartition(MARKER)
+    answer = notation.digits(answer)
+    if marker:
+        answer = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), answer.strip())
+    answer = (APART if marker else SIGN_APART).sub("-", answer)
     numbers = NUMBER.findall(answer)
     if not numbers or (marker and len(numbers) > 1):
         return None
-    return Decimal(re.sub("[$,]", "", numbers[-1]))
+    return Decimal(re.sub(r"[\\$€£,]", "", numbers[-1]))
 
 
 def final_expression(text: str) -> str:
-    """What follows the last ``####``, or else the last line; less dollar signs and full stops around it."""
+    """What follows the last ``####``, or else the last line; less dollar signs and full stops around it.
+
+    Of a line of words, the formula, or else the arithmetic in it: the last one; after a marker, the only one.
+    """
     _, marker, answer = text.rpartition(MARKER)
-    return (answer if marker else text.strip().rpartition("\n")[2]).strip().strip("$.")
+    line = answer if marker else text.strip().rpartition("\n")[2]
+    found = line.strip().strip("$.")
+    if BOX.search(line) or not PROSE.search(re.sub(r"\\text\s*\{[^{}]*\}", "", line)):
+        return found
+    formulas = [one or other for one, other in INLINE.findall(line)]
+    runs = formulas or [run.strip(" *.,") for run in RUN.findall(notation.characters(line))]
+    return "" if marker and len(runs) > 1 else runs[-1] if runs else found
 
 
 class GSM8K(WordProblems):
@@ -163,7 +200,8 @@ class GSM8K(WordProblems):
         """As the grader says."""
         if self._grader == "final_number":
             return final_number(text) == Decimal(target)
-        return self._equivalent(final_expression(text), target)
+        answer = final_expression(text)
+        return self._equivalent(boxed(answer) or answer, target)
 
 
 # --- MATH ---
@@ -213,9 +251,11 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Target: the answer, or what the solution boxes."""
-        question, solution = row.get("problem"), row.get("solution")
-        answer = row.get("answer") or (boxed(solution) if isinstance(solution, str) else None)
+        """Target: the answer, a number or a text, or what the solution boxes."""
+        question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
+        if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+            answer = str(answer)
+        answer = answer or (boxed(solution) if isinstance(solution, str) else None)
         if not isinstance(question, str) or not isinstance(answer, str):
             return None
         return (question, answer) if question.strip() and answer.strip() else None

@@ -1,0 +1,342 @@
+r"""Whether a written answer is the gold answer, exactly: the rules of docs/tasks.md.
+
+Whole texts first, then their parts: lists, relations, words, quantities; values last, by the parser of
+math-verify and sympy. math-verify's own comparison takes the last side of an equation for the answer, letters
+in any order for a word, and six decimals for a number.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from fractions import Fraction
+from typing import Any
+
+from tba_hpc.tasks import notation
+from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
+
+LONGEST = 4000
+"""Characters of an answer that is read."""
+
+POINTS, DIGITS = 5, 40
+"""Points at which expressions are compared, and the digits to which they must agree."""
+
+RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
+TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+
+NAME = re.compile(
+    r"(?:\\text\{[^{}]*\}"
+    r"|\\(?:angle|triangle|frac|cdot|alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta)(?![a-zA-Z])"
+    r"|[a-zA-Z]|_\s*(?:\d|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
+)
+"""What an answer may call its value: letters and their sums, words, no number."""
+
+PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
+SUM = re.compile(r"(?=.*[\d)]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/-]|\\cdot)+", re.DOTALL)
+"""Arithmetic with written numbers alone."""
+
+LEFT_TO_DO = re.compile(
+    r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"
+)
+BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)?\s*base\s*\}?\s*(\d+))")
+
+
+def equal(given: str, gold: str) -> bool:
+    """Whether an answer is the gold one; both LaTeX or plain, without dollar signs or boxes around them.
+
+    Raises whatever sympy does for what it cannot read.
+    """
+    if max(len(given), len(gold)) > LONGEST:
+        return given == gold
+    plain = _plain(given), _plain(gold)
+    if None not in plain:  # as most are
+        return plain[0] == plain[1]
+    return _same(*(notation.alternatives(notation.in_one_form(text)) for text in (given, gold)))
+
+
+def _same(given: str, gold: str) -> bool:
+    """Of texts in one form, or parts of them."""
+    mine, theirs = _bare(given), _bare(gold)
+    if mine == theirs:
+        return bool(mine)
+    lists = listing(mine), listing(theirs)
+    if all(lists) or (any(lists) and not _related(mine, theirs)):
+        return _same_lists(mine, theirs, *lists)
+    if _related(mine, theirs):
+        return _same_relation(mine, theirs)
+    if notation.are_words(mine) or notation.are_words(theirs):
+        return notation.plain_words(mine) == notation.plain_words(theirs)
+    return bool(mine and theirs) and not _unfinished(mine, theirs) and _same_quantity(mine, theirs)
+
+
+def _unfinished(given: str, gold: str) -> bool:
+    """Whether an answer leaves undone what the gold answer works out: 48 + 24, a sum over k, an integral."""
+    plain = SUM.fullmatch(given) and not SUM.fullmatch(gold)
+    return bool(plain) or bool(LEFT_TO_DO.search(given) and not LEFT_TO_DO.search(gold))
+
+
+def _bare(text: str) -> str:
+    """Less the brackets around one value, the type of a list, and what parts thousands."""
+    typed = re.fullmatch(r"\\text\{([^{}]*[,\d][^{}]*)\}", text)
+    text = typed[1].strip() if typed else text
+    for opening, closing in (("(", ")"), ("{", "}")):
+        inside = notation.inside(text, opening, closing)
+        if inside is not None:
+            single = len(pieces(inside, (",", ";"))[0]) == 1
+            text = inside if single else rf"\{{{inside}\}}" if opening == "{" else text
+    return _joined(text)
+
+
+def _joined(text: str) -> str:
+    """With the blanks and commas of thousands taken out."""
+    return notation.rewritten(text, notation.NUMBERS[:2])
+
+
+# --- Lists ---
+
+
+def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | None) -> bool:
+    """One thing alone is a set of one."""
+    mine, theirs = mine or Listing("", (given,)), theirs or Listing("", (gold,))
+    if len(mine.items) != len(theirs.items):
+        return False
+    if not _kinds_agree(mine.kind, theirs.kind):
+        return False
+    if mine.ordered or theirs.ordered:
+        return all(map(_same, mine.items, theirs.items))
+    return _matched(list(mine.items), list(theirs.items))
+
+
+def _kinds_agree(mine: str, theirs: str) -> bool:
+    """A list without brackets is a set, or a tuple in the same order."""
+    sets = ("", r"\{\}"), ("", "()"), ("", "cup")
+    return mine == theirs or any({mine, theirs} == set(pair) for pair in sets)
+
+
+def _matched(mine: list[str], theirs: list[str]) -> bool:
+    """Whether each thing has another as its equal."""
+    for one in mine:
+        found = next((other for other in theirs if _same(one, other)), None)
+        if found is None:
+            return False
+        theirs.remove(found)
+    return True
+
+
+# --- Relations ---
+
+
+def _related(*texts: str) -> bool:
+    return any(pieces(text, RELATIONS)[1] for text in texts)
+
+
+def _same_relation(given: str, gold: str) -> bool:
+    """Equations, chains and inequalities; with a value, by what they say of their name."""
+    (mine, my_signs), (theirs, their_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
+    if r"\approx" in my_signs + their_signs:
+        return _same_rounded(mine, theirs)
+    if not their_signs:
+        return _says(mine, my_signs, gold)
+    if not my_signs:
+        return _says(theirs, their_signs, given)
+    if my_signs == their_signs and all(map(_same, mine, theirs)):
+        return True
+    turned = [TURNED.get(sign, sign) for sign in reversed(my_signs)]
+    if turned == their_signs and all(map(_same, reversed(mine), theirs)):
+        return True
+    if {*my_signs, *their_signs} == {"="} and mine[0] == theirs[0] and _names(theirs[0], theirs[-1]):
+        return _all_are(mine[1:], theirs[-1])
+    return len(mine) == len(theirs) == 2 and _same_condition(mine, my_signs[0], theirs, their_signs[0])
+
+
+def _says(sides: list[str], signs: list[str], value: str) -> bool:
+    """Whether all sides are the value; the first, or of two the last, may be a name that the value lacks."""
+    if set(signs) <= {"=", r"\equiv"} or signs == [r"\in"]:
+        return _all_are(_unnamed(sides, value), value)
+    region = _region(sides, signs)
+    return region is not None and listing(value) is not None and _same(region, value)
+
+
+def _all_are(sides: list[str], value: str) -> bool:
+    """Whether all are the value, one of them worked out."""
+    right = [_same(side, value) for side in sides]
+    return any(right) and all(
+        yes or _same_quantity(side, value) for yes, side in zip(right, sides, strict=True)
+    )
+
+
+def _unnamed(sides: list[str], value: str) -> list[str]:
+    if _names(sides[0], value):
+        return sides[1:]
+    return sides[:1] if len(sides) == 2 and _names(sides[1], value) else sides
+
+
+def _names(side: str, value: str) -> bool:
+    """Whether a side is a name, of something that does not stand in the value."""
+    if side.startswith(("-", "+")) or not (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side)):
+        return False
+    return not re.search(rf"(?<![\\a-zA-Z]){re.escape(side)}(?![a-zA-Z])", value)
+
+
+def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
+    """Of sides parted by ≈. What rounds to a gold answer that says so; else one side is the gold answer."""
+    mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
+    if len(theirs) > 1:
+        return all(_near(side, theirs[-1]) for side in mine)
+    return any(_same(side, theirs[0]) for side in mine) and all(_near(theirs[0], side) for side in mine)
+
+
+def _near(text: str, decimal: str) -> bool:
+    """Whether a value rounds to a decimal, or is it exactly."""
+    number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
+    if not number:
+        return _same(text, decimal)
+    return bool(abs(_number(text) - _number(decimal)) <= Fraction(1, 2 * 10 ** len(number[1])))
+
+
+def _number(text: str) -> Any:
+    import sympy
+
+    found = sympy.N(_value(text), 50)
+    if not found.is_real:
+        raise ValueError(text)
+    return sympy.Rational(found)
+
+
+def _region(sides: list[str], signs: list[str]) -> str | None:
+    """An inequality of one name as an interval."""
+    if signs[0] in (">", r"\geq"):
+        sides, signs = sides[::-1], [TURNED.get(sign, "") for sign in reversed(signs)]
+    if any(sign not in ("<", r"\leq") for sign in signs):
+        return None
+    if len(sides) == 2:
+        sides, signs = ([*sides, r"\infty"], [*signs, "<"]) if _names(sides[1], "") else (
+            [r"-\infty", *sides], ["<", *signs])  # fmt: skip
+    if len(sides) != 3 or not _names(sides[1], ""):
+        return None
+    return f"{'(' if signs[0] == '<' else '['}{sides[0]},{sides[2]}{')' if signs[1] == '<' else ']'}"
+
+
+def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
+    """Whether one relation of two sides is the other, times a number."""
+    import sympy
+
+    left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))
+    ratio = sympy.simplify(left / right)
+    if not ratio.is_number or ratio.is_zero or not ratio.is_finite:
+        return False
+    if {sign, other} <= {"=", r"\ne"}:
+        return sign == other
+    return other in TURNED and bool(sign == other if ratio.is_positive else sign == TURNED[other])
+
+
+# --- Quantities and values ---
+
+
+def _same_quantity(given: str, gold: str) -> bool:
+    """Units where both have one; 28 % is 28, and 0.28 is 28 %."""
+    time = re.compile(r"\d{1,2}:\d\d")
+    if time.fullmatch(given) and time.fullmatch(gold):
+        return False  # they are not the same text
+    mine, theirs = quantity(given), quantity(gold)
+    if mine.unit and theirs.unit and mine.unit != theirs.unit:
+        return False
+    if mine.percent != theirs.percent:
+        hundredth = (mine if mine.percent else theirs).value
+        bare = (theirs if mine.percent else mine).value
+        return _same_value(hundredth, bare) or _same_value(rf"\frac{{{hundredth}}}{{100}}", bare)
+    return _same_value(mine.value, theirs.value)
+
+
+def _same_value(given: str, gold: str) -> bool:
+    plain = _plain(given), _plain(gold)
+    if None not in plain:
+        return plain[0] == plain[1]
+    based = _based(given), _based(gold)
+    if any(based):
+        return based[0] == based[1]
+    return _equal_values(_value(given), _value(gold))
+
+
+def _plain(text: str) -> Fraction | None:
+    """A number without more ado."""
+    match = PLAIN.fullmatch(text)
+    if not match or (match[3] and match[4]) or (match[4] and not int(match[4])):
+        return None
+    sign, whole, places, below = match.groups(default="")
+    return Fraction(int(sign + whole + places), int(below or 1) * 10 ** len(places))
+
+
+def _based(text: str) -> tuple[str, str] | None:
+    """Digits, and the base that they are written in."""
+    match = BASED.fullmatch(text)
+    return (match[1].lstrip("0"), match[2] or match[3]) if match else None
+
+
+UNREAD = re.compile(
+    r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
+    r"|'|\"|…|\\[lc]?dots|\\begin\{(?!\w*matrix)"
+)
+"""What the parser would leave out, or misread."""
+
+
+def _value(text: str) -> Any:
+    """Of one expression, by the parser of math-verify. Raises what it raises, and ValueError."""
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+    text = notation.exact(text)
+    if UNREAD.search(text):
+        raise ValueError(f"no value: {text}")
+    found = latex2sympy(
+        text,
+        convert_degrees=True,
+        normalization_config=None,
+        conversion_config=ConversionConfig(lowercase_symbols=False),
+    )
+    if isinstance(found, sympy.MatrixBase):
+        return found
+    if not isinstance(found, sympy.Basic) or found.has(sympy.nan, sympy.zoo):
+        raise ValueError(f"no value: {text}")
+    units = {symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"}
+    return found.subs(units).doit() if units else found
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    import sympy
+
+    if isinstance(a, sympy.MatrixBase) or isinstance(b, sympy.MatrixBase):
+        same_shape = getattr(a, "shape", None) == getattr(b, "shape", None)
+        return same_shape and all(map(_equal_values, a, b))
+    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
+        return bool(a == b or a.doit() == b.doit())
+    if a == b or (a.is_Rational and b.is_Rational):
+        return bool(a == b)
+    return all(_close(a.subs(point), b.subs(point)) for point in _points(a.free_symbols | b.free_symbols))
+
+
+def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
+    """Where expressions are compared: those that agree at all of these are the same, in practice."""
+    import sympy
+
+    draw, names = random.Random(0), sorted(symbols, key=str)
+    return [
+        {
+            name: sympy.Rational((-1) ** (row + column) * draw.randrange(10**8, 10**9), 10**8)
+            for column, name in enumerate(names)
+        }
+        for row in range(POINTS if names else 1)
+    ]
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Whether two numbers agree to DIGITS digits, rational ones wholly; else sympy has to simplify."""
+    import sympy
+
+    first, second = (sympy.N(value, 2 * DIGITS, maxn=1000) for value in (a, b))
+    if not (first.is_number and second.is_number and first.is_finite and second.is_finite):
+        return bool(sympy.simplify(a - b) == 0)
+    if abs(first - second) > max(abs(first), abs(second)) * sympy.Rational(1, 10**DIGITS):
+        return False
+    difference = (a - b).doit()
+    return bool(not difference.is_Rational or difference == 0)

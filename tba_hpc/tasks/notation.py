@@ -1,0 +1,360 @@
+r"""How people write mathematics: one form for what means the same, and the parts of a written answer.
+
+Here all is text. What the parts are worth is compared in tba_hpc/tasks/comparison.py.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
+"""What stands for a minus: U+2212, the en dash, hyphens."""
+
+NARROW = "\u00a0\u202f\u2009\u2007\u2008"
+"""Blanks that stand within a number: no-break, narrow, thin, of a digit's or a point's width."""
+
+WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
+"""What parts the thousands of a number, but for a comma or a blank."""
+
+COMMANDS = {
+    "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
+    "μ": "mu", "×": "cdot", "·": "cdot", "⋅": "cdot", "÷": "div", "√": "sqrt", "∞": "infty", "∅": "emptyset",
+    "≤": "leq", "≥": "geq", "≠": "ne", "≈": "approx", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm",
+    "°": "degree", "ℝ": "mathbb{R}",
+}  # fmt: skip
+"""Characters, and their LaTeX."""
+
+SYMBOLS = {
+    **{character: f"\\{command} " for character, command in COMMANDS.items()},
+    **dict.fromkeys(DASHES, "-"),
+    **dict.fromkeys(NARROW, " "),
+    **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{
+        "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    },
+}
+
+
+def characters(text: str) -> str:
+    """The text with ASCII digits, signs and letters; blanks of all kinds become one."""
+    text = "".join(SYMBOLS.get(character, character) for character in text)
+    return "".join(_ascii_digit(character) for character in text)
+
+
+def digits(text: str) -> str:
+    """A text of words with its numbers as ASCII has them: their digits, signs and blanks."""
+    if not text.isascii():
+        text = text.translate({ord(dash): "-" for dash in DASHES})
+        text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
+    return WITHIN_NUMBER.sub("", text)
+
+
+def _ascii_digit(character: str) -> str:
+    if character.isascii():
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    return unicodedata.normalize("NFKC", character)
+
+
+Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+
+def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rewriting]:
+    return [(re.compile(pattern), new) for pattern, new in rules]
+
+
+def rewritten(text: str, rules: list[Rewriting]) -> str:
+    """The text after each rule in turn."""
+    for pattern, new in rules:
+        text = pattern.sub(new, text)
+    return text
+
+
+ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+
+LAYOUT = _rules(
+    (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])|(?<!\\)~(?!=)|\s", " "),
+    (r"(?<!\\)\\!|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
+    (r"(?<!\\)\\[()\[\]]|(?<!\\)\$", ""),
+    (r"\{\s*,\s*\}", ","),
+    (r"\\(?:math(?:rm|bf|it|sf|tt)|text(?:rm|bf|it|normal)|mbox|operatorname)(?![a-zA-Z])", r"\\text"),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\text\s+(?=\{)", r"\\text"),
+    (r"\\text\{\s*\}", ""),
+    (r"\\text\{\s*([a-fi-kn-rt-zA-KM-Z])\s*\}|(?<![\d})])(?<![\d})] )\\text\{([ghlmsL])\}", r" \1\2 "),
+    (r"\\text\{([^a-zA-Z{}\\]*)\}", r"\1"),
+    (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<!\\)\b(?:and|or)\b", ","),
+    (r",\s*,", ","),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:varnothing|O)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+    (r"\\mathbb\s*\{?R\}?", r"(-\\infty ,\\infty )"),
+    (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
+    (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
+    (r"\\lbrack(?![a-zA-Z])", "["),
+    (r"\\rbrack(?![a-zA-Z])", "]"),
+    (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+    (r"\\(?:times|ast)(?![a-zA-Z])|(?<!\*)\*(?!\*)", r"\\cdot "),
+    (r"\\div(?![a-zA-Z])", "/"),
+    (r"\*\*", "^"),
+    (r"\\leq?(?:slant)?(?![a-zA-Z])|<=", r"\\leq "),
+    (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\geq "),
+    (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+    (r"\\(?:simeq|sim|approxeq)(?![a-zA-Z])|~=", r"\\approx "),
+    (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree(?![a-zA-Z])", r"^\\circ "),
+    (r"\\%", "%"),
+    (r"(?<![a-zA-Z\\])(sqrt|pi|infty|sin|cos|tan|log|ln)(?![a-zA-Z])", r"\\\1 "),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\(sqrt|frac|binom)\s*(\w|\\(?:pi|theta|alpha)(?![a-zA-Z]))", r"\\\1{\2}"),
+    (rf"\\(frac|binom)({ARGUMENT})\s*(\w)", r"\\\1\2{\3}"),
+    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+    (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
+    (r"(?<=[a-zA-Z])'", "_{prime}"),
+)
+r"""What looks alike: spacing, brackets, types, and the commands that mean the same.
+
+\text is what is left of all types; "and" and "or" are commas.
+"""
+
+
+def _exponent(match: re.Match[str]) -> str:
+    return rf"({match[1]}\cdot 10^{{{int(match[2])}}})"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """An exact fraction: 0.1\\overline{6} is (16 - 1)/90."""
+    whole, first, period = match[1] or "0", match[2], match[3]
+    below = (10 ** len(period) - 1) * 10 ** len(first)
+    return rf"(\frac{{{int(whole + first + period) - int(whole + first)}}}{{{below}}})"
+
+
+def _decimal(match: re.Match[str]) -> str:
+    """The fraction that it is: 2.50 is 250/100."""
+    whole, places = match[1] or "0", match[2]
+    return rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
+
+
+NUMBERS = _rules(
+    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?:,\d{3})+)(?![\d]|,\d)", lambda m: m[1].replace(",", "")),
+    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?: \d{3})+)(?![\d/]| [\d/])", lambda m: m[1].replace(" ", "")),
+    (r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])", _exponent),
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating),
+    (r"(\d*)\.(\d*?)(\d)\3\3+\s*(?:\\[lc]?dots|\.\.\.|…)", _repeating),
+    (r"(?<![\d.^_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})"),
+    (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?!\d)", r"(\1+\\frac{\2}{\3})"),
+    (r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", _decimal),
+    (r"(\d)\.(?!\d)", r"\1"),
+    (r"(?<![_^\d])(\d+)\s*(?=\()|\)\s*(?=[\d(])", lambda m: f"{m[0]}\\cdot "),
+    (r"(?<!_\{\d)\}\s*(?=\\frac)", r"}\\cdot "),
+)
+"""Numbers as people write them, exact: thousands, 1e3, periods, mixed fractions, decimals.
+
+A product gets its sign: the parser takes 2(3) for a mixed fraction.
+"""
+
+
+def in_one_form(text: str) -> str:
+    """What a text is after its layout is taken away; decimals stay as they are written."""
+    text = rewritten(characters(text).strip().strip("*"), LAYOUT)
+    text = re.sub(r" +", " ", text).strip()
+    return re.sub(r"(?<=[^.])\.$", "", text).strip()
+
+
+def exact(text: str) -> str:
+    """The text with each number as what the parser of mathematics takes for it exactly."""
+    return rewritten(text, NUMBERS)
+
+
+# --- Parts ---
+
+OPEN, CLOSED = ("\\{", "(", "[", "{"), ("\\}", ")", "]", "}")
+TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
+
+
+def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """What stands between the tokens of ``at`` outside of brackets; and those tokens, in order."""
+    parts, found, depth = [""], list[str](), 0
+    for token in TOKEN.findall(text):
+        depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
+        if depth == 0 and token in at:
+            found.append(token)
+            parts.append("")
+        else:
+            parts[-1] += token
+    return [part.strip() for part in parts], found
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Several things. kind: their brackets, empty for none; ``cup`` for a union."""
+
+    kind: str
+    items: tuple[str, ...]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order counts."""
+        return self.kind not in ("", r"\{\}", "cup")
+
+
+def listing(text: str) -> Listing | None:
+    """The list, tuple, set, interval or union that a text is; None for one thing alone."""
+    bare, _ = pieces(text, (",", ";"))
+    if len(bare) > 1:
+        return Listing("", tuple(bare))
+    united, _ = pieces(text, (r"\cup",))
+    if len(united) > 1:
+        return Listing("cup", tuple(united))
+    for opening in ("\\{", "(", "["):
+        for closing in ("\\}", ")", "]"):
+            within = inside(text, opening, closing)
+            if within is not None:
+                return _bracketed(opening + closing, pieces(within, (",", ";"))[0])
+    return None
+
+
+def _bracketed(kind: str, items: list[str]) -> Listing | None:
+    if len(items) == 1 and kind != r"\{\}":
+        return None
+    if kind == "[]" and len(items) != 2:  # no interval
+        kind = ""
+    return Listing(kind, tuple(items))
+
+
+def inside(text: str, opening: str, closing: str) -> str | None:
+    """What is between two brackets, if they are around all of it."""
+    if not (text.startswith(opening) and text.endswith(closing)):
+        return None
+    depth, tokens = 0, TOKEN.findall(text)
+    for place, token in enumerate(tokens, 1):
+        depth += (token in OPEN) - (token in CLOSED)
+        if depth == 0:
+            return text[len(opening) : -len(closing)].strip() if place == len(tokens) else None
+    return None
+
+
+def alternatives(text: str) -> str:
+    r"""Each ``\pm`` as the two things that it means."""
+    if r"\pm" not in text:
+        return text
+    plus, minus = (
+        text.replace(r"\pm", sign).replace(r"\mp", other) for sign, other in (("+", "-"), ("-", "+"))
+    )
+    return f"{plus.strip().removeprefix('+')}, {minus}"
+
+
+# --- Words ---
+
+WORDS = re.compile(r"(?:\\text\{[^{}]*\}|[^\\\d{}^_=<>|+*/])+")
+
+
+def are_words(text: str) -> bool:
+    """Whether it is words and nothing else. Three letters in a row are one: ``sole`` is no product."""
+    return bool(WORDS.fullmatch(text) and re.search(r"[a-zA-Z]{3}", text))
+
+
+def plain_words(text: str) -> str:
+    """What a text says, less type, case, blanks and brackets around it."""
+    said = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    said = re.sub(r"[\s{}]", "", said).strip(".\"'")
+    said = said[1:-1] if re.fullmatch(r"\([^()]*\)", said) else said
+    return said if len(said) == 1 else said.casefold()
+
+
+# --- Units ---
+
+UNITS = {
+    "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch", "ft": "foot",
+    "yd": "yard", "mi": "mile", "g": "gram", "kg": "kilogram", "mg": "milligram", "lb": "pound",
+    "oz": "ounce", "ml": "milliliter", "l": "liter", "gal": "gallon", "s": "second", "sec": "second",
+    "min": "minute", "h": "hour", "hr": "hour", "mph": "mile/hour", "feet": "foot", "inches": "inch",
+    "deg": "degree",
+}  # fmt: skip
+"""Short names, and what they are short for."""
+
+MONEY = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
+
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Words that multiply a number by a power of ten."""
+
+NO_UNIT = re.compile(
+    r"not|no|minus|plus|times|over|squared|cubed|factorial|root|base|mod(?:ulo)?|more|less|than|least|most|about|"
+    r"half|halves|(?:ten|hundred|thousand|four|fif|six|seven|eigh|nin)ths?|third|dozen|infinity|"
+    + "|".join(SCALES)
+)  # fmt: skip
+"""Words that say something about the value."""
+
+POWER = r"(?:\s*\^\s*\{?[23]\}?)?"
+TRAILING = re.compile(
+    rf"(?P<value>.*[^\s\\])\s*(?P<unit>\\text\{{[^{{}}]*\}}{POWER})"
+    rf"|(?P<number>.*[\d)}}.])(?P<word>(?:\s+[a-zA-Z]{{2,}}|(?:cm|mm|km|kg|ft|mph))(?:[\s/]+[a-zA-Z]+)*{POWER})",
+    re.DOTALL,
+)
+"""A value and its unit: set as text, or words after a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value and its unit, empty where none is written. percent: whether it is one."""
+
+    value: str
+    unit: str = ""
+    percent: bool = False
+
+
+def quantity(text: str) -> Quantity:
+    """A text's value, and the unit at its end or the money before it."""
+    for sign, name in MONEY.items():
+        match = re.match(rf"(-?)\s*{re.escape(sign)}\s*", text)
+        if match:
+            return Quantity(match[1] + text[match.end() :].strip(), name)
+    degrees = re.fullmatch(r"(.*?)\s*\^\\circ\s*([CF]?)", text, re.DOTALL)
+    if degrees and not re.search(r"\\(?:sin|cos|tan)", text):
+        return Quantity(degrees[1], f"degree {degrees[2]}".strip())
+    text = re.sub(r"\s*(?:\\text\{\s*)?\bper ?cent\s*\}?$", "%", text)
+    if text.endswith("%"):
+        return Quantity(text.removesuffix("%").strip(), percent=True)
+    match = TRAILING.fullmatch(text)
+    if not match:
+        return Quantity(text)
+    value, unit = match["value"] or match["number"], match["unit"] or match["word"]
+    return _measured(value.strip(), _unit(unit)) or Quantity(text)
+
+
+def _measured(value: str, unit: str) -> Quantity | None:
+    """None where the words are no unit: they say something about the value, or nothing."""
+    scale, _, rest = unit.partition(" ")
+    if scale in SCALES:
+        return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)
+    names = unit.partition("^")[0].split()
+    if not 1 <= len(names) <= 4 or any(len(name) == 1 or NO_UNIT.fullmatch(name) for name in names):
+        return None
+    return Quantity(value, unit)
+
+
+def _unit(text: str) -> str:
+    """Its name in full, in the singular."""
+    power = re.search(r"\^\s*\{?([23])\}?\s*\}?$", text)
+    said = re.sub(r"\\text\{([^{}]*)\}?", r"\1", text[: power.start()] if power else text)
+    said = re.sub(r"[.\\]", "", said).strip()
+    square = re.match(r"(?:sq(?:uare)?|(cu(?:bic)?))\s+", said)
+    exponent = power[1] if power else ("3" if square[1] else "2") if square else ""
+    names = [_singular(word) for word in re.findall(r"[^\s]+", said[square.end() :] if square else said)]
+    return " ".join(names) + (f"^{exponent}" if exponent else "")
+
+
+def _singular(word: str) -> str:
+    word = word.casefold().replace("metre", "meter").replace("litre", "liter")
+    return UNITS.get(word) or UNITS.get(word.removesuffix("s")) or word.removesuffix("s")

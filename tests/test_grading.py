@@ -1,0 +1,134 @@
+r"""Graders of mathematics: cheap answers that are wrong, and right ones in other writing.
+
+``data/answers.tsv`` has, per line, whether an answer is right or wrong, the answer, and the gold answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from byte_tokenizer import ByteTokenizer
+
+from tba_hpc.tasks.equivalence import Equivalence
+from tba_hpc.tasks.word_problems import GSM8K, Math, final_number
+
+LINES = (Path(__file__).parent / "data/answers.tsv").read_text(encoding="utf-8").splitlines()
+CASES = [tuple(line.split("\t")) for line in LINES]
+
+
+@pytest.fixture(scope="module")
+def grades() -> Iterator[Equivalence]:
+    equivalence = Equivalence()
+    yield equivalence
+    equivalence.close()
+
+
+def of(kind: str) -> list[tuple[str, str]]:
+    cases = [(answer, gold) for said, answer, gold in CASES if said == kind]
+    assert len(cases) > 200
+    return cases
+
+
+@pytest.mark.parametrize(("answer", "gold"), of("wrong"))
+def test_a_cheap_answer_is_wrong(grades: Equivalence, answer: str, gold: str) -> None:
+    assert not grades(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), of("right"))
+def test_a_right_answer_counts_in_any_writing(grades: Equivalence, answer: str, gold: str) -> None:
+    assert grades(answer, gold)
+
+
+@pytest.mark.parametrize("blank", ["\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ", ",", "{,}"])
+def test_whatever_parts_the_thousands_of_a_number(grades: Equivalence, blank: str) -> None:
+    assert grades(f"1{blank}000{blank}000", "1000000")
+    assert not grades(f"1{blank}000{blank}00", "1000000")
+    assert final_number(f"#### 1{blank}000{blank}000") == Decimal(1000000)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(" * 300 + "4" + ")" * 300,
+        "1+" * 3000 + "1",
+        "9" * 5000,
+        "{" * 3000,
+        r"\frac" * 1000,
+        "5" + " " * 9000,
+    ],
+)
+def test_what_is_too_much_to_read_is_wrong_and_harms_nobody(grades: Equivalence, answer: str) -> None:
+    assert not grades(answer, "5")
+    assert grades("5.0", "5")
+
+
+@pytest.fixture(scope="module")
+def judges() -> Iterator[dict[str, Math | GSM8K]]:
+    found: dict[str, Math | GSM8K] = {
+        "math": Math(ByteTokenizer()),
+        "number": GSM8K(ByteTokenizer()),
+        "expression": GSM8K(ByteTokenizer(), grader="math_verify"),
+    }
+    yield found
+    for judge in found.values():
+        judge._equivalent.close()
+
+
+@pytest.mark.parametrize(
+    ("judge", "text", "gold", "right"),
+    [
+        # a box
+        ("math", r"first \boxed{5}, then \boxed{6}", "5", False),
+        ("math", r"first \boxed{6}, then \boxed{5}", "5", True),
+        ("math", r"\boxed{5} \boxed{}", "5", False),
+        ("math", r"\boxed{1=2=3=4=5}", "5", False),
+        ("math", r"\boxed{A,B}", r"\text{A, B}", True),
+        ("math", r"\fbox{42}", "42", True),
+        ("math", r"\boxed{\text{E}}", "E", True),
+        # the paper's rule
+        ("number", "#### −5", "5", False),
+        ("number", "#### −5", "-5", True),
+        ("number", "#### – 5", "-5", True),
+        ("number", "#### - 5", "-5", True),
+        ("number", "#### -€5", "-5", True),
+        ("number", "#### 1 000", "1000", True),
+        ("number", "#### 1e3", "1000", True),
+        ("number", "#### 1e3", "1", False),
+        ("number", "#### 1.5e3", "1500", True),
+        ("number", "#### 5²", "5", False),
+        ("number", "#### ５", "5", True),
+        ("number", "The field has 25 m²", "25", True),
+        ("number", "20 - 3", "3", True),
+        ("number", "x = - 3", "-3", True),
+        ("number", "- 5 apples", "5", True),
+        ("number", "#### 3 or 4", "3", False),
+        ("number", "#### 72,", "72", True),
+        ("number", "#### 42" + "\nand more" * 75, "42", True),
+        ("number", "In 2 100 g bags", "100", True),
+        # expressions
+        ("expression", "So she sold 48 + 24 = 72 clips in total.", "72", True),
+        ("expression", "In April 48, in May 24: 72 clips.", "72", True),
+        ("expression", "#### 72 clips", "72", True),
+        ("expression", "1 = 72", "72", False),
+        ("expression", "In total: 1 = 72", "72", False),
+        ("expression", "72 not 73", "72", False),
+        ("expression", "#### 72 not 73", "73", False),
+        ("expression", "**72**", "72", True),
+        ("expression", "The answer is 72.", "72", True),
+        ("expression", "The answer is $72$.", "72", True),
+        ("expression", r"The answer is \(\frac{7}{2}\).", "3.5", True),
+        ("expression", r"It is \boxed{72} clips", "72", True),
+        ("expression", r"\boxed{}", "72", False),
+        ("expression", "They cost $48 and $24, so $72.", "72", True),
+        ("expression", "#### 48+24", "72", False),
+        ("expression", "It is −5", "5", False),
+        ("expression", "It is −5", "-5", True),
+    ],
+)
+def test_an_answer_is_found_where_people_write_it(
+    judges: dict[str, Math | GSM8K], judge: str, text: str, gold: str, right: bool
+) -> None:
+    assert judges[judge].accepts(text, gold) is right
