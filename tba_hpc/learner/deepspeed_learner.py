@@ -263,7 +263,7 @@ class DeepSpeedLearner:
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
-        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # the one stop of a step
+        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our one stop
         if self._engine.was_step_applied():
             self._skipped.taken()
             if self._average:
