@@ -1,4 +1,4 @@
-r"""Whether a written answer is the gold answer, exactly: the rules of docs/tasks.md.
+r"""Compares a written answer with the gold answer, exactly, by the rules of docs/tasks.md.
 
 Whole texts first, then their parts: lists, relations, words, quantities; values last, by the parser of
 math-verify and sympy. math-verify's own comparison takes the last side of an equation for the answer, letters
@@ -29,7 +29,7 @@ NAME = re.compile(
     r"|\\(?:angle|triangle|frac|cdot|alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta)(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\d|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""What an answer may call its value: letters and their sums, words, no number."""
+"""Names that an answer may give its value: letters and their sums, words, no number."""
 
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
 SUM = re.compile(r"(?=.*[\d)]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/-]|\\cdot)+", re.DOTALL)
@@ -42,7 +42,7 @@ BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)
 
 
 def equal(given: str, gold: str) -> bool:
-    """Whether an answer is the gold one; both LaTeX or plain, without dollar signs or boxes around them.
+    """Compare an answer with the gold one; both LaTeX or plain, without dollar signs or boxes around them.
 
     Raises whatever sympy does for what it cannot read.
     """
@@ -55,7 +55,7 @@ def equal(given: str, gold: str) -> bool:
 
 
 def _same(given: str, gold: str) -> bool:
-    """Of texts in one form, or parts of them."""
+    """Compare texts in one form, or parts of them."""
     mine, theirs = _bare(given), _bare(gold)
     if mine == theirs:
         return bool(mine)
@@ -70,7 +70,7 @@ def _same(given: str, gold: str) -> bool:
 
 
 def _unfinished(given: str, gold: str) -> bool:
-    """Whether an answer leaves undone what the gold answer works out: 48 + 24, a sum over k, an integral."""
+    """Find what an answer leaves undone and the gold answer works out: 48 + 24, a sum over k, an integral."""
     plain = SUM.fullmatch(given) and not SUM.fullmatch(gold)
     return bool(plain) or bool(LEFT_TO_DO.search(given) and not LEFT_TO_DO.search(gold))
 
@@ -114,7 +114,7 @@ def _kinds_agree(mine: str, theirs: str) -> bool:
 
 
 def _matched(mine: list[str], theirs: list[str]) -> bool:
-    """Whether each thing has another as its equal."""
+    """Pair each thing with another that is its equal; false if one is left."""
     for one in mine:
         found = next((other for other in theirs if _same(one, other)), None)
         if found is None:
@@ -150,7 +150,7 @@ def _same_relation(given: str, gold: str) -> bool:
 
 
 def _says(sides: list[str], signs: list[str], value: str) -> bool:
-    """Whether all sides are the value; the first, or of two the last, may be a name that the value lacks."""
+    """Compare all sides with the value; the first, or of two the last, may be a name that the value lacks."""
     if set(signs) <= {"=", r"\equiv"} or signs == [r"\in"]:
         return _all_are(_unnamed(sides, value), value)
     region = _region(sides, signs)
@@ -158,7 +158,7 @@ def _says(sides: list[str], signs: list[str], value: str) -> bool:
 
 
 def _all_are(sides: list[str], value: str) -> bool:
-    """Whether all are the value, one of them worked out."""
+    """Compare all sides with the value; one of them must be worked out."""
     right = [_same(side, value) for side in sides]
     return any(right) and all(
         yes or _same_quantity(side, value) for yes, side in zip(right, sides, strict=True)
@@ -172,22 +172,26 @@ def _unnamed(sides: list[str], value: str) -> list[str]:
 
 
 def _names(side: str, value: str) -> bool:
-    """Whether a side is a name, of something that does not stand in the value."""
+    """Recognise a name of something that does not stand in the value."""
     if side.startswith(("-", "+")) or not (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side)):
         return False
     return not re.search(rf"(?<![\\a-zA-Z]){re.escape(side)}(?![a-zA-Z])", value)
 
 
 def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
-    """Of sides parted by ≈. What rounds to a gold answer that says so; else one side is the gold answer."""
+    """Compare sides parted by ≈.
+
+    What rounds to a gold answer that says so is right; else one side must be the gold answer itself.
+    """
     mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
-    if len(theirs) > 1:
-        return all(_near(side, theirs[-1]) for side in mine)
+    if len(theirs) > 1 or "." in theirs[-1]:
+        exact = len(theirs) > 1 or any(_same(side, theirs[-1]) for side in mine)
+        return exact and all(_near(side, theirs[-1]) for side in mine)
     return any(_same(side, theirs[0]) for side in mine) and all(_near(theirs[0], side) for side in mine)
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Whether a value rounds to a decimal, or is it exactly."""
+    """Compare a value with a decimal to which it may round."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -218,7 +222,7 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 
 def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
-    """Whether one relation of two sides is the other, times a number."""
+    """Compare two relations of two sides: one is the other, times a number."""
     import sympy
 
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))
@@ -277,11 +281,11 @@ UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
     r"|'|\"|…|\\[lc]?dots|\\begin\{(?!\w*matrix)"
 )
-"""What the parser would leave out, or misread."""
+"""Marks that the parser would leave out, or misread."""
 
 
 def _value(text: str) -> Any:
-    """Of one expression, by the parser of math-verify. Raises what it raises, and ValueError."""
+    """Parse one expression by math-verify's parser. Raises what that raises, and ValueError."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
@@ -330,7 +334,7 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Whether two numbers agree to DIGITS digits, rational ones wholly; else sympy has to simplify."""
+    """Compare two numbers to DIGITS digits, rational ones wholly; else sympy has to simplify."""
     import sympy
 
     first, second = (sympy.N(value, 2 * DIGITS, maxn=1000) for value in (a, b))

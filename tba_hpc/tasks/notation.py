@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
-"""What stands for a minus: U+2212, the en dash, hyphens."""
+"""Signs that stand for a minus: U+2212, the en dash, hyphens."""
 
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
 """Blanks that stand within a number: no-break, narrow, thin, of a digit's or a point's width."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""What parts the thousands of a number, but for a comma or a blank."""
+"""Marks between the thousands of a number, but for a comma or a blank."""
 
 COMMANDS = {
     "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
@@ -123,7 +123,7 @@ LAYOUT = _rules(
     (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
     (r"(?<=[a-zA-Z])'", "_{prime}"),
 )
-r"""What looks alike: spacing, brackets, types, and the commands that mean the same.
+r"""Rewritings of what looks alike: spacing, brackets, types, commands that mean the same.
 
 \text is what is left of all types; "and" and "or" are commas.
 """
@@ -166,7 +166,7 @@ A product gets its sign: the parser takes 2(3) for a mixed fraction.
 
 
 def in_one_form(text: str) -> str:
-    """What a text is after its layout is taken away; decimals stay as they are written."""
+    """Take the layout out of a text; decimals stay as they are written."""
     text = rewritten(characters(text).strip().strip("*"), LAYOUT)
     text = re.sub(r" +", " ", text).strip()
     return re.sub(r"(?<=[^.])\.$", "", text).strip()
@@ -184,7 +184,7 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """What stands between the tokens of ``at`` outside of brackets; and those tokens, in order."""
+    """Split a text at the tokens of ``at`` outside of brackets; also those tokens, in order."""
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):
         depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
@@ -205,7 +205,7 @@ class Listing:
 
     @property
     def ordered(self) -> bool:
-        """Whether the order counts."""
+        """True if the order counts."""
         return self.kind not in ("", r"\{\}", "cup")
 
 
@@ -234,7 +234,7 @@ def _bracketed(kind: str, items: list[str]) -> Listing | None:
 
 
 def inside(text: str, opening: str, closing: str) -> str | None:
-    """What is between two brackets, if they are around all of it."""
+    """Text between two brackets, if they are around all of it."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     depth, tokens = 0, TOKEN.findall(text)
@@ -261,12 +261,12 @@ WORDS = re.compile(r"(?:\\text\{[^{}]*\}|[^\\\d{}^_=<>|+*/])+")
 
 
 def are_words(text: str) -> bool:
-    """Whether it is words and nothing else. Three letters in a row are one: ``sole`` is no product."""
-    return bool(WORDS.fullmatch(text) and re.search(r"[a-zA-Z]{3}", text))
+    """Recognise words and nothing else. Three letters in a row are one: ``sole`` is no product."""
+    return bool(WORDS.fullmatch(text) and re.search(r"[a-zA-Z]{3}|^[Nn][Oo]$", text))
 
 
 def plain_words(text: str) -> str:
-    """What a text says, less type, case, blanks and brackets around it."""
+    """Strip a text of type, case, blanks and the brackets around it."""
     said = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     said = re.sub(r"[\s{}]", "", said).strip(".\"'")
     said = said[1:-1] if re.fullmatch(r"\([^()]*\)", said) else said
@@ -280,7 +280,7 @@ UNITS = {
     "yd": "yard", "mi": "mile", "g": "gram", "kg": "kilogram", "mg": "milligram", "lb": "pound",
     "oz": "ounce", "ml": "milliliter", "l": "liter", "gal": "gallon", "s": "second", "sec": "second",
     "min": "minute", "h": "hour", "hr": "hour", "mph": "mile/hour", "feet": "foot", "inches": "inch",
-    "deg": "degree",
+    "deg": "degree", "am": "morning", "pm": "afternoon",
 }  # fmt: skip
 """Short names, and what they are short for."""
 
@@ -339,7 +339,7 @@ def _measured(value: str, unit: str) -> Quantity | None:
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)
     names = unit.partition("^")[0].split()
-    if not 1 <= len(names) <= 4 or any(len(name) == 1 or NO_UNIT.fullmatch(name) for name in names):
+    if not 1 <= len(names) <= 4 or any(len(name) < 3 or NO_UNIT.fullmatch(name) for name in names):
         return None
     return Quantity(value, unit)
 
