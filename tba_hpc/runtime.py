@@ -357,7 +357,7 @@ class SearchParts:
         metrics.log(started(config, index))
         tokenizer = backend.tokenizer()  # the task's own is in use in another thread
         prompts = {split: task.prompts(split) for split in get_args(Split)}
-        hold_to_prompts(run, prompts, dated=getattr(tokenizer, "is_dated", False))
+        hold_to_prompts(run, prompts)
         if isinstance(task, Conversing):
             generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)

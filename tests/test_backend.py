@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_paths_and_names_of_a_hub_are_hugging_faces(tmp_path: Path) -> None:
     for name in ("org/model", "./a:b", "/models/a:b", ".cache/tiny-model-seed0"):
         assert not is_own(name)
         assert make_backend(run, load_config(TABULAR, [f"model.path={name}"])) == HfBackend(
-            load_config(TABULAR, [f"model.path={name}"])
+            load_config(TABULAR, [f"model.path={name}"]), date.today()
         )
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_loops import make_config
+from tiny_models import make_tokenizer
 
 from tba_hpc.config import BufferSection, ConfigError
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, ScoredGroup, Trajectories
+from tba_hpc.learner.hf_model import HfTokenizer
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
+from tba_hpc.run.inputs import first_day, hold_to_model, hold_to_prompts
 
 TINY = Path(__file__).parent / "data/tiny-model"
 
@@ -71,11 +74,16 @@ def test_added_and_held_out_prompts_are_told_once(run: RunDir, caplog: pytest.Lo
     ]
 
 
-def test_a_template_that_writes_the_day_changes_no_run(run: RunDir) -> None:
-    hold_to_prompts(run, {"train": prompts_of("Monday: a", target="1")}, dated=True)
-    hold_to_prompts(run, {"train": prompts_of("Tuesday: a", target="1")}, dated=True)
-    with pytest.raises(ConfigError, match="1 of 1 training prompt"):
-        hold_to_prompts(run, {"train": prompts_of("Tuesday: a", target="2")}, dated=True)
+def test_a_template_that_writes_the_day_writes_the_runs_first(run: RunDir) -> None:
+    day = first_day(run)
+    assert day == date.today()
+    (run.inputs / "day").write_text("2020-02-03")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b') }} {{ messages[0]['content'] }}"
+    asked = [{"role": "user", "content": "1+1"}]
+    held = HfTokenizer(tokenizer, 0, first_day(run)).render(asked, tools=(), ask=True)
+    assert held == "03 Feb 1+1"
+    assert HfTokenizer(tokenizer, 0).render(asked, tools=(), ask=True) == f"{day:%d %b} 1+1"
 
 
 def test_another_model_under_the_same_path_is_refused_by_its_files(run: RunDir, tmp_path: Path) -> None:

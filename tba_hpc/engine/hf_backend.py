@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from tba_hpc.config import Config
@@ -11,19 +12,24 @@ from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import Backend, Generator, Reference, SharedLearner, Tokenizer
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inputs import first_day
 
 
 @dataclass(frozen=True, slots=True)
 class HfBackend:
-    """A Hugging Face model; its libraries are imported when needed. Methods raise ConfigError."""
+    """A Hugging Face model; its libraries are imported when needed. Methods raise ConfigError.
+
+    day: what the chat template writes into prompts, if it writes one.
+    """
 
     config: Config
+    day: date
 
     def tokenizer(self) -> Tokenizer:
         """That of the model's folder."""
         from tba_hpc.learner.hf_model import load_tokenizer
 
-        return load_tokenizer(self.config.model.path)
+        return load_tokenizer(self.config.model.path, day=self.day)
 
     def generator(self, *, seed: int) -> Generator:
         """On an engine of its own, which is still being built on return."""
@@ -57,7 +63,7 @@ def make_backend(run: RunDir, config: Config) -> Backend:
     """The backend of a config. Raises ConfigError if a class of the user's own is not found."""
     modules.use(run.modules)
     modules.use_here()
-    return own_backend(config) or HfBackend(config)
+    return own_backend(config) or HfBackend(config, first_day(run))
 
 
 def own_backend(config: Config) -> Backend | None:

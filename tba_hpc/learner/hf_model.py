@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import date
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype, ModelSection
+from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
 from tba_hpc.learner.file_tokenizer import NO_END
@@ -43,10 +45,14 @@ RESCALED_LOGITS = (
 
 
 class HfTokenizer:
-    """The Tokenizer port on a tokenizer of transformers."""
+    """The Tokenizer port on a tokenizer of transformers.
 
-    def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int) -> None:
+    day: for chat templates that write the day; None: today.
+    """
+
+    def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
         self._tokenizer = tokenizer
+        self._variables = {"strftime_now": day.strftime} if day else {}
         self.eos_token_id = eos_token_id
         self.vocab_size = len(tokenizer)
 
@@ -77,7 +83,7 @@ class HfTokenizer:
                     tools=[*map(dict, tools)] or None,
                     add_generation_prompt=ask,
                     tokenize=False,
-                    **options,
+                    **self._variables | options,
                 )
             )
         except TemplateError as error:
@@ -95,11 +101,6 @@ class HfTokenizer:
         """Whether it has a chat template."""
         return self._tokenizer.chat_template is not None
 
-    @property
-    def is_dated(self) -> bool:
-        """Whether its chat template writes the day into prompts."""
-        return "strftime_now" in str(self._tokenizer.chat_template)
-
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
@@ -108,15 +109,15 @@ class HfTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
+def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = None) -> HfTokenizer:
     """Tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
 
-    Raises ConfigError if there is none, or it has no end-of-sequence token.
+    day: as HfTokenizer's. Raises ConfigError if there is none, or it has no end-of-sequence token.
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
         raise ConfigError(NO_END.format(key=key, path=path))
-    return HfTokenizer(tokenizer, tokenizer.eos_token_id)
+    return HfTokenizer(tokenizer, tokenizer.eos_token_id, day)
 
 
 def use_tensor_cores(device: torch.device) -> None:
@@ -194,10 +195,6 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
         ) from error
 
 
-CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""Most float32 logits that are held at once, by kind of device; large products keep a GPU busy."""
-
-
 class PolicyLogprobs(nn.Module):
     """log π of the sampled tokens of packed sequences, differentiable, in bounded memory.
 
@@ -264,7 +261,7 @@ class PolicyLogprobs(nn.Module):
 
 
 def compiles(section: ModelSection) -> bool:
-    """Whether layers are compiled on this machine."""
+    """Decide if layers are compiled on this machine."""
     return torch.cuda.is_available() if section.compile is None else section.compile
 
 
@@ -401,7 +398,7 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
-    """Whether torch's variable-length attention takes the model: FlashAttention, as on GPUs since Ampere."""
+    """Tell if torch's variable-length attention takes the model: FlashAttention, on GPUs since Ampere."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = weight.dtype in (torch.bfloat16, torch.float16)

@@ -1,10 +1,11 @@
-"""What a run is made of beside its config: prompts and the model's files. A resume is held to them."""
+"""Inputs that a run is held to beside its config: its prompts, its model's files, and the day it began."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from zlib import crc32
 
@@ -23,19 +24,23 @@ MODEL_FILES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 """Endings of the files that make a model and its tokenizer."""
 
 PIECES, PIECE_BYTES = 16, 64 << 10
-"""What is read of a file: so many pieces, evenly spaced, both ends among them."""
+"""Number and size of the pieces of a file that are read: evenly spaced, both ends among them."""
 
 
-def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]], *, dated: bool = False) -> None:
+def first_day(run: RunDir) -> date:
+    """The day on which a run began: a chat template that writes the day asks the same on every other."""
+    return date.fromisoformat(_noted(run.inputs / "day", date.today().isoformat().encode()).decode())
+
+
+def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
     """Note the prompts of each split when a run begins, and compare them at every later start.
 
-    dated: their texts hold the day, so that their targets alone are compared. Training prompts that were
-    added, and other held-out prompts, are told in the log. Raises ConfigError if training prompts have
-    another text, target or number than when the run asked them.
+    Training prompts that were added, and other held-out prompts, are told in the log. Raises ConfigError if
+    training prompts have another text, target or number than when the run asked them.
     """
     for split, some in prompts.items():
         file = run.inputs / f"{split}.crc32"
-        now = np.array([_checksum(prompt, dated=dated) for prompt in some], "<u4")
+        now = np.array([_checksum(prompt) for prompt in some], "<u4")
         before = np.frombuffer(_noted(file, now.tobytes()), "<u4")
         if np.array_equal(before, now):
             continue
@@ -70,13 +75,12 @@ def hold_to_model(run: RunDir, path: str, folder: Path) -> None:
         )
 
 
-def _checksum(prompt: Prompt, *, dated: bool) -> int:
-    text = 0 if dated else crc32(prompt.tokens.tobytes())
-    return crc32(prompt.target.encode(errors="surrogatepass"), text)
+def _checksum(prompt: Prompt) -> int:
+    return crc32(prompt.target.encode(errors="surrogatepass"), crc32(prompt.tokens.tobytes()))
 
 
 def _noted(file: Path, data: bytes) -> bytes:
-    """What ``file`` holds; ``data`` if it did not exist."""
+    """Read ``file``, which is made of ``data`` if it did not exist."""
     if not file.exists():
         make_folder(file.parent)
         with suppress(FileExistsError):  # another searcher was faster
