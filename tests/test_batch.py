@@ -146,10 +146,14 @@ def computed_tokens(group: list[Row]) -> int:
 def test_rectangles_hold_every_value_at_its_place() -> None:
     """Values at the completion's tokens, 0 beyond them."""
     batch = make_batch(4)
-    found_NL = batch.in_rectangle(batch.logprobs)
-    assert found_NL.shape == (12, batch.completion_length_N.max()) and found_NL.dtype == np.float32
-    for row, (*_, logprobs, _, _, _) in zip(found_NL, rows_of(batch), strict=True):
-        assert tuple(row[: len(logprobs)].tolist()) == logprobs and not row[len(logprobs) :].any()
+    groups = RecordedGroups.of(batch)
+    rectangles = (groups.behaviour_BKL, groups.reference_BKL, groups.age_BKL)
+    assert [one.dtype for one in rectangles] == [np.float32, np.float32, np.int32]
+    assert {one.shape for one in rectangles} == {(4, 3, batch.completion_length_N.max())}
+    for number, (*_, logprobs, ref_logprobs, _, ages) in enumerate(rows_of(batch)):
+        for found_BKL, values in zip(rectangles, (logprobs, ref_logprobs, ages), strict=True):
+            row_L = found_BKL[number // 3, number % 3]
+            assert tuple(row_L[: len(values)].tolist()) == values and not row_L[len(values) :].any()
 
 
 def test_rectangles_are_0_where_an_environment_speaks() -> None:

@@ -1,4 +1,4 @@
-"""What vLLM is told of CUDA graphs, which no engine on a CPU has."""
+"""Arguments for CUDA graphs, which no engine on a CPU has."""
 
 from __future__ import annotations
 

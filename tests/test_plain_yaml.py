@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.config import ConfigError, dump_config, load_config, parse_config, value_text
-from tba_hpc.config.notation import read_yaml, write_yaml
+from tba_hpc.config.plain_yaml import read_yaml, write_yaml
 from tba_hpc.launch.plan import load_site
 
 

@@ -230,7 +230,21 @@ def test_bfloat16_weights_arrive_exactly(served: Served) -> None:
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
-    """What was sampled before the update keeps the old policy's log-probabilities and version."""
+    """What was sampled before the update keeps the old policy's log-probabilities and version.
+
+    A starved machine may hand the engine the update together with all requests that are left, so that none
+    is under way: then once more.
+    """
+    seen = set[tuple[int, int]]()
+    for _ in range(5):
+        seen |= _updated_in_flight(served)
+        if (5, 6) in seen:
+            break
+    assert seen == {(5, 5), (5, 6), (6, 6)}
+
+
+def _updated_in_flight(served: Served) -> set[tuple[int, int]]:
+    """Check every completion around an update from version 5 to 6; oldest and newest versions of them."""
     old, new = served.load(served.folder, version=5), load_policy(str(served.other), "float32")
     update = _update(new, 6)
     # Of several lengths: completions that begin and end together are at times all finished at an update.
@@ -244,8 +258,8 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
         seen |= {tuple(span) for span in group.versions.tolist()}
         for completion, span, *expected in zip(group.completions, group.versions, olds, news, strict=True):
             assert _may_be_of(completion.logprobs, *expected, span=tuple(span))
-    assert seen == {(5, 5), (5, 6), (6, 6)}
     assert (groups[0].versions == 5).all() and (groups[-1].versions == 6).all()
+    return seen
 
 
 def test_what_a_load_has_computed_again_is_counted(served: Served) -> None:

@@ -20,7 +20,7 @@ MADE_BY = {
     "tiny-model": "'make quickstart' makes the tiny models",
     "smollm2-135m": "'tba fetch smollm2-135m' makes that model",
 }
-"""What is said of a local model that is missing, by a part of its path."""
+"""Advice for a local model that is missing, by a part of its path."""
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:

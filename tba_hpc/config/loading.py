@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tba_hpc.config import shipped
-from tba_hpc.config.notation import read_yaml, write_yaml
+from tba_hpc.config.plain_yaml import read_yaml, write_yaml
 from tba_hpc.config.rules import flat
 from tba_hpc.config.sections import MAY_CHANGE, Config, RewardSection
 from tba_hpc.config.variants import choices

@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     """Knows numbers without a point, and refuses a key that is given twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As the base class. Raises YAMLError."""
+        """Make a mapping's node, as the base class. Raises YAMLError."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, object], int] = {}
         for key, _ in node.value:

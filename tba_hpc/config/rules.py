@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from tba_hpc.config.notation import write_yaml
+from tba_hpc.config.plain_yaml import write_yaml
 from tba_hpc.config.variants import (
     BehaviourIsReference,
     EmaReference,

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from tba_hpc.config import rules
-from tba_hpc.config.notation import UserPath
+from tba_hpc.config.plain_yaml import UserPath
 from tba_hpc.config.variants import (
     BehaviourIsReference,
     Duplicates,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from tba_hpc.config.notation import UserPath
+from tba_hpc.config.plain_yaml import UserPath
 
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 LogZ = Literal["behaviour", "policy", "none"]

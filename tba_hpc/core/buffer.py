@@ -218,12 +218,13 @@ class ReplayBuffer:
 
         If it had another text, its data have changed since: what answered that is evicted.
         """
-        numbers = self._numbers_of(prompt)
-        if not numbers:
+        live = self._live.get(prompt)
+        if not live:
             return None
-        tokens = self._group(numbers[0]).prompts
+        tokens = self._group(next(iter(live.values()))).prompts
         if np.array_equal(tokens.row(0), text):
             return tokens
+        numbers = self._numbers_of(prompt)
         self._evict((number, np.ones(len(self._groups[number][0]), bool)) for number in numbers)
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of a weight."""
+"""Bytes of a weight."""
 
 UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
 """Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
@@ -120,7 +120,7 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
 
 
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
-    """What a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
+    """Bytes that a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
 
     RMSNorm keeps float32 copies; LayerNorm keeps its input; GPT-2's GELU keeps steps of its formula.
     """
@@ -141,6 +141,12 @@ def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float
         return weight_bytes * shape.hidden * shape.layers + 1.5 * layer
     return layer * (shape.layers + 0.5)
 
+
+CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+"""Most float32 logits that are held at once, by kind of device; large products keep a GPU busy."""
+
+PASS_TOKENS = 16 << 10
+"""Most tokens of several groups that a pass of a searcher's reference computes; one group may have more."""
 
 ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Activations that a micro-batch may keep by default, bytes by kind of device, and its most tokens: enough

@@ -232,7 +232,7 @@ class Reference(Protocol):
         """
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group, which may be computed together."""
+        """Compute ``logprobs`` of every group, perhaps together."""
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """As ``logprobs``, of every group, under other weights. ``weights.data`` is unchanged on return."""

@@ -487,12 +487,6 @@ class TrajectoryBatch(Trajectories):
         start_N = np.arange(len(self)) * int(length_N.max()) - offsets[:-1]
         return np.arange(offsets[-1]) + start_N.repeat(length_N)
 
-    def in_rectangle(self, value_A: np.ndarray) -> np.ndarray:
-        """[N, L]: values of the tokens that the policy sampled, in order; 0 elsewhere."""
-        value_NL = np.zeros((len(self), int(self.completion_length_N.max())), value_A.dtype)
-        value_NL.reshape(-1)[self.cell_T[self.action_T]] = value_A
-        return value_NL
-
 
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
     """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.

@@ -55,7 +55,7 @@ class WeightFile:
 
     @property
     def in_shared_memory(self) -> bool:
-        """Whether the file is one of SHARED_MEMORY, with or without a name."""
+        """Tells if the file is one of SHARED_MEMORY, with or without a name."""
         return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:

@@ -21,7 +21,7 @@ def print_in_any_encoding() -> None:
 
 
 def output_is_lost() -> bool:
-    """Whether standard output takes no more, as on a full disk; then it is given up, for a quiet exit."""
+    """Try standard output: true if it takes no more, as on a full disk. Then it is given up."""
     try:
         print(flush=True)
     except OSError:

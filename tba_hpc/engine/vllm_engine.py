@@ -89,7 +89,7 @@ NAMED = 3
 """Parameters named, at most, of those that a load of weights has missed."""
 
 STAGES = {"determine_available_memory": "compiling", "compile_or_warm_up_model": "capturing graphs"}
-"""What vLLM does on a GPU from a call of its executor on; on a CPU it does neither, and warms up."""
+"""Stages of a start on a GPU, by the call of vLLM's executor that begins each; a CPU warms up instead."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns at every load that rotary embeddings, which have no weights, got none."""
@@ -397,7 +397,7 @@ class WeightLoader:
     """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
 
     kept_maps: KeptMaps | None = None
-    """Of the files that weights come in."""
+    """Maps of the files that weights come in."""
 
     def rendezvous(self) -> str:
         """The file through which the workers have met; any other path if that was none."""

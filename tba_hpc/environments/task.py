@@ -97,7 +97,7 @@ class Environment(Jsonl):
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
-        """As the chat template shows it to the model."""
+        """Render a row by the chat template, for the model to read."""
         return _render(self._chat, row, self._messages(row))
 
     def encode_question(self, text: str) -> np.ndarray:

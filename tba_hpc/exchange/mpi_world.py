@@ -70,7 +70,7 @@ FILES = 3
 """Files of a node's weights: two in use, and a spare that takes no memory."""
 
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
-"""What a node's ranks share: which files even and odd writes go to, and how often each gave memory back."""
+"""Table that a node's ranks share: the files of even and odd writes; how often each gave memory back."""
 
 RELEASE_SECONDS = 1.0
 """Time that readers have to let go of weights before the spare is written instead."""

@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config, ModelSection
+from tba_hpc.core.model_shapes import PASS_TOKENS
 from tba_hpc.core.packing import pack
 from tba_hpc.core.types import Completion, Group, Ragged, WeightUpdate
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, tensors_in
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cores
 from tba_hpc.learner.upload import upload
 
-PASS_TOKENS = 16 << 10
-"""Most tokens of several groups that a pass computes; a single group may have more."""
-
 Key = tuple[int, bytes, bytes]
-"""What makes a completion the same as another: its group's number, its tokens, and which were sampled."""
+"""Identity of a completion: its group's number, its tokens, and which of them were sampled."""
 
 
 class HfReference:
@@ -104,7 +102,7 @@ class HfReference:
         return self.logprobs_of([group])[0]
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group, as many in a pass of the model as PASS_TOKENS allow.
+        """Compute ``logprobs`` of every group, as many in a pass of the model as PASS_TOKENS allow.
 
         Equal completions of a group are computed once: a trained policy repeats itself.
         """

@@ -22,7 +22,7 @@ class BehaviourReference:
         return [completion.logprobs for completion in group.completions]
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group."""
+        """Give ``logprobs`` of every group."""
         return [self.logprobs(group) for group in groups]
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:

@@ -37,7 +37,7 @@ class RegisteredMemory:
 
     @property
     def works(self) -> bool:
-        """Whether there is a GPU, and memory could be registered whenever it was tried."""
+        """True with a GPU, as long as CUDA has refused no memory."""
         return self._cudart is not None and not self._refused
 
     def register(self, memory: np.ndarray, start: int = 0, end: int | None = None) -> None:

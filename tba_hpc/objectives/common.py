@@ -23,7 +23,7 @@ So the squared norm of what a million tokens pull, times an advantage of 1000, i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroups:
-    """What a batch's record tells a loss, in rectangles of the completions: arrays, then tensors.
+    """Rectangles of what is recorded of a batch's completions: arrays, then tensors.
 
     cell_T: int64, where the completions' tokens lie in a flattened rectangle [B, K, L]. The others as in
     ``Groups``.
@@ -41,20 +41,25 @@ class RecordedGroups:
     @staticmethod
     def of(batch: TrajectoryBatch) -> RecordedGroups:
         """Arrays of all groups of ``batch``."""
-        sampled_T = batch.action_T
+        sampled_T, cell_T = batch.action_T, batch.cell_T
+        shape = batch.groups, batch.group_size
+        cell_A = cell_T[sampled_T]
 
-        def grouped(value: np.ndarray) -> np.ndarray:
-            return value.reshape(batch.groups, batch.group_size, *value.shape[1:])
+        def spread(value_A: np.ndarray) -> np.ndarray:
+            """Values of the sampled tokens, in order; 0 elsewhere."""
+            value_BKL = np.zeros((*shape, int(batch.completion_length_N.max())), value_A.dtype)
+            value_BKL.reshape(-1)[cell_A] = value_A
+            return value_BKL
 
         return RecordedGroups(
-            cell_T=batch.cell_T,
-            behaviour_BKL=grouped(batch.in_rectangle(batch.logprobs[sampled_T])),
-            reference_BKL=grouped(batch.in_rectangle(batch.ref_logprobs[sampled_T])),
-            mask_BKL=grouped(batch.in_rectangle(np.ones(np.count_nonzero(sampled_T), bool))),
-            reward_BK=grouped(batch.reward_N),
-            value_BK=grouped(batch.value_N),
-            on_policy_BK=grouped(batch.on_policy_N),
-            age_BKL=grouped(batch.in_rectangle(batch.ages)),
+            cell_T=cell_T,
+            behaviour_BKL=spread(batch.logprobs[sampled_T]),
+            reference_BKL=spread(batch.ref_logprobs[sampled_T]),
+            mask_BKL=spread(np.ones(len(cell_A), bool)),
+            reward_BK=batch.reward_N.reshape(shape),
+            value_BK=batch.value_N.reshape(shape),
+            on_policy_BK=batch.on_policy_N.reshape(shape),
+            age_BKL=spread(batch.ages),
         )
 
 

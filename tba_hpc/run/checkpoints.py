@@ -279,7 +279,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 
 
 def _misnamed(folder: Path) -> str:
-    """What is wrong with the name of a checkpoint, by which the newest is found; empty if nothing is."""
+    """Compare the name of a checkpoint, by which the newest is found, with its state; empty if they agree."""
     step = next(iter(_order(folder)))
     state = TrainerState.from_json((folder / STATE_FILE).read_text())
     return "" if step == state.step else f"it is a copy of the checkpoint of step {state.step}"

@@ -28,7 +28,7 @@ MOST_LEVELS = 100
 """Lists and objects that may lie in one another in a row; every thread of every rank can handle so many."""
 
 BLANK = b" \t\r\xef\xbb\xbf"
-"""What a blank line may hold, a byte-order mark included."""
+"""Bytes that a blank line may hold, those of a byte-order mark included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Table(Generic[T]):
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Of a split; once the training rows are read, those among them are told. Raises ConfigError."""
+        """Rows of a split; the log tells of held-out ones that are trained on, too. Raises ConfigError."""
         found = self._rows(split)
         if split != "train" and "train" in self._read:
             self._tell_shared(split, found)
@@ -173,7 +173,7 @@ def split_rows(
 def _parsed(
     row: bytes | Mapping[str, object], parse: Callable[[Mapping[str, object]], T | None]
 ) -> T | Unusable:
-    """What ``parse`` makes of a row, or of a line of a file; why there is nothing."""
+    """Parse a row, or a line of a file; Unusable says why that cannot be."""
     try:
         fields = _object(row) if isinstance(row, bytes) else row
         parsed = parse(fields)
@@ -219,7 +219,7 @@ def _object(line: bytes) -> Mapping[str, object]:
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    """Whether lists and objects lie in one another on more than so many levels."""
+    """Tell if lists and objects lie in one another on more than so many levels."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels == 0 or any(_is_deep(item, levels - 1) for item in items))
 

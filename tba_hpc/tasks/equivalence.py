@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal, in a process of its own.
+"""Compares mathematical answers in a process of its own.
 
 The algebra is bounded by signals, which only a main thread may take, and rewards are computed in
 another; and no signal ends a power tower of integers. So one worker process does the algebra, with bounded

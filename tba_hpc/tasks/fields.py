@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of the messages of a prompt."""
+"""Roles that the messages of a prompt may have."""
 
 ANSWERED = ("user", "tool")
-"""Of its last message."""
+"""Roles that its last message may have: the model answers."""
 
 KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 """How errors call what is no text."""

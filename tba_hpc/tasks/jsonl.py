@@ -110,7 +110,7 @@ class Jsonl(Rows[Fields]):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """What a row asks, and its answer."""
+        """Text that is equal for rows with the same question and answer."""
         return repr([row.get(name) for name in (*self._needed, self._target)])
 
     def shown(self, row: Fields) -> str:
@@ -121,7 +121,7 @@ class Jsonl(Rows[Fields]):
         return self._chat_tokenizer.render(messages, tools=(), ask=True)
 
     def encoded(self, text: str, row: Fields) -> np.ndarray:
-        """As messages, or as Rows does."""
+        """Encode messages by the chat template, all else as Rows does."""
         if self.given_messages(row) is None:
             return super().encoded(text, row)
         return self._chat_tokenizer.encode_rendered(text)

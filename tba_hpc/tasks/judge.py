@@ -56,7 +56,7 @@ SCALE = re.compile(
     rf"\([^()]*\)|\bscale\b\W*(?:of|from)?\W*{NUMBER.pattern}\s*(?:to|-|\u2013)\s*{NUMBER.pattern}",
     re.ASCII | re.IGNORECASE,
 )
-"""What a judge says about its numbers: remarks in brackets, and their range."""
+"""Remarks of a judge on its numbers, which are none: what stands in brackets, and their range."""
 
 
 class JudgeError(RuntimeError):

@@ -139,7 +139,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def _tried(call: Callable[[], object]) -> tuple[BaseException | None, bool]:
-    """What a call raises in a thread, and whether it tried to handle signals there, even if it hides it."""
+    """Make a call in a thread: what it raised, and if it tried to handle signals, even if it hides that."""
     raised, signals = list[BaseException](), list[object]()
 
     def watch(frame: FrameType, event: str, called: Any) -> None:

@@ -218,7 +218,7 @@ class TabularReference:
         return self._logprobs(self.logits_PSV, group)
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group."""
+        """Give ``logprobs`` of every group."""
         return [self.logprobs(group) for group in groups]
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from tba_hpc.checks.planner.hardware import GIB, Gpu
 from tba_hpc.checks.planner.shapes import adapter_weights, load_shape
 from tba_hpc.config import Config
-from tba_hpc.core.model_shapes import BYTES, Shape, default_micro_batch, kept_bytes
+from tba_hpc.core.model_shapes import (
+    BYTES,
+    CHUNK_BYTES,
+    PASS_TOKENS,
+    Shape,
+    default_micro_batch,
+    kept_bytes,
+)
 
 READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
 """Task options that name a model that reads whole texts on the searcher's GPU, and their default batch."""
@@ -20,9 +27,6 @@ CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
 
 ENGINE_RUNTIME = 1.5 * GIB
 """CUDA, graphs and workspaces of an engine."""
-
-CHUNK_BYTES = 256 << 20
-"""Float32 logits at once on a GPU, as in learner.hf_model, which needs torch."""
 
 BUCKET, LIVE = 128 << 20, 10**9
 """Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
@@ -163,7 +167,7 @@ def _backward_items(work: Workload) -> Items:
     items = {
         "activations": tokens * work.kept_bytes,
         "hidden states": 3 * size * shape.hidden * scored,
-        "logits": min(CHUNK_BYTES, 4 * scored * shape.vocabulary) * (8 + size) / 4,
+        "logits": min(CHUNK_BYTES["cuda"], 4 * scored * shape.vocabulary) * (8 + size) / 4,
     }
     head = {} if work.adapter else {"output layer's gradient": (4 + size) * shape.vocabulary * shape.hidden}
     return items | head
@@ -182,8 +186,9 @@ def searcher_items(work: Workload, gpu: Gpu) -> Items:
         cache = generator.kv_cache_mb << 20
     items = {"engine: weights": weights, KV_CACHE: cache, "engine: work": runtime}
     if work.config.train.searcher_has_reference:
-        tokens = generator.completions_per_prompt * (work.prompt + generator.max_tokens)
-        items |= {"reference": work.policy_bytes, "reference: a group": _scoring_bytes(work, tokens)}
+        group = generator.completions_per_prompt * (work.prompt + generator.max_tokens)
+        scored = _scoring_bytes(work, max(group, PASS_TOKENS))
+        items |= {"reference": work.policy_bytes, "reference: a pass": scored}
     for option, reader in work.readers.items():
         batch = options.get(f"{option}_batch") or options.get("batch") or READERS[option]
         items[f"task.options.{option}"] = _reader_bytes(reader, int(batch))
@@ -199,7 +204,7 @@ def _scoring_bytes(work: Workload, tokens: float) -> float:
     """What a model like the policy needs to read so many tokens."""
     shape = work.policy
     each = work.weight_bytes * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
-    return tokens * each + 2 * min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
+    return tokens * each + 2 * min(CHUNK_BYTES["cuda"], 4 * tokens * shape.vocabulary)
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:
