@@ -262,6 +262,18 @@ def test_activations_follow_a_budget_of_tokens_and_not_the_size_of_groups() -> N
     assert half[0] == pytest.approx(many[0] / 2)
 
 
+def test_a_searchers_reference_reads_several_small_groups_in_a_pass() -> None:
+    """As many as 16k tokens; a group of more is a pass by itself. The policy is a reference on one GPU."""
+
+    def read(completions: int) -> float:
+        sizes = [f"{section}.completions_per_prompt={completions}" for section in ("generator", "train")]
+        config = _qwen(*sizes, "generator.kv_cache_mb=1024", "generator.max_tokens=1024")
+        return estimate(config, GPUS["h200-141"]).items[SEARCHER]["reference: a pass"]
+
+    assert read(2) == read(4) < read(64)
+    assert read(2) > 16_384 * 2 * 3 * 18_944  # of an MLP's inner values alone
+
+
 def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
     """vLLM does: 3,072 tokens of 56 KiB are 168 MiB."""
 
