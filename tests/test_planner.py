@@ -267,7 +267,8 @@ def test_a_searchers_reference_reads_several_small_groups_in_a_pass() -> None:
 
     def read(completions: int) -> float:
         sizes = [f"{section}.completions_per_prompt={completions}" for section in ("generator", "train")]
-        config = _qwen(*sizes, "generator.kv_cache_mb=1024", "generator.max_tokens=1024")
+        more = ("buffer.capacity_per_prompt=64", "generator.kv_cache_mb=1024", "generator.max_tokens=1024")
+        config = _qwen(*sizes, *more)
         return estimate(config, GPUS["h200-141"]).items[SEARCHER]["reference: a pass"]
 
     assert read(2) == read(4) < read(64)
