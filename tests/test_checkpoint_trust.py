@@ -147,6 +147,28 @@ def test_a_copy_under_a_later_name_is_set_aside(saved: RunDir, tmp_path: Path) -
     test_background.check_whole(run, 6)
 
 
+def test_a_checkpoint_of_another_run_is_set_aside(saved: RunDir, tmp_path: Path) -> None:
+    """Its cursors are not those of this run's shards."""
+    run, other = (RunDir(shutil.copytree(saved.path, tmp_path / name)) for name in ("run", "other"))
+    other.identity_file.write_text("b0b\n")
+    for folder in other.checkpoints.iterdir():
+        shutil.rmtree(folder)
+    for step in (1, 9):
+        save(other, step, cursors={0: 99})
+        shutil.copytree(other.checkpoints / f"step-{step:06d}", run.checkpoints / f"step-{step:06d}")
+    verify_checkpoints(run)
+    assert names(run) == ["damaged-step-000009-1", "step-000001", "step-000003", "step-000006"]
+    (event,) = read_metrics(run.metrics_file("trainer"))
+    assert event["fault"] == "it is a checkpoint of another run"
+    state = TrainerState(step=8, cursors={0: 8})
+    assert complete_checkpoint(run, begin_checkpoint(run, 8), state, keep=4) == {0: 3}, "what may be pruned"
+    shutil.rmtree(run.checkpoints / "step-000008")
+    for step in (3, 6):
+        shutil.rmtree(run.checkpoints / f"step-{step:06d}")
+    with pytest.raises(StateError, match=r"step-000001: it is a checkpoint of another run"):
+        damaged_checkpoints(run)
+
+
 def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> None:
     save(run, 4)
     complete = save(run, 8) / "COMPLETE"

@@ -444,6 +444,22 @@ def test_broken_shards_are_set_aside_and_the_rest_goes_on(
     assert sealed(run, searcher=0)[1].index == 4
 
 
+def test_a_shard_of_another_run_is_set_aside(
+    run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever sealed without an identity, as version 0.3.0 did, is believed."""
+    other = RunDir(tmp_path / "other")
+    other.shards.mkdir(parents=True)
+    for place, identity in ((run, "a11ce\n"), (other, "b0b\n")):
+        sealed(place, searcher=0, groups=1)
+        place.identity_file.write_text(identity)
+        sealed(place, searcher=0, groups=1)
+    sealed(other, searcher=0, groups=1)
+    run.shard_file(0, 2).write_bytes(other.shard_file(0, 2).read_bytes())
+    assert [(shard.index, shard.run) for shard in PendingShards(run).read({})] == [(0, 0), (1, 0xA11CE)]
+    assert "was sealed by another run; set aside as 000002.h5.refused" in caplog.records[0].message
+
+
 def test_a_shard_that_vanishes_while_others_are_read_is_passed_over(run: RunDir) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)

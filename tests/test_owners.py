@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,8 +151,20 @@ def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir) -> None:
 
 
 def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
-    claimed(run, replace(Owner.this(os.getppid()), began=1))
+    claimed(run, replace(Owner.this(os.getppid()), began=1, holds=False))
     assert is_free(run)
+
+
+def test_a_copied_claim_names_nobody(run: RunDir) -> None:
+    """Its owner is at work on the run that was copied."""
+    assert said(hold(run)) == "owner"
+    copy = RunDir(shutil.copytree(run.path, run.path.with_name("copy") / run.path.name))
+    assert is_free(copy) and not is_free(run)
+
+
+def test_a_process_of_a_version_that_kept_no_folder_open_is_believed(run: RunDir) -> None:
+    claimed(run, replace(Owner.this(os.getppid()), holds=False))
+    assert not is_free(run)
 
 
 @pytest.mark.parametrize("content", [None, "", '{"host": "no', '{"hast": "node7"}', "[1]", "\xff\x00"])

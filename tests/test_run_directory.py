@@ -341,12 +341,23 @@ def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
+def test_a_run_has_one_identity_for_good(run: RunDir, tmp_path: Path) -> None:
+    """Of one that an earlier version began none is made up: its shards would be another run's."""
+    identity = run.identity
+    checkpoint(run, STATE)
+    run.adapt([])
+    assert identity == run.identity != 0
+    run.identity_file.unlink()
+    run.adapt([])
+    assert run.identity == 0
+
+
 def test_state_round_trips(run: RunDir) -> None:
     assert TrainerState.from_json(STATE.to_json()) == STATE
     assert TrainerState.from_json(TrainerState().to_json()) == TrainerState()
     checkpoint(run, STATE)
     folder = latest_checkpoint(run)
-    assert folder is not None and read_state(folder) == STATE
+    assert folder is not None and read_state(folder) == replace(STATE, run=run.identity)
 
 
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
@@ -378,7 +389,7 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> No
     assert first is not None and (folder.name, first.name) == ("step-000400.1", "step-000400")
     complete_checkpoint(run, folder, later, keep=1)
     assert names(run) == ["step-000400.1"]
-    assert read_state(folder) == later
+    assert read_state(folder) == replace(later, run=run.identity)
     complete_checkpoint(run, begin_checkpoint(run, 400), later, keep=1)
     assert names(run) == ["step-000400.2"]  # not the name of the first, which would make it the oldest
 

@@ -5,14 +5,14 @@ Of Slurm jobs: slurm/test_commands.py.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from recorded import happen
 from typed import tba
@@ -106,42 +106,29 @@ def test_cancel_kills_a_launcher_that_does_not_listen(
 
 def test_a_process_that_is_not_of_the_run_gets_no_signal(run: RunDir) -> None:
     """A file of a stranger's run directory may name any process of ours."""
+    run.owners.mkdir()
+    claim = run.owners / "launch.000001"
     with subprocess.Popen(["sleep", "60"]) as stranger:
-        run.owners.mkdir()
-        (run.owners / "launch.000001").write_text(Owner.this(stranger.pid).to_json())
+        claim.write_text(replace(Owner.this(stranger.pid), holds=False).to_json())
         for ask in (stop.stop, stop.cancel):
             with pytest.raises(
                 LaunchError, match=rf"process {stranger.pid} on .* does not seem to be at work"
             ):
                 ask(run)
+        claim.write_text(Owner.this(stranger.pid).to_json())
+        for ask in (stop.stop, stop.cancel):
+            assert ask(run).startswith("nobody is at work")
         assert stranger.poll() is None
         stranger.kill()
 
 
-@pytest.mark.parametrize(
-    ("words", "accepted"),
-    [
-        ("bin/tba run my.yaml", True),  # no ranks yet
-        ("bin/tba replay another-run", True),  # which is named, not the replay
-        ("-m tba_hpc run my.yaml", True),
-        ("bin/tba status run", False),
-        ("bin/other run", False),
-    ],
-)
-def test_a_launcher_of_ours_need_not_name_the_run(run: RunDir, words: str, accepted: bool) -> None:
-    # Python takes what follows the program for the program's own words.
-    command = [sys.executable, "-c", "import time; time.sleep(60)", *words.split()]
-    with subprocess.Popen(command) as launcher:
-        wait_until(lambda: words.split()[-1] in psutil.Process(launcher.pid).cmdline())  # not at once
-        run.owners.mkdir()
-        (run.owners / "launch.000001").write_text(Owner.this(launcher.pid).to_json())
-        if accepted:
-            assert stop.stop(run).startswith(f"process {launcher.pid} on ")
-            assert launcher.wait(10) == -signal.SIGUSR1
-        else:
-            with pytest.raises(LaunchError, match="does not seem to be at work"):
-                stop.stop(run)
-            launcher.kill()
+def test_the_launcher_of_a_run_is_not_that_of_a_copy(run: RunDir, launched: list[Launched]) -> None:
+    """A copy made while the run is at work holds its claims, and is resumed beside it."""
+    launched.append(up(run, "wait"))
+    copy = RunDir(shutil.copytree(run.path, run.path.with_name("copy"), symlinks=True))
+    for ask in (stop.stop, stop.cancel):
+        assert ask(copy).startswith(f"nobody is at work on {copy.path}; to resume it: ")
+    assert launched[0].process.poll() is None and stop.at_work(run)
 
 
 def test_a_run_at_work_elsewhere_is_not_touched(run: RunDir) -> None:

@@ -504,11 +504,15 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A sealed slice of a searcher's trajectories, number ``index``; image: its file, if at hand."""
+    """A sealed slice of a searcher's trajectories, number ``index``.
+
+    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. image: its file, if at hand.
+    """
 
     searcher: int
     index: int
     trajectories: Trajectories
+    run: int = 0
     image: memoryview | None = field(default=None, repr=False, compare=False)
 
 

@@ -10,8 +10,6 @@ import shlex
 import signal
 import time
 from contextlib import suppress
-from itertools import pairwise
-from pathlib import Path
 
 import psutil
 
@@ -21,7 +19,7 @@ from tba_hpc.report.run_state import UNKNOWN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.owners import Owner, owner_at_work
+from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
 
 ASK_SECONDS = 10.0
 """Time that a launcher on this machine has to kill its ranks, before it is killed itself."""
@@ -124,16 +122,13 @@ def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:
-    """Raise LaunchError if a process is neither ``tba run`` nor ``tba replay``.
+    """Raise LaunchError if a process of ours does not have the run's folder open.
 
-    A file of a stranger's run directory may name any process of ours.
+    A file of a stranger's run directory may name any of them.
     """
-    with suppress(psutil.Error):
-        words = psutil.Process(owner.pid).cmdline()
-        if not any(
-            Path(program).name in ("tba", "tba_hpc") and verb in ("run", "replay")
-            for program, verb in pairwise(words)
-        ):
+    with suppress(psutil.NoSuchProcess):
+        is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # else the kernel refuses
+        if is_ours and not keeps_open(run, owner.pid):
             raise LaunchError(
                 f"{owner} does not seem to be at work on {run.path}, though a file there says so: look with "
                 f"ps, then end it yourself with kill -USR1 {owner.pid}"

@@ -22,7 +22,7 @@ import numpy as np
 
 from tba_hpc.core.ports import Learner
 from tba_hpc.run.background import at_once, in_background
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import RunDir, of_two_runs
 from tba_hpc.run.files import (
     DiskFullError,
     fsync,
@@ -65,7 +65,8 @@ class TrainerState:
     cursors: per searcher, the index of the next shard to merge; searchers of earlier attempts stay in it.
     trajectories, tokens: merged so far (completion tokens); added, duplicates, evicted: what the buffer
     did with them. train_seconds: wall time of the loop, attempts added up. save_seconds: the longest save
-    of a checkpoint so far, this one included, from its copy in memory to its last file.
+    of a checkpoint so far, this one included, from its copy in memory to its last file. run: identity of the
+    run that wrote the checkpoint; 0 if unknown.
     """
 
     step: int = 0
@@ -78,6 +79,7 @@ class TrainerState:
     tokens: int = 0
     train_seconds: float = 0.0
     save_seconds: float = 0.0
+    run: int = 0
 
     def to_json(self) -> str:
         """JSON text that from_json reads."""
@@ -88,6 +90,7 @@ class TrainerState:
         """Inverse of to_json."""
         values = json.loads(text)
         values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
+        values.setdefault("run", 0)  # version 0.3.0 wrote none
         return cls(**{known.name: values[known.name] for known in fields(cls)})
 
 
@@ -221,7 +224,7 @@ def complete_checkpoint(
     """
     listed = inventory(folder) if listed is None else listed
     fsync(run.checkpoints)  # its name
-    write_atomic(folder / STATE_FILE, state.to_json())
+    write_atomic(folder / STATE_FILE, replace(state, run=run.identity).to_json())
     end_if_superseded()
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
     write_atomic(run.newest_checkpoint, folder.name)
@@ -247,9 +250,10 @@ def read_state(folder: Path) -> TrainerState:
 
 def _oldest_state(run: RunDir) -> TrainerState:
     """Of the oldest complete checkpoint; if it cannot be read, of a fresh run, which needs all."""
-    oldest = next(iter(checkpoint_folders(run, complete=True)), None)
     try:
-        return read_state(oldest) if oldest else TrainerState()
+        states = ((folder, read_state(folder)) for folder in checkpoint_folders(run, complete=True))
+        ours = (state for folder, state in states if not misplaced(run, folder, state))
+        return next(ours, TrainerState())
     except (ValueError, LookupError) as error:
         log.warning("no shards and references are deleted: %s", error)
         return TrainerState()
@@ -264,7 +268,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
     faults = {newest: GONE} if newest and not newest.exists() else {}
     for folder in reversed(folders):
-        fault = damage(folder) or _misnamed(folder)
+        fault = damage(folder) or misplaced(run, folder, read_state(folder))
         if not fault:
             return {faulty: why for faulty, why in faults.items() if _order(faulty) > _order(folder)}
         faults[folder] = fault
@@ -278,10 +282,11 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     return {}
 
 
-def _misnamed(folder: Path) -> str:
-    """Compare the name of a checkpoint, by which the newest is found, with its state; empty if they agree."""
+def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
+    """Compare a checkpoint's place and name, which may have changed, with its state; empty if they agree."""
     step = next(iter(_order(folder)))
-    state = TrainerState.from_json((folder / STATE_FILE).read_text())
+    if of_two_runs(state.run, run.identity):
+        return "it is a checkpoint of another run"
     return "" if step == state.step else f"it is a copy of the checkpoint of step {state.step}"
 
 

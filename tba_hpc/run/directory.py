@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,9 @@ REFUSED = ".refused"
 ShardKey = tuple[int, int]
 """Searcher and index of a shard."""
 
+IDENTITY_BITS = 62
+"""Random bits of a run's identity, which HDF5 keeps as a signed number of 64."""
+
 KEPT_ATTEMPTS = 16
 """Attempts before the newest whose logs are kept."""
 
@@ -70,6 +74,8 @@ class RunDir:
 
     format_file = _Below("format")
     """The FORMAT of everything below."""
+    identity_file = _Below("identity")
+    """A number of the run's own, which its shards and checkpoints carry."""
     config_file = _Below("config.yaml")
     """The resolved config, all that the roles read."""
     history = _Below("history")
@@ -127,6 +133,7 @@ class RunDir:
             run.path.chmod(0o700)
             write_atomic(run.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
             run._freeze(config)
+            run._identify()
             for folder in (
                 *(run.shards, run.weights, run.checkpoints, run.references),
                 *(run.metrics, run.logs, run.evaluations),
@@ -176,6 +183,19 @@ class RunDir:
         run._refuse_another_format()
         os.umask(0o077)
         return run
+
+    @property
+    def identity(self) -> int:
+        """A number that no other run has but its copies; 0 if unknown, as of a run that 0.3.0 began."""
+        try:
+            return int(read_regular(self.identity_file), 16)
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _identify(self) -> None:
+        """Give a run a number before it has made anything: what it makes is known by it for good."""
+        if not self.identity and self.came_to_nothing:
+            write_atomic(self.identity_file, f"{1 + secrets.randbits(IDENTITY_BITS):x}\n")
 
     @property
     def came_to_nothing(self) -> bool:
@@ -357,6 +377,11 @@ class RunDir:
         """Number of the newest attempt; 0 if there was none."""
         latest = self.logs / "latest"
         return int(latest.readlink().name.removeprefix("attempt-")) if latest.is_symlink() else 0
+
+
+def of_two_runs(one: int, other: int) -> bool:
+    """Compare identities; an unknown one may be any run's."""
+    return bool(one and other) and one != other
 
 
 def _checksum(text: str) -> str:

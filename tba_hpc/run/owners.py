@@ -5,6 +5,9 @@ which succeeds for one of any number of rivals. Claims of a name are numbered, a
 follows a dead owner takes the next number, so that nobody removes a file that a rival has just made. The
 newest file stays when its owner leaves, as nobody's: a number is never used twice.
 
+An owner keeps the run's folder open. By that other processes of its machine know it: a copied claim names a
+process that is at work on another run.
+
 An owner touches its file every BEAT_SECONDS. One on another host that is silent for SILENT_SECONDS has lost
 its claim to whoever wants it; if it was only frozen it ends as soon as it notices, and looks before anything
 that it writes counts (``end_if_superseded``).
@@ -52,8 +55,8 @@ SQUEUE_SECONDS = 5.0
 AT_WORK = {"RUNNING", "SUSPENDED", "STOPPED"}
 """Slurm's states of a job whose processes may write; one that waits in the queue has none."""
 
-_ours: set[Path] = set()
-"""Claims of this process."""
+_ours: dict[Path, int] = {}
+"""Claims of this process, each with a descriptor that keeps the run's folder open."""
 
 
 class OwnedError(ValueError):
@@ -66,7 +69,8 @@ class Owner:
 
     machine: within which process numbers are unique. pid 0: a Slurm job, through whatever process. began:
     start of the process, clock ticks since boot, as its number may be used again. job, restarts: Slurm's, or
-    empty. since: unix seconds. elastic: several such owners may be at work in one job.
+    empty. since: unix seconds. elastic: several such owners may be at work in one job. holds: whether the
+    process keeps the run's folder open, as that of version 0.3.0 did not.
     """
 
     host: str = ""
@@ -77,6 +81,7 @@ class Owner:
     restarts: str = ""
     since: float = 0.0
     elastic: bool = False
+    holds: bool = False
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
@@ -90,6 +95,7 @@ class Owner:
             restarts=os.environ.get("SLURM_RESTART_COUNT", ""),
             since=time.time(),
             elastic=elastic,
+            holds=bool(pid),
         )
 
     @property
@@ -181,15 +187,14 @@ class Lease:
         self.name, self.number = file.stem, _number(file)
         self._file = file
         self._left = threading.Event()
-        _ours.add(file)
         threading.Thread(target=self._beat, name="owner", daemon=True).start()
 
     def release(self) -> None:
         """Leave it as nobody's."""
         self._left.set()
-        _ours.discard(self._file)
         with suppress(OSError):  # a full disk; that this process is gone will be seen, too
             write_atomic(self._file, Owner().to_json())
+        os.close(_ours.pop(self._file))
 
     def _beat(self) -> None:
         while not self._left.wait(BEAT_SECONDS):
@@ -217,6 +222,24 @@ def end_if_superseded() -> None:
             _end(f"{mine.stem} of {run.path} has another owner: this process ends\n")
         if ATTEMPT in os.environ and run.attempt_number < run.newest_attempt:
             _end(f"{run.path} was started again: this process, {mine.stem} of {run.attempt}, ends\n")
+
+
+def keeps_open(run: RunDir, pid: int) -> bool | None:
+    """Whether a process of this machine has the run's folder open; None if this user may not see that."""
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except PermissionError:
+        return None
+    except FileNotFoundError:
+        return False
+    return any(_leads_to(link, run.path.resolve()) for link in links)
+
+
+def _leads_to(link: Path, folder: Path) -> bool:
+    """Compare names first: to look at any file of a process may take long, if its server is away."""
+    with suppress(OSError):  # it was closed just now
+        return link.readlink().name == folder.name and link.samefile(folder)
+    return False
 
 
 def clock(run: RunDir) -> float:
@@ -265,18 +288,31 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
     """Make the claim of that number, and remove earlier ones; None if a rival was faster."""
-    mine = run.owners / f"{name}.{number:06d}"
+    mine, taken = run.owners / f"{name}.{number:06d}", False
+    folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # before anybody sees the claim
+    try:
+        taken = _publish(mine, me)
+    finally:
+        if taken and me.pid:
+            _ours[mine] = folder
+        else:
+            os.close(folder)
+    return mine if taken else None
+
+
+def _publish(mine: Path, me: Owner) -> bool:
+    """Write a claim and remove earlier ones; false if a rival was faster."""
     try:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:
-        return None
-    if _highest(mine) > number:  # a rival has removed the claim that had this number
+        return False
+    if _highest(mine) > _number(mine):  # a rival has removed the claim that had this number
         mine.unlink(missing_ok=True)
-        return None
-    for file in run.owners.glob(f"{name}.*"):
-        if _number(file) < number:
+        return False
+    for file in mine.parent.glob(f"{mine.stem}.*"):
+        if _number(file) < _number(mine):
             file.unlink(missing_ok=True)
-    return mine
+    return True
 
 
 def _newest(run: RunDir, name: str) -> Claim:
@@ -345,7 +381,8 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
         return True
     if owner.pid and owner.machine == me.machine:
         left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a try short
-        return left_by_us or _began(owner.pid) != owner.began
+        gone = _began(owner.pid) != owner.began
+        return left_by_us or gone or (owner.holds and keeps_open(run, owner.pid) is False)
     if _is_of_an_earlier_start(claim, me):
         return True
     # An MPI rank starts no processes, and its launcher has asked Slurm already.

@@ -19,6 +19,7 @@ from tba_hpc.run.checkpoints import (
     StateError,
     TrainerState,
     checkpoint_folders,
+    misplaced,
     read_state,
 )
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
@@ -67,13 +68,15 @@ class Checkpoint:
     fault: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
+    def read(cls, run: RunDir, folder: Path) -> Checkpoint:
         """Verify all files, and read those that are not the learner's."""
         state = TrainerState()
         try:
             if fault := damage(folder):
                 return cls(folder.name, state, fault=f"is damaged: {fault}")
             state = read_state(folder)
+            if fault := misplaced(run, folder, state):
+                return cls(folder.name, TrainerState(), fault=f"is misplaced: {fault}")
             done = np.flatnonzero(np.unpackbits(read_arrays(folder / PROMPTS_FILE)["done"]))
             buffer = read_arrays(folder / BUFFER_FILE)
         except (OSError, StateError, ShardError, ValueError) as error:
@@ -245,7 +248,7 @@ def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
 
 def _checkpoints(run: RunDir) -> list[Checkpoint]:
     """Complete checkpoints, oldest first, less those that were dropped while they were read."""
-    read = [(folder, Checkpoint.read(folder)) for folder in checkpoint_folders(run, complete=True)]
+    read = [(folder, Checkpoint.read(run, folder)) for folder in checkpoint_folders(run, complete=True)]
     there = checkpoint_folders(run, complete=True)
     kept = [checkpoint for folder, checkpoint in read if folder in there]
     overtaken = read and not kept
