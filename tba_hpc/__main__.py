@@ -5,13 +5,20 @@ import sys
 
 def main() -> None:
     """Entry point: what a batch script asks at every turn need not import the other commands."""
-    if sys.argv[1:2] == ["supervise"]:
+    verb = sys.argv[1:2]
+    if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise
 
         sys.exit(supervise(sys.argv[2:]))
     from tba_hpc.cli import main as tba
 
-    tba()
+    if verb not in (["train"], ["search"]):
+        tba()
+        return
+    from tba_hpc.launch.rank import leaving
+
+    with leaving():
+        tba()
 
 
 if __name__ == "__main__":

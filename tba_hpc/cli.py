@@ -22,7 +22,7 @@ import typer
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
-from tba_hpc.core.wording import output_is_lost, print_in_any_encoding, printable
+from tba_hpc.core.wording import output_is_lost, print_in_any_encoding, printable, though_output_is_lost
 from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
@@ -123,14 +123,16 @@ def run(
         typer.echo(f"{run_dir.path} is finished, so this is its summary; {AGAIN}", err=True)
     else:
         with owned(run_dir):
-            typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
+            with though_output_is_lost():
+                typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
             if code := local.launch(run_dir, resolved, console=Terminal(stderr=as_json)):
                 raise typer.Exit(code)
-    steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
-    if not run_dir.finished:
-        again = shlex.join(["tba", "run", str(run_dir.path)])
-        typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
+    with though_output_is_lost():
+        steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
+        if not run_dir.finished:
+            again = shlex.join(["tba", "run", str(run_dir.path)])
+            typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
 
 
 @app.command(rich_help_panel=TRAINING)

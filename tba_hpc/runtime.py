@@ -79,6 +79,7 @@ from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
+from tba_hpc.run.stacks import watched
 from tba_hpc.tasks import load_task
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             saved=saved.state,
             checkpoints=checkpoints,
             metrics=metrics,
-            stop_asked=lambda: stop.is_set,
+            stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
         finished = trainer.run()
@@ -291,7 +292,7 @@ def search(run: RunDir, index: int | None) -> None:
                 requests=training_requests(config, parts.task, placement.index, progress.completed),
                 evaluator=_online_evaluator(run, config, parts.task, *place, decode=parts.decode),
                 report=partial(_report, run, config, *place),
-                stop_asked=lambda: stop.is_set,
+                stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
             ).run()
             parts.generator.close()
 
@@ -322,7 +323,7 @@ def _stay(parts: SearchParts) -> None:
             requests=stay.requests(parts.task, progress),
             evaluator=_online_evaluator(run, config, parts.task, 0, 1, decode=parts.decode),
             report=partial(stay.report, partial(_report, run, config, 0, 1)),
-            stop_asked=lambda: stop.is_set,
+            stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
         ).run()
         log.info("leaving: %s", stay.why)
     parts.generator.close()

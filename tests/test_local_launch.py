@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
 
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import local
+from tba_hpc.launch import LaunchError, local
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.notes import Exit
@@ -54,6 +55,20 @@ if mode == "fail" and verb == "search":
     sys.exit("the sky is too low")
 if mode.startswith("status") and verb == "search":
     os._exit(int(mode.removeprefix("status-")))
+if mode == "late":
+    if name == "search-0":
+        from tba_hpc.run.stacks import watched
+        stop_asked = watched(lambda: False, 0.5)
+        stop_asked()
+        def hang_here():
+            (run / "hangs").touch()
+            time.sleep(60)
+        hang_here()
+    while verb == "train" and not (run / "hangs").exists():
+        time.sleep(0.02)
+    time.sleep(1.5)
+    (run / "logs/latest/failed-trainer-0000.txt").write_text("searcher 0 did not answer in round 3\\n")
+    sys.exit(1)
 if mode == "killed" and verb == "search":
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "sentence" and verb == "search":
@@ -118,7 +133,14 @@ class Launched:
     """A launcher in a process of its own, which looks like ``tba run RUN``."""
 
     def __init__(
-        self, tmp_path: Path, mode: str, transport: str, *, interruptible: bool = True, **environment: str
+        self,
+        tmp_path: Path,
+        mode: str,
+        transport: str,
+        *,
+        interruptible: bool = True,
+        stdout: int | IO[str] = subprocess.PIPE,
+        **environment: str,
     ) -> None:
         self.run = RunDir.create(config_of(tmp_path, transport))
         heard = signal.SIG_DFL if interruptible else signal.SIG_IGN
@@ -126,7 +148,7 @@ class Launched:
         player.write_text(PLAYER)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, "tba", "run", str(self.run.path), str(player), mode],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | environment,
@@ -393,6 +415,59 @@ def test_any_status_of_a_rank_is_told_and_is_no_refusal(tmp_path: Path, transpor
     how = "was ended by SIGKILL" if status == 137 else f"failed with exit status {status}"
     assert re.match(f"searcher-000[01] {how}; the end of ", err), err
     assert launched.events() == ["start", "failed"]
+
+
+@pytest.mark.parametrize("output", ["full", "a broken pipe"])
+def test_training_does_not_depend_on_what_is_printed(tmp_path: Path, output: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Path("/dev/full").open("w") as full:
+        launched = Launched(tmp_path, "mortal", "files", stdout=full if output == "full" else writer)
+        assert launched.end()[0] == Exit.NO_PROGRESS
+    os.close(writer)
+    assert launched.events() == ["start", "failed"] * 3, "as with an output that works"
+
+
+@pytest.mark.parametrize("ends", ["while it is away", "later"])
+def test_a_folder_that_is_away_for_a_while_is_waited_for(tmp_path: Path, ends: str) -> None:
+    launched = Launched(tmp_path, "wait", "files")
+    ranks = launched.wait_for_ranks()
+    wait_until(lambda: (launched.run.logs / "latest/at-work").exists())
+    away = launched.run.path.rename(tmp_path / "away")
+    if ends == "while it is away":
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+    time.sleep(2)
+    assert launched.process.poll() is None
+    away.rename(launched.run.path)
+    if ends == "later":
+        launched.process.send_signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    if ends == "later":
+        assert (code, err, launched.events()) == (0, "", ["start", "signal", "stopped"])
+    else:
+        assert (code, launched.events()) == (Exit.NO_PROGRESS, ["start", "failed"])
+        assert err.startswith("trainer-0000 was ended by SIGKILL; the end of ") and "Traceback" not in err
+
+
+def test_a_folder_that_stays_away_is_one_sentence(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    soon = parse_config({"model": {"path": "tiny"}, "launch": {"timeout_seconds": 1.0}})
+    with pytest.raises(LaunchError, match=r"could not be used for 1 s .No such file.*type the same command"):
+        local._once_possible(run, soon, local.Signals(), run.begin_attempt)
+    began = time.monotonic()
+    with pytest.raises(LaunchError):
+        local._once_possible(run, config_of(tmp_path), local.Signals(kill=True), run.begin_attempt)
+    assert time.monotonic() - began < 1
+
+
+def test_where_a_late_rank_hangs_is_told(tmp_path: Path) -> None:
+    code, _, err = Launched(tmp_path, "late", "files").end()
+    assert code == Exit.NO_PROGRESS
+    asked, late, sleeping, called = err.splitlines()[:4]
+    assert asked == "searcher 0 did not answer in round 3"
+    assert late == "searcher-0000 came to no safe point for long; where it was, innermost call first:"
+    assert "in hang_here" in sleeping and "player.py" in called
 
 
 @pytest.mark.mpi

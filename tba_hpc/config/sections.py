@@ -456,6 +456,11 @@ class LaunchSection(Section):
         return self.timeout_seconds / 2
 
     @property
+    def stack_seconds(self) -> float:
+        """After so long without a safe point a rank writes where it is, before others give it up."""
+        return 0.8 * self.silence_seconds
+
+    @property
     def disk_seconds(self) -> float:
         """How long a full disk is waited for: half the timeout, so that nobody else gives up first."""
         return self.timeout_seconds / 2

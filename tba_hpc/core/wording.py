@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that would command a terminal, or turn the order of a text; not tab and line end."""
@@ -28,6 +30,33 @@ def output_is_lost() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
+
+
+@contextmanager
+def without_fail() -> Iterator[None]:
+    """Let nothing that is only shown end what goes on: an error costs a line on standard error, once."""
+    try:
+        with though_output_is_lost():
+            yield
+    except Exception as error:
+        _complain(f"cannot be shown: {error}")
+
+
+@contextmanager
+def though_output_is_lost() -> Iterator[None]:
+    """Go on after the block where standard output takes no more; it is given up then."""
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError:
+        if not output_is_lost():
+            raise
+
+
+@functools.cache
+def _complain(text: str) -> None:
+    with suppress(OSError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -96,6 +96,12 @@ _HANGS = "its process or its node hangs; see its log"
 _BROADCAST_HANGS = "the network between the nodes, or a rank of another node, hangs"
 
 
+def finalize() -> None:
+    """Leave MPI for good, in the main thread; all ranks have to."""
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The ranks that share this rank's memory."""
     return cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))

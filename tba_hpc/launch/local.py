@@ -20,26 +20,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
-from tba_hpc.core.wording import first_words
+from tba_hpc.core.wording import first_words, without_fail
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.run.files import read_regular
 from tba_hpc.run.listeners import calls, deafen, listeners
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session
+from tba_hpc.run.stacks import late_ranks
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""
@@ -87,6 +90,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 TRACEBACK = "  Traceback (most recent call last)"
 """How one begins among indented lines."""
+
+Result = TypeVar("Result")
 
 FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
 """How Open MPI's mpiexec names the first rank that failed."""
@@ -358,12 +363,12 @@ def launch(
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
-    if config.one_world:
-        refuse_little_memory(config.launch.trainers + config.launch.searchers)
-    before = -1.0
+    before, metrics = -1.0, run.metrics_file("trainer")
     with listening() as asked:
         while True:
-            news = MetricsTail.from_now(run.metrics_file("trainer"))
+            if config.one_world:
+                refuse_little_memory(config.launch.trainers + config.launch.searchers)
+            news = _once_possible(run, config, asked, lambda: MetricsTail.from_now(metrics))
             code = _attempt(run, config, processes, asked, console)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
@@ -374,32 +379,30 @@ def launch(
             if reached <= before:
                 return Exit.NO_PROGRESS
             before = reached
-            console.print("restarting all ranks from the last checkpoint", highlight=False)
+            _say(console, "restarting all ranks from the last checkpoint")
 
 
 def _attempt(
     run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Signals, console: Console
 ) -> int:
     """One start of all ranks, until they end; the exit status."""
-    logs, before = run.begin_attempt(), _stamp(run.summary)
+    logs, before = _once_possible(run, config, asked, run.begin_attempt), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
     with (
         private_memory() as memory,
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
-        LiveDisplay(run, console=console) as display,
+        Progress(run, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
+    _once_possible(run, config, asked, lambda: read_regular(run.config_file))
     if asked.kill:
         log_event(run, "aborted")
         again = shlex.join(["tba", "run", str(run.path)])
-        text = f"killed; to resume from the last checkpoint: {again}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _say(console, f"killed; to resume from the last checkpoint: {again}")
         return code
     if asked.stop and not at_work(logs):
-        console.print(
-            "stopped before all ranks were up: nothing was trained, nothing is lost", highlight=False
-        )
+        _say(console, "stopped before all ranks were up: nothing was trained, nothing is lost")
         log_event(run, "stopped")
         return 0
     # mpiexec does not count ranks that were killed.
@@ -407,6 +410,48 @@ def _attempt(
         log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config)
+
+
+class Progress(LiveDisplay):
+    """The display of a launcher: whatever goes wrong with it costs a line, never the training."""
+
+    def refresh(self) -> None:
+        """As the base class."""
+        with without_fail():
+            super().refresh()
+
+    def note(self, text: str) -> None:
+        """As the base class."""
+        with without_fail():
+            super().note(text)
+
+    def __exit__(self, *raised: Any) -> None:
+        with without_fail():
+            super().__exit__(*raised)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    with without_fail():
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
+    """Do what needs the run's folder, again and again while that is away.
+
+    Raises LaunchError after ``launch.disk_seconds``, or if the run is to be killed.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return do()
+        except OSError as error:
+            waited = time.monotonic() - began
+            if asked.kill or waited > config.launch.disk_seconds:
+                raise LaunchError(
+                    f"{run.path} could not be used for {waited:.0f} s ({error.strerror}): once it can be, "
+                    "type the same command again; nothing sealed is lost"
+                ) from None
+        time.sleep(WATCH_SECONDS)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -419,7 +464,10 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     """Say why the ranks ended with ``code``; the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
-    Terminal(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    for rank, frames in [] if refused else late_ranks(logs):
+        where = f"{rank} came to no safe point for long; where it was, innermost call first:"
+        text = "\n".join([text, where, *frames])
+    _say(Terminal(stderr=True), text, "red")
     if refused:
         log_event(run, "refused", sentence=refused)
         return Exit.REFUSED

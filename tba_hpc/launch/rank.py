@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role
-from tba_hpc.core.wording import printable
+from tba_hpc.core.wording import first_few, printable
 from tba_hpc.exchange.hdf5_shards import ShardError
 from tba_hpc.launch.placement import Placement, refuse_index
 from tba_hpc.run.checkpoints import StateError
@@ -22,11 +23,15 @@ from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import Exit, Kind, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
+from tba_hpc.run.stacks import write_stacks_to_log
 
 log = logging.getLogger(__name__)
 
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can fix; the message is a sentence that says how."""
+
+LEAVE_SECONDS = 30.0
+"""Time that threads of a user's code have to end once a rank has nothing left to do."""
 
 FAILURES = (EngineError, ExchangeError, OSError)
 """Errors that another start may not meet again; the message is a sentence, too."""
@@ -45,6 +50,7 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
         placement = Placement.join(config, role, index)
     with owned(run, rank_name(role, placement.index)):
         redirect_output(run, role, placement.index)
+        write_stacks_to_log()
         with explained(partial(write_note, run, role, placement.index)):
             placement.choose_gpus()
             yield config, placement
@@ -63,6 +69,35 @@ def led() -> Iterator[StopFlag]:
             if not stop.is_set:
                 raise
             log.info("asked to stop, and so were the others: %s", error)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """End this process LEAVE_SECONDS after the block, if Python waits for a thread of the user's code still.
+
+    MPI is finalized before, as it has to be in the main thread.
+    """
+    status = 1
+    try:
+        yield
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        if status == 0 and (world := sys.modules.get("tba_hpc.exchange.mpi_world")):
+            world.finalize()
+        timer = threading.Timer(LEAVE_SECONDS, _leave, [status])
+        timer.daemon = True
+        timer.start()
+
+
+def _leave(status: int) -> None:
+    main = threading.main_thread()
+    stay = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    log.warning("this rank ends, though threads of the user's code go on: %s", first_few(stay))
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def end_imports() -> None:

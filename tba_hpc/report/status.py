@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -226,7 +226,7 @@ class LiveDisplay:
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if clever else None
 
     def __enter__(self) -> LiveDisplay:
-        self._monitor.update()
+        self._look()
         self._printed = time.monotonic()
         if self._live:
             self._live.start()
@@ -235,7 +235,7 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._monitor.update()
+        self._look()
         if self._live:
             self._live.stop()
         self.note(plain_line(self._monitor))
@@ -245,12 +245,17 @@ class LiveDisplay:
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()
-        self._monitor.update()
+        self._look()
         if self._live:
             self._live.update(panel(self._monitor), refresh=True)
         elif time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
             self.note(plain_line(self._monitor))
+
+    def _look(self) -> None:
+        """Read what is new; nothing is while the run's folder is away."""
+        with suppress(OSError):
+            self._monitor.update()
 
     def follow(self) -> RunState:
         """Refresh until nothing happens any more by itself; returns how the run stands then."""
@@ -267,7 +272,7 @@ class LiveDisplay:
 def follow(run: RunDir, queue: Queue) -> None:
     """Show a run live until it is the user's turn, or the user has seen enough (Ctrl-C)."""
     console = Terminal()
-    with contextlib.suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         with LiveDisplay(run, console=console, queue=queue) as display:
             now = display.follow()
         if now.command:

@@ -29,6 +29,10 @@ class Terminal(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the error that the base class would end the process for."""
+        raise
+
 
 def print_values(
     values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None

@@ -22,10 +22,10 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 AWAY = frozenset(
     {
         *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN),
-        *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO),
+        *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EROFS),
     }
 )
-"""Errors of a file system whose server is away for a while, or has forgotten a file that was open."""
+"""Errors of a file system whose server is away for a while, or that takes no writes until it is mended."""
 
 AGAIN_SECONDS = 0.5
 """Pause before a retry."""
