@@ -116,6 +116,18 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     assert not moved_run.history.exists()  # nor do ranks and place belong to the run
 
 
+@pytest.mark.root("giving a folder to another user")
+def test_root_does_not_move_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config.run_dir.mkdir()
+    os.chown(config.run_dir, 12345, -1)
+    with pytest.raises(ConfigError, match=r"run-seed0 belongs to another user \(uid 12345\), who"):
+        RunDir.create(config)
+    assert not list(config.run_dir.iterdir())
+    os.chown(config.run_dir, 0, -1)
+    RunDir.create(config)
+
+
 @pytest.mark.parametrize(
     "made",
     [

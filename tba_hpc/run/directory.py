@@ -157,6 +157,7 @@ class RunDir:
                 file = Path(trial, "file")
                 file.touch()
                 os.link(file, file.with_name("link"))  # by which owners are kept apart
+                run._refuse_another_users(file.stat().st_uid)
         return run
 
     @contextmanager
@@ -213,6 +214,17 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} is not empty and holds no run (found {strangers[0]}): "
                 "choose another run.name or run.root, or empty it"
+            )
+
+    def _refuse_another_users(self, us: int) -> None:
+        """Raise ConfigError if the directory is not of the user that files made in it are of.
+
+        Root may write in it, and its owner could replace what root runs.
+        """
+        if self.path.exists() and (owner := self.path.stat().st_uid) != us:
+            raise ConfigError(
+                f"{self.path} belongs to another user (uid {owner}), who could change what runs there: "
+                "choose another run.name or run.root, or resume it as that user"
             )
 
     def _refuse_another_format(self) -> None:
