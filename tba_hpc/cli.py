@@ -180,10 +180,6 @@ def submit(
     elastic: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start elastic searchers for RUN, a job per node.")
     ] = None,
-    least: Annotated[
-        int | None,
-        typer.Option("--min", min=0, help="Stay, and keep from this many to --nodes of them, on demand."),
-    ] = None,
     partition: Annotated[
         str | None, typer.Option(help="Partition of elastic searchers; default: the site's.")
     ] = None,
@@ -216,10 +212,10 @@ def submit(
             "--chain": chain > 1,
         }
         _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
-        submit_elastic(job, partition=partition, least=least, show=dry_run, make=print_only, as_json=as_json)
+        submit_elastic(job, partition=partition, show=dry_run, make=print_only, as_json=as_json)
         return
     _refuse_idle(
-        {"--partition": partition, "--min": least is not None},
+        {"--partition": partition},
         "is for elastic searchers, --elastic RUN: of a run's own job the site file says it",
     )
     if print_only:

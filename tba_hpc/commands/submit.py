@@ -199,7 +199,7 @@ def tell(done: dict[str, Any]) -> None:
     print(f"{done['why']}\njob {done['job']}, run directory {done['run']}")
     for name, command in done["commands"].items():
         print(f"  {name:7} {command}")
-    tell_warnings(done["warnings"])
+    _tell_warnings(done["warnings"])
 
 
 def _tell_row(done: Sequence[dict[str, Any]]) -> None:
@@ -208,10 +208,10 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
         print("job       run")
     print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
     if not any(done[-1]["warnings"] == before["warnings"] for before in done[:-1]):
-        tell_warnings(done[-1]["warnings"])
+        _tell_warnings(done[-1]["warnings"])
 
 
-def tell_warnings(sentences: Sequence[str]) -> None:
+def _tell_warnings(sentences: Sequence[str]) -> None:
     """On stderr, a line each."""
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from recorded import write
 from slurm_testbed.cluster import Cluster
 from typed import tba
 
-from tba_hpc.commands import elastic
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import plan, searchers_of_a_node
@@ -211,40 +208,6 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
     said = "".join(file.read_text() for file in (run.path / "slurm").glob("searchers-*.log"))
     assert said.count("ended with status 137 (failure 1 in a row): starting it again") == 1, said
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
-
-
-def test_demand_orders_and_cancels_jobs_of_searchers(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, script = _searchers(tmp_path, nodes=1)
-    log_event(run, "start", attempt="attempt-001", trainers=1, searchers=1)
-    monkeypatch.setattr(elastic, "LOOK_SECONDS", 1.0)
-    bounds = {"least": 1, "most": 3}
-    follow = threading.Thread(
-        target=elastic.follow_demand,
-        args=(run, run.config(), script, "searchers"),
-        kwargs=bounds,
-        daemon=True,
-    )
-    follow.start()
-
-    def running() -> int:
-        return [state for _, state in elastic.searcher_jobs(run, "searchers")].count("RUNNING")
-
-    cluster.until(lambda: running() == 1, "the least", 60)
-    write(run.metrics_file("trainer"), [{"event": "filling", "step": 0, "time": time.time()}])
-    cluster.until(lambda: running() == 3, "the most", 120)
-    busy = {"time/step_seconds": 1.0, "time/learn_seconds": 1.0, "staleness/mean": 99.0}
-    for number in range(60):
-        write(run.metrics_file("trainer"), [{"step": number, "time": time.time(), **busy}])
-        if running() == 1:
-            break
-        time.sleep(0.5)
-    assert running() == 1
-    run.mark_finished()
-    follow.join(30)
-    assert not follow.is_alive()
-    cluster.clear()
 
 
 def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
