@@ -84,10 +84,7 @@ class MarkedLearner(TabularLearner):
         bound = config.exchange.max_staleness
         assert bound is None or (abs(step - batch.version_N) <= bound).all(), (step, batch.version_N)
         reference = schedules.reference(config.train, step)
-        if config.train.reference.name == "ema":
-            expected = self.reference_logprobs(batch, reference)
-        else:
-            expected = batch.logprobs if reference < 0 else reference_logprobs(self._run, batch, reference)
+        expected = batch.logprobs if reference < 0 else reference_logprobs(self._run, batch, reference)
         np.testing.assert_array_equal(batch.ref_logprobs, expected)
 
 

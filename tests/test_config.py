@@ -24,7 +24,6 @@ from tba_hpc.config import (
     parse_config,
     value_text,
 )
-from tba_hpc.config.loading import GONE
 from tba_hpc.config.variants import (
     OWN,
     DrGrpo,
@@ -264,15 +263,6 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", GONE)
-def test_a_key_of_earlier_versions_says_what_to_do_instead(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^config key '{key}' is gone: ") as error:
-        parse_config({"model": {"path": "a"}, "train": {"beta": {0: 1.0}}}, [f"{key}=1"])
-    named = re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", str(error.value))
-    for other in {*named} - {key}:  # it exists
-        reduce(getattr, other.split("."), parse_config({"model": {"path": "a"}}))
-
-
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")
 OBJECTIVES = choices(TrainSection.model_fields["objective"].annotation)
 OWN_SAMPLES = [name for name, section in OBJECTIVES.items() if section.own_samples]
@@ -309,10 +299,6 @@ def test_an_objective_has_the_properties_that_were_published(what: str) -> None:
         (
             ("train.reference=lagged", "train.target_temperature=2"),
             "would be ignored with train.reference=lag",
-        ),
-        (
-            ("train.reference=ema", "model.lora={}"),
-            "ema averages all weights, of which model.lora trains none",
         ),
         (
             (*ON_POLICY, "buffer.duplicates=equal"),

@@ -49,9 +49,6 @@ def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Co
     """Validate a tree of plain values, after ``overrides`` to it. Raises ConfigError."""
     for override in overrides or []:
         _override(tree, override)
-    for key in flat(tree):
-        if key in GONE:
-            raise ConfigError(f"config key {key!r} is gone: {GONE[key]}")
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -96,29 +93,6 @@ CHOICES = frozenset(
     if choices(field.annotation)
 )
 """Keys whose value is a choice by name, with keys of its own."""
-
-_STALE = "bound stale data by train.ratio_bound=taper, cap or mask, or their age by exchange.max_staleness"
-_DECAY = "give the first and last step of the decay, as in train.learning_rate.decay=[400, 1000]"
-_PULL = "bound the pull of stale data by train.ratio_bound, or a step by train.gradient_clip"
-
-GONE = {
-    "generator.tempered_share": "half of the prompts are tempered where generator.tempered_range is set",
-    "buffer.oldest_first": "buffer.replay_limit with exchange.max_staleness makes the buffer a queue",
-    "buffer.max_age_steps": _STALE,
-    "train.gap_clip": _PULL,
-    "train.objective.gap_clip": _PULL,
-    "train.groups_per_micro_batch": "set train.tokens_per_micro_batch, or leave it out",
-    "train.horizon": _DECAY,
-    "train.learning_rate.by_ess": _STALE,
-    "train.learning_rate.decay_steps": _DECAY,
-    "train.ratio_bound.of": "cap bounds each token, taper the completion, as published; leave it out",
-    "exchange.delta": "over files, changes are sent where they are less; leave it out",
-    "exchange.keep_shards_mb": "set the share of shards to keep, as in exchange.keep_shards=0.1",
-    "exchange.max_steps_without_data": "it is fixed, 50 steps or 5 syncs if these are longer; leave it out",
-    "checkpoint.snapshot": "it is made in memory if it fits there; leave it out",
-    "track.wandb.project": "give the project's name alone, as in track.wandb=NAME",
-}
-"""Keys of earlier versions, and what to do instead."""
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from tba_hpc.config.plain_yaml import write_yaml
 from tba_hpc.config.variants import (
     BehaviourIsReference,
-    EmaReference,
     LaggedReference,
     Oapl,
     Unbounded,
@@ -130,11 +129,6 @@ def _of_the_loss(config: Config) -> Iterator[str]:
                 f"train.{name} would be ignored with train.reference=lagged, which is as warm as the policy: "
                 "leave it out, or use another reference"
             )
-    if config.model.lora and isinstance(reference, EmaReference):
-        yield (
-            "train.reference=ema averages all weights, of which model.lora trains none: leave out one, or "
-            "set train.reference=lagged, which needs no model"
-        )
 
 
 def _of_steps(config: Config) -> Iterator[str]:

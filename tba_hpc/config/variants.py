@@ -203,22 +203,14 @@ class ResetReference(ModelReference):
     """ρ: optimizer steps between resets."""
 
 
-class EmaReference(Section):
-    scored: ClassVar[bool] = False
-    name: Literal["ema"] = "ema"
-    """Moving average of the policy's weights: decay·average + (1 − decay)·policy after every step; in float32
-    and host memory, sharded over trainer ranks. Not with model.lora."""
-    decay: Fraction = 0.9
-    """The average lags decay/(1 − decay) steps behind."""
-
-
 class LaggedReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["lagged"] = "lagged"
-    """First-order approximation of that average, without a model: per token log π_ref = log π_θ −
-    c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in steps (π_θ if 0)."""
+    """Approximation, to first order and without a model, of a moving average of the policy's weights: per
+    token log π_ref = log π_θ − c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in
+    steps (π_θ if 0)."""
     decay: Fraction = 0.9
-    """As for ema."""
+    """Share of the average that each step keeps. It lags decay/(1 − decay) steps behind."""
 
 
 # --- Duplicates ---
@@ -289,7 +281,7 @@ RatioBound = Annotated[
     Unbounded | RatioCap | RatioTaper | SequenceMask, Discriminator("name"), _by_name("none")
 ]
 ReferenceChoice = Annotated[
-    FrozenReference | BehaviourIsReference | ResetReference | EmaReference | LaggedReference,
+    FrozenReference | BehaviourIsReference | ResetReference | LaggedReference,
     Discriminator("name"),
     _by_name("frozen"),
 ]

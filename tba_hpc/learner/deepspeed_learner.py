@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import batch as batches
 from tba_hpc.core.batch import Part
 from tba_hpc.core.model_shapes import BYTES, default_micro_batch, kept_bytes, shape_of
@@ -46,7 +45,6 @@ from tba_hpc.core.packing import Layout, Packed, pack
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import LoraWeights, TrajectoryBatch, WeightLayout, WeightSlot, spans
 from tba_hpc.learner.adapter import tensor_in, tensors_in
-from tba_hpc.learner.averaged_reference import AveragedReference
 from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused
 from tba_hpc.learner.hf_model import (
     PolicyLogprobs,
@@ -135,11 +133,6 @@ class DeepSpeedLearner:
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
-        self._average = (
-            AveragedReference(config, group, self.layout)
-            if isinstance(config.train.reference, EmaReference)
-            else None
-        )
         group.refuse_strangers()
 
     def _load_policy(self) -> None:
@@ -203,8 +196,6 @@ class DeepSpeedLearner:
     def load(self, folder: Path) -> None:
         if self._lora:
             self._lora.require_base(folder)
-        if self._average:
-            self._average.require(folder)
         with self._all("load", folder):
             self._load(folder)
 
@@ -266,8 +257,6 @@ class DeepSpeedLearner:
         totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our one stop
         if self._engine.was_step_applied():
             self._skipped.taken()
-            if self._average:
-                self._average.move(self._made_whole(self.layout, self._average.slots))
         else:
             self._skipped.skipped(self._not_finite(batch, parts, outputs))
         return {
@@ -348,8 +337,6 @@ class DeepSpeedLearner:
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
         """A model of its own, or the policy without its adapter."""
-        if self._average:
-            return self._average.whole()
         if self._reference:
             return self._reference.visiting(self._group.device, step)
         assert self._lora and step == 0
@@ -398,8 +385,6 @@ class DeepSpeedLearner:
         with _unwritable(folder):
             frozen = {"exclude_frozen_parameters": self._lora is not None}
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, **frozen)
-            if self._average:
-                self._average.save(folder, self._snapshot.add)
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
@@ -430,9 +415,6 @@ class DeepSpeedLearner:
             self._restore(folder)
         else:
             self._load_universal(folder)
-        if self._average:
-            with only_data(folder, PLAIN_DATA):
-                self._average.load(folder)
 
     def _load_universal(self, folder: Path) -> None:
         """Load a checkpoint of another number of ranks, converted into a scratch folder beside it."""

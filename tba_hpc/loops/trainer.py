@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 import numpy as np
 
 from tba_hpc.config import Config
-from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import with_reference_power
 from tba_hpc.core.buffer import ReplayBuffer
@@ -222,15 +221,12 @@ class Trainer:
 
     def _sample(self) -> TrajectoryBatch:
         train = self.config.train
-        batch = self.buffer.sample(
+        return self.buffer.sample(
             self.step,
             groups=train.prompts_per_step,
             group_size=train.completions_per_prompt,
             reference=self._reference_logprobs if train.trainer_has_reference else None,
         )
-        if not isinstance(train.reference, EmaReference):
-            return batch
-        return replace(batch, ref_logprobs=self._reference_logprobs(batch))  # it moves with every step
 
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
         """Under the reference in force, which all of the batch is for."""

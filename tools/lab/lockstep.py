@@ -24,7 +24,6 @@ from tba_hpc.core.buffer import ReplayBuffer, soft_values
 from tba_hpc.core.ports import Reference, Task
 from tba_hpc.core.prompts import CompletedRequests, PromptOrder
 from tba_hpc.core.types import (
-    BEHAVIOUR,
     LIVE_RECORD,
     Group,
     Publication,
@@ -153,8 +152,6 @@ class Lockstep:
             batch = self._data.sample(
                 step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
             )
-            if train.reference.name == "ema":
-                batch = replace(batch, ref_logprobs=self._learner.reference_logprobs(batch, BEHAVIOUR))
             self._learner.step(
                 batch,
                 learning_rate=schedules.learning_rate(train, step),

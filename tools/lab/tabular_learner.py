@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lab.tabular import EXPORT_FILE, Table, TabularReference
 from tba_hpc.config import TrainSection
-from tba_hpc.config.variants import EmaReference
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
@@ -24,7 +23,7 @@ from tba_hpc.objectives import Groups, RecordedGroups, figures, make_objective
 from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
-"""What is saved into a checkpoint: logits, Adam's state, number of skipped steps, average."""
+"""What is saved into a checkpoint: logits, Adam's state, number of skipped steps."""
 
 DEFAULTS = TrainSection()
 CPU = torch.device("cpu")
@@ -83,7 +82,6 @@ class TabularLearner:
         self._optimizer = Adam(self._logits, train.adam_betas)
         self._skipped = SkippedSteps()
         self._reference = TabularReference(table, folder_of)
-        self._decay = train.reference.decay if isinstance(train.reference, EmaReference) else None
 
     @property
     def policy_logits(self) -> np.ndarray:
@@ -110,7 +108,6 @@ class TabularLearner:
         if output.loss.isfinite() and norm.isfinite():
             self._optimizer.step(self._logits.grad, learning_rate)
             self._skipped.taken()
-            self._move_average()
         else:
             self._skipped.skipped(batch.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         return {
@@ -122,14 +119,9 @@ class TabularLearner:
             "skipped_steps": float(self._skipped.total),
         }
 
-    def _move_average(self) -> None:
-        if self._decay is not None:
-            average_PSV = torch.from_numpy(self._reference.logits_PSV)
-            self._reference.logits_PSV = average_PSV.lerp(self._logits.detach(), 1 - self._decay).numpy()
-
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: by the average, or the policy of ``step``, that of 0 being the table's reference."""
-        if self._decay is None and step != self._reference.step:
+        """float32 [T]: by the policy of ``step``, that of 0 being the table's reference."""
+        if step != self._reference.step:
             self._reference.load(step)
         prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
         return np.concatenate(
@@ -147,9 +139,8 @@ class TabularLearner:
         """Copy logits and optimizer; returns what writes them into an existing folder."""
         file = io.BytesIO()
         optimizer, skipped = self._optimizer.state(), self._skipped.total
-        average = torch.from_numpy(self._reference.logits_PSV) if self._decay is not None else None
         state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
-        torch.save({**state, "average": average}, file)
+        torch.save(state, file)
 
         def write() -> str:
             publish(folder / STATE_FILE, file.getvalue())
@@ -164,8 +155,6 @@ class TabularLearner:
             self._logits.copy_(saved["logits"])
         self._optimizer.load(saved["optimizer"])
         self._skipped.total = saved["skipped"]
-        if self._decay is not None:
-            self._reference.logits_PSV = saved["average"].numpy()
 
     def export(self, folder: Path) -> None:
         """Write the logits as model.safetensors; no library knows this architecture."""

@@ -114,9 +114,7 @@ class Workload:
     def trainer_reads_reference(self) -> bool:
         """Whether a trainer rank loads reference weights; an adapter is only switched off for its base."""
         train = self.config.train
-        if not train.trainer_has_reference:
-            return train.reference.name == "ema"
-        return not (self.adapter and train.reference.name == "frozen")
+        return train.trainer_has_reference and not (self.adapter and train.reference.name == "frozen")
 
     @property
     def micro_batch(self) -> float:
