@@ -1,4 +1,4 @@
-"""``tba plan``: whether a run fits on given GPUs, and what would if it does not.
+"""``tba plan``: whether a run fits on given GPUs, and which keys make it smaller.
 
 Arithmetic on a config: it starts nothing and imports neither torch nor a model.
 ``launch.plan`` is something else: which nodes of a job do what.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestion
+from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate, estimate
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
@@ -26,7 +26,15 @@ from tba_hpc.report.tables import Terminal
 
 DEFAULT_GPU = "h100-80"
 
-CAVEAT = "Computed from the config and from data sheets, not measured: no GPU has run any of this yet."
+CAVEAT = "Computed from the config and from data sheets, not measured."
+
+SAVES = {
+    TRAINER: "train.gradient_checkpointing=true, a smaller train.tokens_per_micro_batch, train.zero_stage=3 "
+    "on several GPUs (launch.trainers), or model.lora",
+    SEARCHER: "a smaller generator.gpu_memory_utilization or generator.kv_cache_mb, or several GPUs for an "
+    "engine (generator.tensor_parallel)",
+}
+"""Keys by which a rank takes less of a GPU's memory."""
 
 
 def plan_run(
@@ -64,12 +72,11 @@ def plan_run(
         spread=spread,
         prompt_tokens=prompt_tokens,
     )
-    change = suggestion(config, found, spread=spread) if found.problems else []
     if as_json:
-        print(json.dumps(as_values(config, found, change), indent=2))
+        print(json.dumps(as_values(config, found), indent=2))
         return not found.problems
     console = Terminal()
-    for part in (*_head(config, found), _table(found), *_verdict(config, found, change)):
+    for part in (*_head(config, found), _table(found), *_verdict(config, found)):
         console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
 
@@ -80,13 +87,12 @@ def _gpu_of(site: Site | None) -> Gpu:
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
 
 
-def as_values(config: Config, found: Estimate, change: Sequence[str]) -> dict[str, Any]:
+def as_values(config: Config, found: Estimate) -> dict[str, Any]:
     """Plain values of all that is printed; bytes."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": _notes(config),
         "fits": not found.problems,
-        "suggestion": list(change),
     }
 
 
@@ -122,14 +128,12 @@ def _table(found: Estimate) -> Table:
     return table
 
 
-def _verdict(config: Config, found: Estimate, change: Sequence[str]) -> Iterator[str]:
+def _verdict(config: Config, found: Estimate) -> Iterator[str]:
     yield from (f"note: {note}" for note in _notes(config))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
-    if change:
-        yield "  would fit with " + " ".join(change)
-    elif found.problems:
-        yield "  nothing that the planner tries would fit: use a smaller model, or larger GPUs"
+    troubled = {rank for device in found.devices if device.problem for rank in device.ranks}
+    yield from (f"  a {rank} takes less with {keys}" for rank, keys in SAVES.items() if rank in troubled)
 
 
 def _notes(config: Config) -> list[str]:

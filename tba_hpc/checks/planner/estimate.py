@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu
+from tba_hpc.checks.planner.hardware import GIB, Gpu
 from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_items, trainer_items
-from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.config import Config, ConfigError
 
 MARGIN = 0.03
 """Share of a GPU that is left to fragments and to what is not counted."""
-
-TRAINER_REMEDIES = (
-    "train.gradient_checkpointing=true",
-    *(f"train.tokens_per_micro_batch={size << 10}" for size in (16, 4)),
-    "train.zero_stage=3",
-    *(f"launch.trainers={ranks}" for ranks in (2, 4, 8, 16, 32)),
-)
-SEARCHER_REMEDIES = (
-    *(f"generator.gpu_memory_utilization={share}" for share in (0.6, 0.5, 0.4, 0.3, 0.2, 0.1)),
-    *(f"generator.kv_cache_mb={size << 10}" for size in (16, 8, 4, 2, 1)),
-    *(f"generator.tensor_parallel={ranks}" for ranks in (2, 4, 8)),
-    "launch.searchers=1",
-)
-MOST_CHANGES = 3
-"""Most changes in a suggestion."""
 
 TRAINER, SEARCHER = "trainer", "searcher"
 
@@ -178,30 +162,3 @@ def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, sh
             f"{free * gpu.memory:.1f} GiB, free, and all else takes {others / GIB:.1f} GiB"
         )
     return ""
-
-
-def suggestion(config: Config, given: Estimate, *, spread: bool) -> list[str]:
-    """The fewest changes that would make it fit, as ``--set`` takes them; a larger GPU; or nothing."""
-    troubled = {rank for device in given.devices if device.problem for rank in device.ranks}
-    wanted = SEARCHER_REMEDIES if SEARCHER in troubled else ()
-    wanted += TRAINER_REMEDIES if TRAINER in troubled else ()
-    for number in range(1, MOST_CHANGES + 1):
-        for changes in itertools.combinations(wanted, number):
-            keys = {change.partition("=")[0] for change in changes}
-            if len(keys) == number and _fits(config, changes, given, spread=spread):
-                return [f"--set {change}" for change in changes]
-    for gpu in GPUS.values():
-        larger = gpu.memory > GPUS[given.gpu].memory and (gpu.bf16 or config.model.dtype != "bfloat16")
-        if larger and not estimate(config, gpu, gpus=given.gpus_per_node, spread=spread).problems:
-            return [f"--gpu {gpu.name}"]
-    return []
-
-
-def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bool) -> bool:
-    try:
-        changed = parse_config(config.model_dump(mode="json", exclude_unset=True), list(changes))
-    except ConfigError:
-        return False
-    shared = any(len(device.ranks) > 1 for device in given.devices)  # then there are no more GPUs
-    gpus = given.gpus_per_node if spread or shared else None
-    return not estimate(changed, GPUS[given.gpu], gpus=gpus, spread=spread).problems
