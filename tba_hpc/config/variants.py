@@ -208,7 +208,7 @@ class LaggedReference(Section):
     name: Literal["lagged"] = "lagged"
     """Approximation, to first order and without a model, of a moving average of the policy's weights: per
     token log π_ref = log π_θ − c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in
-    steps (π_θ if 0)."""
+    steps, at least 4 (π_θ if it is 0)."""
     decay: Fraction = 0.9
     """Share of the average that each step keeps. It lags decay/(1 − decay) steps behind."""
 
