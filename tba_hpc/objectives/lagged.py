@@ -9,8 +9,8 @@ import torch
 from tba_hpc.objectives.common import Groups
 
 LEAST_AGE = 4
-"""Age that younger data count as, in steps. The paper's author suggests it: the approximation's relative error
-was 5.9 for data of at most two steps (bbartoldson/tba-prime, results_fp4.tex)."""
+"""Age that younger data count as, in steps. The paper's author suggests it: the relative error of the
+approximation was 5.9 for data of at most two steps (bbartoldson/tba-prime, results_fp4.tex)."""
 
 
 def with_lagged_reference(groups: Groups, decay: float) -> Groups:
