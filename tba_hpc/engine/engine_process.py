@@ -18,8 +18,13 @@ def main() -> None:
     settings, parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
     gc.disable()  # until the engine is built: what is imported stays, and looking through it takes seconds
-    from tba_hpc.engine import vllm_engine
+    try:
+        from tba_hpc.engine import vllm_engine
+    except ImportError as error:
+        from tba_hpc.engine.engine_channel import tell_broken  # of what the rank has imported, too
 
+        tell_broken(int(descriptor), error)
+        raise
     vllm_engine.serve(settings, int(descriptor))
 
 
