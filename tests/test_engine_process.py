@@ -116,7 +116,7 @@ def test_a_rank_that_was_suspended_with_its_engine_does_not_blame_it(
     engine.resume()
 
 
-def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(
+def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda_and_shows_no_setting(
     made: list[VllmGenerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -124,7 +124,9 @@ def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(
     generator = make(made)
     while not generator._engine.ready:
         generator.step()
-    environment = psutil.Process(generator._engine.pid).environ()
+    process = psutil.Process(generator._engine.pid)
+    assert "tiny" not in " ".join(process.cmdline())  # every user of the node can read arguments
+    environment = process.environ()
     assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert not any(name.startswith("OMPI_") for name in environment)

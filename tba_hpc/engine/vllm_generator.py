@@ -404,14 +404,17 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
         with theirs:
-            arguments = [settings.model_dump_json(), str(os.getpid()), str(theirs.fileno())]
+            arguments = [str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 [*IGNORE_SIGNALS, sys.executable, "-P", "-m", ENGINE, *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=environment | BEFORE_TORCH,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(settings.model_dump_json().encode())  # every user of the node can read arguments
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
