@@ -32,7 +32,7 @@ from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.files import DiskFullError, refused_file
 from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 
@@ -650,10 +650,16 @@ def _open(path: Path) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write the summary, and the report if it is missing or ``anew``; print it. Returns the steps done."""
+    """Write the summary, and the report if it is missing or ``anew``, if they can be; print it.
+
+    Returns the steps done.
+    """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
-    if anew or not run_dir.report.exists():
+    if not os.access(run_dir.path, os.W_OK):
+        print(f"{run_dir.path} is not yours to write: no file of it is renewed", file=sys.stderr)
+        summary = summarise(run_dir)
+    elif anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
         summary = write_report(run_dir)
@@ -677,9 +683,12 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(Exit.REFUSED)
     except OSError as error:
-        if not output_is_lost():
+        if output_is_lost():
+            if not isinstance(error, BrokenPipeError):  # its reader has seen enough
+                place = "give it another place, or free space there"
+                print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
+            sys.exit(Exit.FAILED)
+        if not (sentence := refused_file(error)):
             raise
-        if not isinstance(error, BrokenPipeError):  # its reader has seen enough
-            place = "give it another place, or free space there"
-            print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
-        sys.exit(Exit.FAILED)
+        print(f"{name}: {printable(sentence)}", file=sys.stderr)
+        sys.exit(Exit.REFUSED)
