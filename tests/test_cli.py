@@ -64,6 +64,9 @@ def test_somebody_elses_run_is_summed_up() -> None:
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
         tba("create", CONFIG, "--set", "model.path=org/model", "--set", f"run.root={root}")
         run = RunDir.open(Path(root) / "quickstart-seed0")
+        assert tba("report", run.path).stderr == ""
+        run.summary.unlink()
+        run.report.unlink()
         for path in (Path(root), run.path, *run.path.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         with somebody_else(run.path):
