@@ -283,7 +283,7 @@ def search(run: RunPath, index: Index = None) -> None:
     from tba_hpc.loops.elastic import NoSlotError
 
     try:
-        runtime.search(_open(run), index)
+        runtime.search(_open(run, "searcher", index), index)
     except NoSlotError as error:
         print(f"tba: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(Exit.NO_SLOT) from None
@@ -430,7 +430,8 @@ def greet(verb: str, run: RunPath) -> None:
     """Run one rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
-    run_dir, role = _open(run), VERBS[verb]
+    role = VERBS[verb]
+    run_dir = _open(run, role, None)
     try:
         rank.greet(run_dir, role)
     except (ConfigError, ExchangeError) as error:
@@ -613,7 +614,7 @@ def train(run: RunPath, index: Index = None) -> None:
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
-    runtime.train(_open(run), index)
+    runtime.train(_open(run, "trainer", index), index)
     gc.freeze()  # else the interpreter scans hundreds of MB of modules at its end, for seconds
 
 
@@ -641,12 +642,15 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     return config
 
 
-def _open(path: Path) -> RunDir:
+def _open(path: Path, role: Role, index: int | None) -> RunDir:
     """The run directory of a rank; its log goes to stderr."""
+    from tba_hpc.launch.rank import noting
+
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    return RunDir.open(path)
+    with noting(RunDir(path), role, index):  # another version than the launcher's may have been installed
+        return RunDir.open(path)
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:

@@ -358,11 +358,11 @@ def launch(
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
-    if config.one_world:
-        refuse_little_memory(config.launch.trainers + config.launch.searchers)
     before = -1.0
     with listening() as asked:
         while True:
+            if config.one_world:
+                refuse_little_memory(config.launch.trainers + config.launch.searchers)
             news = MetricsTail.from_now(run.metrics_file("trainer"))
             code = _attempt(run, config, processes, asked, console)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
