@@ -137,6 +137,14 @@ WRONG: dict[str, Case] = {
     "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers": case(
         {"search/reward": always(0.0), "search/flat_groups": always(1.0)}, evaluated({10: 0.0})
     ),
+    "Reward 0 for every one of 16,200 completions, 100 % .* ends no completion.* tba doctor": case(
+        {
+            "search/reward": always(0.0),
+            "search/flat_groups": always(1.0),
+            "search/truncated_share": always(1.0),
+        },
+        evaluated({10: 0.0}),
+    ),
     r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k": case(
         {"search/rejected": lambda step: 10 * step}
     ),

@@ -11,14 +11,16 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import yaml
 
+from tba_hpc.checks.chat_ends import is_chat, look_at_chat
 from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function, is_own
-from tba_hpc.core.ports import Tokenizer, Victim
+from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
@@ -27,6 +29,8 @@ from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
+
+log = logging.getLogger("tba_hpc.checks.task_check")  # also where this module is the program
 
 
 def check(config: Config, *, try_rewards: bool = False) -> None:
@@ -40,6 +44,9 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         return
+    if is_chat(config) and getattr(tokenizer, "has_chat", False):
+        for sentence in look_at_chat(config, cast(ChatTokenizer, tokenizer)):
+            log.warning(sentence)
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from tba_hpc.config import Config, ConfigError
@@ -44,9 +44,10 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
     A rank that is one too many, or that no launcher has started, leaves none: log and notes are those of the
     ranks at work.
     """
-    config = run.config()
+    with noting(run, role, index):
+        config = run.config()
     refuse_index(config, role, index)
-    with explained(partial(write_note, run, role, index or 0)) if ATTEMPT in os.environ else nullcontext():
+    with noting(run, role, index):
         placement = Placement.join(config, role, index)
     with owned(run, rank_name(role, placement.index)):
         redirect_output(run, role, placement.index)
@@ -54,6 +55,12 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
         with explained(partial(write_note, run, role, placement.index)):
             placement.choose_gpus()
             yield config, placement
+
+
+def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
+    """As ``explained``, for a rank that may not know its index yet; without a launcher, nothing."""
+    started = ATTEMPT in os.environ
+    return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
 
 
 @contextmanager

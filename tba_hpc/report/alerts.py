@@ -164,8 +164,18 @@ def constant_reward(view: View) -> Alert | None:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
+    found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
+    if truncated == 1:
+        return _alert(
+            found,
+            key="no answer ends",
+            why="either they need more tokens, or the model ends them with what ends no completion",
+            remedy="read some by tba samples; tba doctor --config RUN/config.yaml compares the chat template "
+            "with the tokens that end a completion; then raise generator.max_tokens, set generator.stop, or "
+            f"correct the files of {view.config.model.path}",
+        )
     return _alert(
-        f"reward {_few(values[-1])} for every one of {count:,} completions{cut}",
+        found,
         key="nothing to learn",
         why="equal rewards give no gradient",
         remedy="check the task's reward against a few completions, the format of answers that it expects "

@@ -102,8 +102,12 @@ class RunMonitor(RunData):
 
     @property
     def _begun(self) -> float:
-        """When the newest attempt began; what ranks wrote earlier was another attempt's."""
-        return self.attempt.start if self.attempt else 0.0
+        """When the newest attempt began; what ranks wrote earlier was another attempt's.
+
+        0 if that is yet to come: clocks were set back since, and do not tell attempts apart.
+        """
+        start = self.attempt.start if self.attempt else 0.0
+        return start if start <= time.time() + FRESH_SECONDS else 0.0
 
     @property
     def elapsed(self) -> float:

@@ -46,6 +46,18 @@ def is_for_room(error: BaseException | None) -> bool:
     return False
 
 
+def refused_file(error: OSError) -> str:
+    """Say in a sentence which file has no room, or is not the user's; empty for other errors, or no file."""
+    name, reason = error.filename2 or error.filename, error.strerror
+    if name and error.errno in FULL_DISK:
+        return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
+    if name and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{name} is not to be used here ({reason}): ask its owner for the right to, or name another place"
+        )
+    return ""
+
+
 def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> None:
     """Make ``pieces`` visible as ``path``, whole and durable, or not at all.
 
