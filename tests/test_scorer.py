@@ -35,6 +35,7 @@ class Faulty(TabularTask):
         super().__init__(TABLE)
         self._fault = fault
         self.groups = 0
+        self.last = -1
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """As the fault says."""
@@ -154,6 +155,27 @@ def test_whatever_python_can_raise_costs_its_group_alone(
     records = [read_shard(path).trajectories.record for path in run.shard_files().values()]
     assert set(np.concatenate(records)["prompt_id"]) == {0, 2, 3}
     assert f"raised {told}" in caplog.text and "rewards() of prompt 1 " in caplog.text
+
+
+@pytest.mark.parametrize(("end", "told"), ENDS.items())
+def test_parts_that_raise_cost_their_group_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[], None], told: str
+) -> None:
+    class Parted(Faulty):
+        def reward_parts(self) -> dict[str, list[float]]:
+            if self.last == 1:
+                end()
+            return {"all": [1.0] * S}
+
+    def note(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        task.last = prompt.id
+        return rewards
+
+    task = Parted(note)
+    run = search(tmp_path, task)
+    records = [read_shard(path).trajectories.record for path in run.shard_files().values()]
+    assert set(np.concatenate(records)["prompt_id"]) == {0, 2, 3}
+    assert "rewards() of prompt 1 " in caplog.text and f"raised {told}" in caplog.text
 
 
 @pytest.mark.parametrize(("end", "told"), ENDS.items())

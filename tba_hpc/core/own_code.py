@@ -11,6 +11,9 @@ from typing import Any
 from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
+LONGEST_WORDS = 300
+"""Characters of an error that are told."""
+
 
 def is_own(name: str) -> bool:
     """Whether ``name`` is of that kind, and no path."""
@@ -39,11 +42,17 @@ def import_own(key: str, name: str) -> ModuleType:
                 f"{key} cannot be imported ({error}): put the module beside the config, or install it"
             ) from None
         raise _refusal(key, name, error) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal(key, name, error) from None
 
 
-def _refusal(key: str, name: str, error: Exception) -> ConfigError:
+def in_words(error: BaseException) -> str:
+    """An error of the user's code in a few words on one line, even where it cannot say any itself."""
+    said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
+    return " ".join(said.split())[:LONGEST_WORDS]
+
+
+def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
     """Names the last line of the module itself that was executed, or the line that is no Python."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]

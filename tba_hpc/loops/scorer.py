@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import textwrap
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, Task
-from tba_hpc.core.task_contract import Failures, checked_correct, checked_rewards, class_name
+from tba_hpc.core.own_code import in_words
+from tba_hpc.core.ports import EngineError, Reference, Task
+from tba_hpc.core.task_contract import (
+    Failures,
+    checked_correct,
+    checked_grades,
+    checked_parts,
+    checked_rewards,
+    class_name,
+)
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
 
@@ -50,6 +56,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 ENDS_THE_RUN = (ConfigError, EngineError)
 """What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
+
+
+Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
+"""The rewards of a group's completions, and their parts by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +242,9 @@ class Scorer:
 
     def _reward(self, group: Group) -> Rewarded:
         start = time.monotonic()
-        rewards = self._rewards(group)
+        rewards, parts = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
-        parts: Mapping[str, Sequence[float]] = {}
-        if kept and isinstance(self._task, Itemising):  # what the last rewards are sums of
-            parts = {
-                name: [values[row] for row in kept] for name, values in self._task.reward_parts().items()
-            }
+        parts = {name: [values[row] for row in kept] for name, values in parts.items()}
         seconds = time.monotonic() - start
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
@@ -253,24 +259,28 @@ class Scorer:
         compared = ref_logprobs if self._reference.has_model else None
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
-    def _rewards(self, group: Group) -> list[float]:
-        """One for each completion; NaN for all if the task's code raises."""
+    def _rewards(self, group: Group) -> Itemised:
+        """One for each completion, and their parts; NaN for all if the task's code raises."""
         request, total = group.request, len(group.completions)
         error = None
         try:
-            rewards = checked_rewards(self._task, request.prompt, group.completions)
+            rewards, parts = self._itemised(group)
         except ENDS_THE_RUN:
             raise
         except BaseException as raised:  # a user's code may raise anything, and no signal comes to a thread
-            rewards, error = [math.nan] * total, raised
+            rewards, parts, error = [math.nan] * total, {}, raised
         rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
             self._no_reward.in_a_row = 0
         if rejected:
-            what = f"raised {_words(error)}" if error else f"gave {rejected} of {total} that are not finite"
+            what = f"raised {in_words(error)}" if error else f"gave {rejected} of {total} that are not finite"
             call = f"rewards() of prompt {request.prompt.id} (request {request.id})"
             self._no_reward.note(f"{call} {what}", error, counts=rejected == total)
-        return rewards
+        return rewards, parts
+
+    def _itemised(self, group: Group) -> Itemised:
+        rewards = checked_rewards(self._task, group.request.prompt, group.completions)
+        return rewards, checked_parts(self._task, len(rewards))
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
         rows = zip(answers, self._verdicts(answers), self._ref_logprobs(answers), strict=True)
@@ -285,15 +295,14 @@ class Scorer:
         completions = [completion for answer in answers for completion in answer.completions]
         try:
             correct = checked_correct(self._task, prompts, completions)
-            grades = self._task.grades() if isinstance(self._task, Grading) else [None] * len(correct)
-            verdicts = list(zip(correct, grades, strict=True))
+            verdicts = list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
         except ENDS_THE_RUN:
             raise
         except BaseException as error:  # a user's code may raise anything
             if len(answers) > 1:
                 return [verdict for answer in answers for verdict in self._verdicts([answer])]
             call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
-            self._unjudged.note(f"{call} raised {_words(error)}", error)
+            self._unjudged.note(f"{call} raised {in_words(error)}", error)
             return [(False, None)]
         self._unjudged.in_a_row = 0
         return verdicts
@@ -328,9 +337,3 @@ def _yield_to_trainer() -> None:
     thread = threading.get_native_id()
     # A job may run at a lower priority already, and only root may raise it.
     os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
-
-
-def _words(error: BaseException) -> str:
-    """An error in a few words on one line, even where it cannot say any itself."""
-    said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
-    return textwrap.shorten(said, 200)
