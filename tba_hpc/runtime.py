@@ -383,6 +383,7 @@ class SearchParts:
                 _shard_writer(run, config, self.index, progress),
                 seal_seconds=seal_interval(config),
                 temperature=section.temperature,
+                call_seconds=config.launch.silence_seconds,
             ),
             requests=requests,
             evaluator=evaluator,

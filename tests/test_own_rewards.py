@@ -62,6 +62,8 @@ def named(completion):
     THREADS.append(threading.current_thread() is threading.main_thread())
     return 1.0
 def leaves(completion): sys.exit(3)
+def hangs(completion):
+    threading.Event().wait(60)
 """
 BROKEN = {
     "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
@@ -445,6 +447,25 @@ def test_a_function_is_tried_in_a_thread_and_may_raise_anything(own: Path) -> No
     import threaded  # type: ignore[import-not-found]
 
     assert threaded.THREADS == [False]
+
+
+def test_a_function_that_hangs_on_an_empty_completion_is_refused_with_its_line(own: Path) -> None:
+    (own / "threaded.py").write_text(THREADED)
+    sentence = r"threaded:hangs ran for 0\.2 s on an empty completion, last at threaded\.py:9 in hangs: give"
+    with pytest.raises(ConfigError, match=sentence):
+        make(own, "threaded:hangs").try_rewards(0.2)
+
+
+def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may load a model."""
+    (own / "threaded.py").write_text(THREADED)
+    monkeypatch.setattr("tba_hpc.tasks.rewards.TRIAL_SECONDS", 0.2)
+    make(own, "threaded:hangs").try_rewards(300)
+    assert "hangs still runs after 0.2 s on an empty completion, at threaded.py:9 in hangs: after 300 s" in (
+        caplog.text
+    )
 
 
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:

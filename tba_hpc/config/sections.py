@@ -438,7 +438,7 @@ class LaunchSection(Section):
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
     times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a
-    silent engine is replaced, or a full disk given up on."""
+    silent engine is replaced, a full disk given up on, or a call of a reward set aside."""
 
     @property
     def start_seconds(self) -> float:
@@ -452,7 +452,7 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work; then it is killed and rebuilt."""
+        """Longest silence of an engine at work, then it is killed and rebuilt; longest call of a reward."""
         return self.timeout_seconds / 2
 
     @property

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +16,12 @@ from tba_hpc.core.wording import did_you_mean
 
 LONGEST_WORDS = 300
 """Characters of an error that are told."""
+
+LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}/",
+)
+"""Folders of code that is not the user's, unless it is installed."""
 
 
 def is_own(name: str) -> bool:
@@ -50,6 +59,13 @@ def in_words(error: BaseException) -> str:
     """An error of the user's code in a few words on one line, even where it cannot say any itself."""
     said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
     return " ".join(said.split())[:LONGEST_WORDS]
+
+
+def where_is(thread: int) -> tuple[str, str]:
+    """The innermost line of the user's code that a thread is in, as ``r.py:7 in reward``; its whole stack."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:

@@ -74,8 +74,8 @@ class ChatTokenizer(Tokenizer, Protocol):
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
-    Optional: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
+    Optional: attributes ``score_name``, ``evaluation_temperature`` and ``longest_call``, see the functions of
+    these names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -142,6 +142,14 @@ def score_name(task: Task) -> str:
 def evaluation_temperature(task: Task) -> float:
     """Temperature at which evaluation prompts are answered; 0, greedy, by default."""
     return float(getattr(task, "evaluation_temperature", 0.0))
+
+
+def longest_call(task: Task, seconds: float) -> float:
+    """Deadline of a call of ``rewards`` or ``correct``, s: the task's own, or the one that is given.
+
+    A task whose calls load models, or wait for what has deadlines of its own, says infinity.
+    """
+    return float(getattr(task, "longest_call", seconds))
 
 
 class Victim(Protocol):

@@ -7,6 +7,7 @@ user's judges the answers. No prompt and no model comes with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ class RedTeam:
 
     score_name = "attack success rate"
     evaluation_temperature = 1.0
+    longest_call = math.inf  # the victim has deadlines of its own
 
     def __init__(
         self,
