@@ -17,6 +17,9 @@ from tba_hpc.core.wording import did_you_mean
 LONGEST_WORDS = 300
 """Characters of an error that are told."""
 
+OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
+"""The remedy for a file that code of the user's does not find: a run keeps a copy of both."""
+
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{Path(__file__).parents[1]}/",
@@ -75,7 +78,5 @@ def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None
     where = f" in {place[0]}, line {place[1]}" if place else ""
     what = error.msg if isinstance(error, SyntaxError) else str(error)
-    return ConfigError(
-        f"{key} cannot be imported ({type(error).__name__}: {what}{where}): correct it, or install what it "
-        "imports"
-    )
+    remedy = OF_A_FILE if isinstance(error, FileNotFoundError) else "correct it, or install what it imports"
+    return ConfigError(f"{key} cannot be imported ({type(error).__name__}: {what}{where}): {remedy}")

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.own_code import find_function, where_is
+from tba_hpc.core.own_code import OF_A_FILE, find_function, in_words, where_is
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
@@ -119,6 +119,8 @@ class Function:
                 "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
                 "verify(…, timeout_seconds=None)"
             )
+        if isinstance(error, FileNotFoundError):
+            log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
         if isinstance(error, NoNumberError):  # what else it raises may be the empty text's fault
             raise ConfigError(f"{error}: give a number for each completion")
 
