@@ -30,6 +30,7 @@ from tba_hpc.core.ports import (
     Task,
     TrainerExchange,
     Victim,
+    decoder,
 )
 from tba_hpc.core.prompts import (
     Progress,
@@ -356,12 +357,13 @@ class SearchParts:
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
         tokenizer = backend.tokenizer()  # the task's own is in use in another thread
+        decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
         if isinstance(task, Conversing):
             generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
-        return cls(run, config, index, generator, task, metrics, reference, tokenizer.decode)
+        return cls(run, config, index, generator, task, metrics, reference, decode)
 
     def searcher(
         self,

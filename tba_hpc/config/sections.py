@@ -144,6 +144,9 @@ class TaskSection(Section):
     """JSONL with training problems. null: the task's own source."""
     test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
+    special_tokens: bool = False
+    """Whether rewards, judges, programs, environments and samples see a completion's special tokens, such as
+    answer tags, all but the end-of-sequence token at its end. Else they are left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.core.types import (
     Completion,
     Group,
@@ -51,6 +51,30 @@ class Tokenizer(Protocol):
         """Text of ``tokens``, without special tokens."""
 
 
+@runtime_checkable
+class WholeTokenizer(Tokenizer, Protocol):
+    """A tokenizer that can show special tokens, too: what task.special_tokens needs."""
+
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens included."""
+
+
+def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
+    """What puts a completion into words; special: with special tokens, but the EOS at its end.
+
+    Raises ConfigError if the tokenizer cannot show them.
+    """
+    if not special:
+        return tokenizer.decode
+    if not isinstance(tokenizer, WholeTokenizer):
+        raise ConfigError(
+            "the tokenizer of model.path cannot show special tokens: give it the method of "
+            "ports.WholeTokenizer, or set task.special_tokens=false"
+        )
+    whole, end = tokenizer.decode_whole, tokenizer.eos_token_id
+    return lambda tokens: whole(tokens[:-1] if tokens[-1:].tolist() == [end] else tokens)
+
+
 Message = dict[str, Any]
 """Of a chat: role, content, and what else a chat template knows."""
 
@@ -75,7 +99,8 @@ class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
     Optional: attributes ``score_name``, ``evaluation_temperature`` and ``longest_call``, see the functions of
-    these names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
+    these names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading``, ``Itemising`` and
+    ``Showing``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -132,6 +157,14 @@ class Itemising(Protocol):
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
         """Name → a number per completion of the last call of ``rewards``; called right after it."""
+
+
+@runtime_checkable
+class Showing(Protocol):
+    """An optional method of a task that puts completions into words, for task.special_tokens."""
+
+    def show_special_tokens(self) -> None:
+        """From now on with special tokens, see ``decoder``. Raises ConfigError if the tokenizer cannot."""
 
 
 def score_name(task: Task) -> str:

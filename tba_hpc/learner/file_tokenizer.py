@@ -78,6 +78,9 @@ class FileTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist()))
 
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
 
 def _place(model: str, name: str) -> str | None:
     """Path of a model's file, None if it is not here."""

@@ -80,7 +80,6 @@ class Jsonl(Rows[Fields]):
             key="task.options.validation_prompts",
             identity=self.identity,
         )
-        self._tokenizer = tokenizer
         self._for_messages = {
             f"task.options.template={PROMPT}": template == PROMPT,
             "task.options.chat=true": chat,

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
-from tba_hpc.core.ports import Serve, Tokenizer, Victim
+from tba_hpc.core.ports import Serve, Tokenizer, Victim, decoder
 from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options, refuse_files
 
@@ -103,7 +103,8 @@ class RedTeam:
                 f"task.options.victim_context_length={victim_context_length}: lower the first or raise the "
                 "second"
             )
-        self._decode = tokenizer.decode
+        self._tokenizer = tokenizer
+        self._said: Callable[[np.ndarray], str] = tokenizer.decode
         prompt = tokenizer.encode(_read(Path(attack_prompt_file)))
         self._prompts = tuple(Prompt(i, prompt, target="") for i in range(attacks))
         self._serve = serve
@@ -160,7 +161,11 @@ class RedTeam:
         return logprobs.astype(np.float64).reshape(len(completions), -1)
 
     def _attack(self, completion: Completion) -> str:
-        return self._decode(completion.tokens).strip()
+        return self._said(completion.tokens).strip()
+
+    def show_special_tokens(self) -> None:
+        """See ports.Showing."""
+        self._said = decoder(self._tokenizer, special=True)
 
     @cached_property
     def _victim(self) -> Victim:

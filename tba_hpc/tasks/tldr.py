@@ -132,7 +132,7 @@ class TLDR(Rows[None]):
         return RewardModel(name, batch=self._batch, key=key)
 
     def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
-        text = f"{self._decode(prompt.tokens)}{self._decode(completion.tokens)}"
+        text = f"{self._decode(prompt.tokens)}{self.text(completion)}"
         return model.ended(text) if completion.finish_reason == "stop" else text
 
 
