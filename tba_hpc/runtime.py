@@ -80,6 +80,7 @@ from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
+from tba_hpc.run.underway import Underway
 from tba_hpc.tasks import load_task
 
 if TYPE_CHECKING:
@@ -340,6 +341,7 @@ class SearchParts:
     task: Task
     metrics: MetricsWriter
     reference: Reference
+    underway: Underway
     decode: Callable[[np.ndarray], str] | None = None
 
     @classmethod
@@ -347,6 +349,7 @@ class SearchParts:
         """Load models and task. Raises ConfigError."""
         if file := find_file(config.model.path, "config.json", os.environ):
             hold_to_model(run, config.model.path, file.parent)
+        underway = Underway(run, index)
         backend = make_backend(run, config)
         # First of all, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
@@ -363,7 +366,7 @@ class SearchParts:
         if isinstance(task, Conversing):
             generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
-        return cls(run, config, index, generator, task, metrics, reference, decode)
+        return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 
     def searcher(
         self,
@@ -386,6 +389,7 @@ class SearchParts:
                 seal_seconds=seal_interval(config),
                 temperature=section.temperature,
                 call_seconds=config.launch.silence_seconds,
+                underway=self.underway,
             ),
             requests=requests,
             evaluator=evaluator,

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from tba_hpc.core.task_contract import (
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
 from tba_hpc.loops.task_calls import LEAVING_SECONDS, OverranError, TaskCalls, Worker
+from tba_hpc.run.underway import Underway
 
 if TYPE_CHECKING:
     from tba_hpc.exchange.hdf5_shards import ShardWriter
@@ -124,7 +126,8 @@ class Scorer:
     A group is set aside if the task's code raises, or takes longer than ``call_seconds`` or its own deadline.
     The next call raises ConfigError after ``most_rejected`` in a row from which nothing is left, or as many
     answers that cannot be judged; and at once if the task does not give what ports.Task says, or hangs again
-    and again. temperature: of requests that are not tempered; none: of all.
+    and again. underway: notes which call is made. temperature: of requests that are not tempered; none: of
+    all.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Scorer:
         *,
         seal_seconds: float,
         call_seconds: float = math.inf,
+        underway: Underway | None = None,
         most_rejected: int = MOST_REJECTED,
         temperature: float | None = None,
     ) -> None:
@@ -152,7 +156,11 @@ class Scorer:
         self._seal_seconds = seal_seconds
         self._wanted = reference.step
         self._worker = Worker("scorer")
-        self._calls = TaskCalls(name, longest_call(task, call_seconds))
+        self._underway = underway
+        self._calls = TaskCalls(name, longest_call(task, call_seconds), underway or nullcontext)
+        # Where one of several may have ended the process, it shall be known which.
+        ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
+        self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE
         self._waiting: deque[Future[Scored]] = deque()
         self._unscored: deque[Group] = deque()  # by the reference that is wanted now
         self._answers: deque[Group] = deque()
@@ -218,8 +226,13 @@ class Scorer:
         return results
 
     def _judge_next(self) -> None:
-        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
+        batch = [self._answers.popleft() for _ in range(min(len(self._answers), self._answers_at_once))]
         self._judging.append(self._worker.submit(lambda: self._judge(batch)))
+
+    def note_stop(self) -> None:
+        """The process is asked to end: that it then does is no call's fault."""
+        if self._underway:
+            self._underway.close()
 
     def close(self) -> list[Scored]:
         """Score and seal all that is left, judge no more answers; no call may follow."""
@@ -272,9 +285,10 @@ class Scorer:
     def _rewards(self, group: Group) -> Itemised:
         """One for each completion, and their parts; NaN for all if the task's code raises."""
         request, total = group.request, len(group.completions)
-        call, error = f"rewards() of prompt {request.prompt.id} (request {request.id})", None
+        call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
+        error = None
         try:
-            rewards, parts = self._calls(call, lambda: self._itemised(group))
+            rewards, parts = self._calls(call, lambda: self._itemised(group), which)
         except ENDS_THE_RUN:
             raise
         except BaseException as raised:  # a user's code may raise anything, and no signal comes to a thread
@@ -284,7 +298,7 @@ class Scorer:
             self._no_reward.in_a_row = 0
         if rejected:
             what = _end_of(error) if error else f"gave {rejected} of {total} that are not finite"
-            self._no_reward.note(f"{call} {what}", error, counts=rejected == total)
+            self._no_reward.note(f"{call}{which} {what}", error, counts=rejected == total)
         return rewards, parts
 
     def _itemised(self, group: Group) -> Itemised:
@@ -302,9 +316,9 @@ class Scorer:
         """
         request = answers[0].request
         more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
-        call = f"correct() of {request.split} prompt {request.prompt.id}{more}"
+        call = f"correct() of {request.split} prompt {request.prompt.id}"
         try:
-            verdicts = self._calls(call, lambda: self._graded(answers))
+            verdicts = self._calls(call, lambda: self._graded(answers), more)
         except ENDS_THE_RUN:
             raise
         except BaseException as error:  # a user's code may raise anything

@@ -185,6 +185,7 @@ class Searcher:
     def _pass_on_stop(self) -> None:
         """Leave it to the trainer to end the run; an evaluation would only delay that."""
         if self.stop_asked():
+            self.scorer.note_stop()
             self.exchange.request_stop()
             self.evaluator.abandon()
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -70,22 +71,28 @@ class TaskCalls:
     """Makes the calls, all in one thread until a call hangs; that thread stays behind, and a new one follows.
 
     task: name of its class. seconds: deadline of a call. Each that hangs halves it: all together take less
-    than twice as long, so that nobody gives up on the searcher before it says why.
+    than twice as long, so that nobody gives up on the searcher before it says why. noted: as run.underway has
+    it, if a process that a call ends is to be noticed.
     """
 
-    def __init__(self, task: str, seconds: float) -> None:
+    def __init__(
+        self, task: str, seconds: float, noted: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         self._task, self._seconds = task, min(seconds, threading.TIMEOUT_MAX)
+        self._noted = noted
         self._hanging = 0
         self._worker = Worker("task")
 
-    def __call__(self, what: str, call: Callable[[], T]) -> T:
+    def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
         """What a call gives, or raises; OverranError after its deadline, ConfigError at MOST_HANGING.
 
-        what: its name in errors.
+        what, more: its name, and what else errors say of it.
         """
-        done = self._worker.submit(call)
-        if wait([done], self._seconds).not_done:
-            self._leave(what)
+        with self._noted(what):
+            done = self._worker.submit(call)
+            late = wait([done], self._seconds).not_done
+        if late:
+            self._leave(f"{what}{more}")
         return done.result()
 
     def close(self) -> None:
