@@ -72,6 +72,7 @@ from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest
 from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.background import in_background
+from tba_hpc.run.bounded_output import bound_output
 from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
@@ -277,6 +278,7 @@ def search(run: RunDir, index: int | None) -> None:
     Without index, MPI or launcher it is an elastic one. Raises NoSlotError if no slot is free for it.
     """
     config = run.config()
+    bound_output()
     if comes_by_itself(config, index):
         _search_for_a_while(run, config)
         return
