@@ -571,12 +571,12 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Read RUN's completions: prompt, text, reward, and what became of them."""
-    from tba_hpc.report.samples.select import Query, run_tokenizer, select
+    from tba_hpc.report.samples.select import Query, run_decoder, select
     from tba_hpc.report.samples.show import print_samples, write_page
 
     run_dir = RunDir.open(run)
     query = Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
-    decode = run_tokenizer(run_dir).decode
+    decode = run_decoder(run_dir)
     selection = select(run_dir, query, decode)
     if html:
         write_page(html, run_dir, selection, decode)

@@ -21,6 +21,8 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 from tiny_models import make_random_model
 
+from tba_hpc.checks.config_checks import check_task
+from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, RewardSection, TaskSection, load_config, may_change, parse_config
 from tba_hpc.core.types import Group, Request, Sampling
 from tba_hpc.loops.search_log import Sums
@@ -62,6 +64,8 @@ def named(completion):
     THREADS.append(threading.current_thread() is threading.main_thread())
     return 1.0
 def leaves(completion): sys.exit(3)
+def hangs(completion):
+    threading.Event().wait(60)
 """
 BROKEN = {
     "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
@@ -447,6 +451,25 @@ def test_a_function_is_tried_in_a_thread_and_may_raise_anything(own: Path) -> No
     assert threaded.THREADS == [False]
 
 
+def test_a_function_that_hangs_on_an_empty_completion_is_refused_with_its_line(own: Path) -> None:
+    (own / "threaded.py").write_text(THREADED)
+    sentence = r"threaded:hangs ran for 0\.2 s on an empty completion, last at threaded\.py:9 in hangs: give"
+    with pytest.raises(ConfigError, match=sentence):
+        make(own, "threaded:hangs").try_rewards(0.2)
+
+
+def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may load a model."""
+    (own / "threaded.py").write_text(THREADED)
+    monkeypatch.setattr("tba_hpc.tasks.rewards.TRIAL_SECONDS", 0.2)
+    make(own, "threaded:hangs").try_rewards(300)
+    assert "hangs still runs after 0.2 s on an empty completion, at threaded.py:9 in hangs: after 300 s" in (
+        caplog.text
+    )
+
+
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
     with serving(lambda n, body: ({2: 401, 3: 422}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
@@ -641,6 +664,90 @@ def test_the_example_of_a_real_model_counts_words(monkeypatch: pytest.MonkeyPatc
     texts = ["Rain falls on old roofs.", " It rains. ", "Rain, rain, rain", "It rains. It still rains."]
     rewards = task.rewards(prompt, [completion(text) for text in texts])
     assert list(rewards) == pytest.approx([1.0, 0.2, 0.0, 0.0])
+
+
+READING = """
+from os.path import dirname, join
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WORDS = HERE.joinpath("words.txt").read_text().split()
+MORE = (HERE / "lists" / "more.txt").read_text() + open(join(dirname(__file__), "lists", "most.txt")).read()
+OUTSIDE = "../outside.txt", ".env", "/etc/passwd", "lists", "nothing.txt", "x" * 9999, "no\\0name", "big.bin"
+def f(completion): return float(sum(word in completion for word in WORDS))
+def lazy(completion, name="words"): return float(HERE.joinpath(f"{name}.txt").read_text() in completion)
+"""
+
+
+def test_files_that_a_module_names_go_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not those of other folders, hidden ones, and large ones."""
+    here = tmp_path / "here"
+    (here / "lists").mkdir(parents=True)
+    (here / "reading.py").write_text(READING)
+    for name in (
+        "words.txt",
+        "lists/more.txt",
+        "lists/most.txt",
+        "lists/others.txt",
+        ".env",
+        "../outside.txt",
+    ):
+        (here / name).write_text("good")
+    with (here / "big.bin").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    task = {"name": "jsonl", "reward": "reading:f"}
+    config = parse_config({"run": {"root": str(tmp_path)}, "model": {"path": "m"}, "task": task})
+    run = RunDir.create(config)
+    modules.keep(run, config, here)
+    kept = {str(path.relative_to(run.modules)) for path in run.modules.rglob("*") if path.is_file()}
+    assert kept == {"reading.py", "words.txt", "lists/more.txt", "lists/most.txt"}
+    assert (
+        "big.bin, which code of the run names, is 64 MiB, and files beyond 64 MiB" in capsys.readouterr().err
+    )
+    read = "import reading; print(reading.f('good'))"
+    copied = subprocess.run([sys.executable, "-c", read], cwd=run.modules, capture_output=True, text=True)
+    assert copied.stdout == "1.0\n", copied
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "sentence"),
+    [
+        ("Path(__file__).with_name('words.txt').read_text()", 0, ""),
+        (
+            "Path(__file__).with_name(f'{\"words\"}.txt').read_text()",
+            2,
+            "words.txt' in {here}/reading.py, line 2): name the file by its whole path, or as it lies",
+        ),
+        ("''\ndef f(completion): open('wor' + 'ds.txt')", 0, "f raised FileNotFoundError: "),
+    ],
+)
+def test_code_is_tried_as_the_run_keeps_it(tmp_path: Path, code: str, status: int, sentence: str) -> None:
+    """A file that lies beside it, but not beside the copy, is lacking before the start."""
+    make_random_model(tmp_path / "m", tied=True)
+    here = tmp_path / "deep"
+    here.mkdir()
+    (here / "words.txt").write_text("good")
+    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    text = f"def f(completion): return 0.0\nfrom pathlib import Path; WORDS = {code}\n"
+    (here / "reading.py").write_text(text)
+    options = {"validation_prompts": 1}
+    task = {
+        "train_file": str(here / "rows.jsonl"),
+        "reward": "reading:f",
+        "name": "jsonl",
+        "options": options,
+    }
+    config = parse_config(
+        {
+            "model": {"path": str(tmp_path / "m"), "context_length": 128},
+            "generator": {"max_tokens": 40},
+            "buffer": {"initial_completions": 400},
+            "task": task,
+        }
+    )
+    found = list(check_task(Facts(config=config, beside=here, seconds=200)))
+    assert [one.level for one in found] == [["warning"] * bool(sentence), [], ["problem"]][status]
+    assert all(sentence.format(here=here) in one.found for one in found), found
 
 
 def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: Path) -> None:

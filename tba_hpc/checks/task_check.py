@@ -51,7 +51,7 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
     if try_rewards and isinstance(task, Jsonl):
-        task.try_rewards()
+        task.try_rewards(config.launch.silence_seconds)
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:

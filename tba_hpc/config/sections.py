@@ -144,6 +144,9 @@ class TaskSection(Section):
     """JSONL with training problems. null: the task's own source."""
     test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
+    special_tokens: bool = False
+    """Whether rewards, judges, programs, environments and samples see a completion's special tokens, such as
+    answer tags, all but the end-of-sequence token at its end. Else they are left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -438,7 +441,7 @@ class LaunchSection(Section):
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
     times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a
-    silent engine is replaced, or a full disk given up on."""
+    silent engine is replaced, a full disk given up on, or a call of a reward set aside."""
 
     @property
     def start_seconds(self) -> float:
@@ -452,7 +455,7 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work; then it is killed and rebuilt."""
+        """Longest silence of an engine at work, then it is killed and rebuilt; longest call of a reward."""
         return self.timeout_seconds / 2
 
     @property

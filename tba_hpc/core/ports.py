@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.core.types import (
     Completion,
     Group,
@@ -51,6 +51,30 @@ class Tokenizer(Protocol):
         """Text of ``tokens``, without special tokens."""
 
 
+@runtime_checkable
+class WholeTokenizer(Tokenizer, Protocol):
+    """A tokenizer that can show special tokens, too: what task.special_tokens needs."""
+
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens included."""
+
+
+def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
+    """What puts a completion into words; special: with special tokens, but the EOS at its end.
+
+    Raises ConfigError if the tokenizer cannot show them.
+    """
+    if not special:
+        return tokenizer.decode
+    if not isinstance(tokenizer, WholeTokenizer):
+        raise ConfigError(
+            "the tokenizer of model.path cannot show special tokens: give it the method of "
+            "ports.WholeTokenizer, or set task.special_tokens=false"
+        )
+    whole, end = tokenizer.decode_whole, tokenizer.eos_token_id
+    return lambda tokens: whole(tokens[:-1] if tokens[-1:].tolist() == [end] else tokens)
+
+
 Message = dict[str, Any]
 """Of a chat: role, content, and what else a chat template knows."""
 
@@ -74,8 +98,9 @@ class ChatTokenizer(Tokenizer, Protocol):
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
-    Optional: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
+    Optional: attributes ``score_name``, ``evaluation_temperature`` and ``longest_call``, see the functions of
+    these names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading``, ``Itemising`` and
+    ``Showing``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -134,6 +159,14 @@ class Itemising(Protocol):
         """Name → a number per completion of the last call of ``rewards``; called right after it."""
 
 
+@runtime_checkable
+class Showing(Protocol):
+    """An optional method of a task that puts completions into words, for task.special_tokens."""
+
+    def show_special_tokens(self) -> None:
+        """From now on with special tokens, see ``decoder``. Raises ConfigError if the tokenizer cannot."""
+
+
 def score_name(task: Task) -> str:
     """What a task calls its score, the share of prompts answered correctly; pass@1 by default."""
     return str(getattr(task, "score_name", PASS_AT_1))
@@ -142,6 +175,14 @@ def score_name(task: Task) -> str:
 def evaluation_temperature(task: Task) -> float:
     """Temperature at which evaluation prompts are answered; 0, greedy, by default."""
     return float(getattr(task, "evaluation_temperature", 0.0))
+
+
+def longest_call(task: Task, seconds: float) -> float:
+    """Deadline of a call of ``rewards`` or ``correct``, s: the task's own, or the one that is given.
+
+    A task whose calls load models, or wait for what has deadlines of its own, says infinity.
+    """
+    return float(getattr(task, "longest_call", seconds))
 
 
 class Victim(Protocol):

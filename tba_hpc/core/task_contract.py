@@ -9,14 +9,14 @@ import logging
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import Task
+from tba_hpc.core.ports import Grading, Itemising, Task
 from tba_hpc.core.types import Completion, Prompt, Split
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,41 @@ def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence
             "completions need True or False each, of the prompt beside them: write it as ports.Task says"
         )
     return [number == 1 for number in numbers]
+
+
+def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
+    """``task.reward_parts()``, {} without such a method.
+
+    Raises ConfigError where one of them is not ``total`` numbers.
+    """
+    if not isinstance(task, Itemising):
+        return {}
+    parts: object = task.reward_parts()
+    rows = {name: _numbers(row) for name, row in parts.items()} if isinstance(parts, Mapping) else {"": None}
+    found = {str(name): row for name, row in rows.items() if row is not None and len(row) == total}
+    if len(found) < len(rows):
+        raise ConfigError(
+            f"the task {class_name(task)}: reward_parts() gave {_short(parts)}, but {total} completions need "
+            "a number each, by the names of the parts: write it as ports.Itemising says"
+        )
+    return found
+
+
+def checked_grades(task: Task, total: int) -> Sequence[float | None]:
+    """``task.grades()``, None each without such a method.
+
+    Raises ConfigError where they are not ``total`` numbers.
+    """
+    if not isinstance(task, Grading):
+        return [None] * total
+    grades: object = task.grades()
+    numbers = _numbers(grades)
+    if numbers is None or len(numbers) != total:
+        raise ConfigError(
+            f"the task {class_name(task)}: grades() gave {_short(grades)}, but {total} completions need a "
+            "number each: write it as ports.Grading says"
+        )
+    return numbers
 
 
 def _fault(prompt: object, place: int) -> str | None:

@@ -125,6 +125,9 @@ class FileTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist()))
 
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
 
 def end_ids(model: str) -> set[int]:
     """Tokens at which the engine ends a completion besides the tokenizer's own, by the model's files."""

@@ -102,6 +102,9 @@ class HfTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist()))
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into an exported model folder."""
         self._tokenizer.save_pretrained(folder)
