@@ -144,7 +144,7 @@ WRONG: dict[str, Case] = {
         {
             "search/reward": always(0.0),
             "search/flat_groups": always(1.0),
-            "search/truncated_share": always(1.0),
+            "search/truncated_share": always(0.996),
         },
         evaluated({10: 0.0}),
     ),

@@ -179,11 +179,11 @@ def constant_reward(view: View) -> Alert | None:
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
     found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
-    if truncated == 1:
+    if truncated and truncated > 0.99:  # a model ends a few by chance
         return _alert(
             found,
             key="no answer ends",
-            why="either they need more tokens, or the model ends them with what ends no completion",
+            why="either answers need more tokens, or the model ends them with what ends no completion",
             remedy="read some by tba samples; tba doctor --config RUN/config.yaml compares the chat template "
             "with the tokens that end a completion; then raise generator.max_tokens, set generator.stop, or "
             f"correct the files of {view.config.model.path}",
