@@ -46,7 +46,7 @@ class Underway:
             attempt, _, call = line.decode(errors="replace").strip().partition(" ")
             if call:
                 self.ends.setdefault(call, []).append(attempt)
-        refusal = next(filter(None, [_judged(*end) for end in self.ends.items()]), None)
+        refusal = next(filter(None, [_judged(searcher, *end) for end in self.ends.items()]), None)
         self._write({} if refusal else self.ends)
         if refusal:
             raise refusal
@@ -81,9 +81,9 @@ class Underway:
             os.pwrite(self._file, lines.encode(), HEAD)
 
 
-def _judged(call: str, attempts: list[str]) -> ConfigError | None:
+def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None:
     """Warn of a call; the error if it was the same too often."""
-    found = f"the process of this searcher ended without a word during {call}, in attempt"
+    found = f"searcher {searcher} ended without a word during {call}, in attempt"
     if len(attempts) < MOST_ENDS:
         log.warning("%s %s: if it does so again, the run ends", found, attempts[0])
         return None
