@@ -179,6 +179,7 @@ CONFIG_FAULTS: list[tuple[Any, str]] = [
     ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 of a reward by function would be ignored"),
     ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
     ({"a": {"url": "file:///etc/passwd"}}, "is no address: begin it with http"),
+    ({"a": {"url": "http://x:80000/v1"}}, "has the port 80000: ports go from 1 to 65535"),
     ({"a": {"url": "http://x", "model": "m", "prompt": "hm"}}, "write {completion} there"),
     ({"a": {"functoin": "m:f"}}, "unknown config key 'task.reward.a.functoin': did you mean"),
 ]
