@@ -183,6 +183,7 @@ CONFIG_FAULTS: list[tuple[Any, str]] = [
     ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 of a reward by function would be ignored"),
     ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
     ({"a": {"url": "file:///etc/passwd"}}, "is no address: begin it with http"),
+    ({"a": {"url": "http://x:80000/v1"}}, "has the port 80000: ports go from 1 to 65535"),
     ({"a": {"url": "http://x", "model": "m", "prompt": "hm"}}, "write {completion} there"),
     ({"a": {"functoin": "m:f"}}, "unknown config key 'task.reward.a.functoin': did you mean"),
 ]
@@ -240,6 +241,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status in (301, 307):
             self.send_header("Location", "/elsewhere")
+        if status == 429:
+            self.send_header(
+                "Retry-After", "7" if len(self.server.asked) % 2 else "Wed, 21 Oct 2026 07:28:00 GMT"
+            )
         self.end_headers()
         self.wfile.write(json.dumps(said).encode())
 
@@ -304,6 +309,29 @@ def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> Non
     assert rating(said) == number
 
 
+@pytest.mark.parametrize(
+    ("choice", "number"),
+    [
+        ({"message": {"content": [{"type": "text", "text": "Score: "}, {"type": "text", "text": "8"}]}}, 8),
+        ({"message": {"content": "Of the 3 steps"}, "finish_reason": "length"}, math.nan),
+        ({"message": {"content": "Of the 3 steps all are right: 9"}, "finish_reason": "stop"}, 9),
+        ({"message": {"content": None, "reasoning_content": "3?"}}, math.nan),
+    ],
+)
+def test_a_message_comes_in_parts_too_and_one_that_was_cut_off_rates_nothing(
+    choice: dict[str, Any], number: float
+) -> None:
+    with serving(lambda n, body: (200, {"choices": [choice]})) as server:
+        section = RewardSection(url=server.url, model="m", prompt="{completion}")
+        assert Judge("r", section)([({}, "a")]) == pytest.approx([number], nan_ok=True)
+
+
+@pytest.mark.parametrize("said", [10**400, {"reward": None}, [[1.0]], {"choices": [{"message": "8"}]}])
+def test_a_judge_that_gives_no_number_is_quoted(said: Any) -> None:
+    with serving(lambda n, body: (200, said)) as server, pytest.raises(JudgeError, match="holds no reward"):
+        Judge("r", RewardSection(url=server.url))([({}, "a")])
+
+
 def test_a_plain_judge_gets_the_row_and_answers_with_a_number(own: Path) -> None:
     with serving(lambda n, body: (200, {"reward": body["size"]} if n % 2 else body["size"])) as server:
         task = make(own, {"judge": {"url": server.url}})
@@ -327,6 +355,10 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
     with serving(lambda n, body: (503, 0) if n < 3 else (200, 4)) as server:
         assert judge(server)([({}, "a")]) == [4.0]
         assert (len(server.asked), pauses) == (3, [0.5, 1.0])
+    pauses.clear()
+    with serving(lambda n, body: (429, 0) if n < 3 else (200, 4)) as server:
+        assert judge(server)([({}, "a")]) == [4.0]
+        assert pauses == [7.0, 1.0]  # as the server asks, who may write a date
     for status, times in ((503, 3), (401, 1), (307, 1), (301, 1)):
         with serving(lambda n, body, status=status: (status, 0)) as server:
             with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
@@ -471,13 +503,16 @@ def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
 
 
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
-    with serving(lambda n, body: ({2: 401, 3: 422}.get(n, 200), 1)) as server:
+    with serving(lambda n, body: ({2: 401, 3: 422, 4: 307, 5: 405}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
         with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
             task.try_rewards()
         task.try_rewards()  # it is there, and takes no empty completion
+        for status in (307, 405):  # it has moved; its page takes no POST
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}\): start"):
+                task.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone
 

@@ -16,9 +16,10 @@ from typing import cast
 import yaml
 
 from tba_hpc.checks.chat_ends import is_chat, look_at_chat
-from tba_hpc.checks.resources import missing, missing_sentence
+from tba_hpc.checks.resources import find_file, missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
+from tba_hpc.core.model_files import fault
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
@@ -76,12 +77,15 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if a folder that is to be the model holds none."""
+    """Raise ConfigError if a folder that is to be the model holds none, or not all of it."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
             "save_pretrained wrote"
         )
+    config = find_file(path, "config.json", os.environ)
+    if config and (found := fault(config.parent)):
+        raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model anew")
 
 
 def _serve(*_: object, **__: object) -> Victim:

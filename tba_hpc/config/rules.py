@@ -265,6 +265,9 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
     scheme, _, rest = (reward.url or "http://_").partition("://")
     if scheme not in ("http", "https") or not rest:
         yield f"{reward.url!r} of task.reward is no address: begin it with http:// or https://"
+    port = re.search(r":(\d+)$", rest.partition("/")[0])
+    if port and not 0 < int(port[1]) < 1 << 16:
+        yield f"{reward.url!r} of task.reward has the port {port[1]}: ports go from 1 to 65535"
     if "@" in rest.partition("/")[0]:
         yield (
             "a user and password in the url of task.reward would be written into the run's files: set "

@@ -56,7 +56,7 @@ class RunSection(Section):
     """Name of the run; its directory is NAME-seedN."""
     root: MayChange[UserPath] = "runs"
     """Folder of run directories. In paths, ``~`` and ``$NAME`` are expanded."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
 
 
@@ -153,12 +153,21 @@ class TaskSection(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _by_name(cls, reward: object) -> object:
-        """``module:function`` is short for one reward, and for one of several."""
-        if isinstance(reward, str):
+        """``module:function`` is short for one reward, as are its keys, and for one of several."""
+        if isinstance(reward, str) or _is_one_reward(reward):
             reward = {"reward": reward}
         if isinstance(reward, dict):
             return {name: {"function": it} if isinstance(it, str) else it for name, it in reward.items()}
         return reward
+
+
+def _is_one_reward(reward: object) -> bool:
+    """Whether these are the keys of a reward, not rewards by their names."""
+    return (
+        isinstance(reward, dict)
+        and reward.keys() <= RewardSection.model_fields.keys()
+        and not all(isinstance(value, dict) for value in reward.values())
+    )
 
 
 class GeneratorSection(Section):

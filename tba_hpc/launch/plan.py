@@ -209,9 +209,9 @@ class Site(Section):
 
     @field_validator("time", mode="before")
     @classmethod
-    def _not_sexagesimal(cls, time: object) -> object:
+    def _not_a_number(cls, time: object) -> object:
         if isinstance(time, int):
-            raise ValueError(f"time={time} is a number, as YAML reads 1:20:00, too: quote it, as '1:20:00'")
+            raise ValueError(f"time={time} is a number: quote it, as '1:20:00'")
         return time
 
     @model_validator(mode="after")
