@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of ``text`` at the start of a sequence: with its usual begin, no end."""
+        """Return tokens, int32 [T], of ``text`` at the start of a sequence: begun as usual, and not ended."""
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return tokens, int32 [T], of ``text`` as a user's message, up to the model's answer.
