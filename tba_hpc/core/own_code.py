@@ -1,4 +1,4 @@
-"""Functions and classes of the user's that a config names as ``module:function``."""
+"""Users' own functions and classes, which a config names as ``module:function``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LIBRARIES = (
 
 
 def is_own(name: str) -> bool:
-    """Whether ``name`` is of that kind, and no path."""
+    """Tell whether ``name`` has the form ``module:function`` and is not a path."""
     return ":" in name and not is_local(name)
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:
-    """The function behind ``name``; ``key``: what it is called in errors. Raises ConfigError."""
+    """Import the function that ``name`` refers to; ``key``: what errors call it. Raises ConfigError."""
     module_name, _, function = name.partition(":")
     module = import_own(key, module_name)
     found = getattr(module, function, None)
@@ -45,7 +45,7 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def import_own(key: str, name: str) -> ModuleType:
-    """A module of the user's. Raises ConfigError for whatever it raises, with the line where it did."""
+    """Import a user's module. Raises ConfigError for any exception in it, with the line that raised it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -72,7 +72,7 @@ def where_is(thread: int) -> tuple[str, str]:
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Names the last line of the module itself that was executed, or the line that is no Python."""
+    """Make an error that names the module's last executed line, or the line that is not valid Python."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None
