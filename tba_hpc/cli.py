@@ -607,7 +607,7 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
 @app.command(rich_help_panel=SCRIPTS)
 def train(run: RunPath, index: Index = None) -> None:
     """Run one trainer rank of RUN; mpiexec or srun starts it."""
-    gc.disable()  # until it is at work: imports stay, and scanning them takes seconds
+    gc.disable()  # until training begins: imports stay, and scanning them takes seconds
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
@@ -616,7 +616,7 @@ def train(run: RunPath, index: Index = None) -> None:
 
 
 def _span(text: str | None) -> tuple[int, int] | None:
-    """``3-8``, or ``3`` alone, as both ends."""
+    """Parse ``3-8``, or ``3`` alone, to both ends."""
     if text is None:
         return None
     first, dash, last = text.partition("-")
@@ -629,7 +629,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
-    """The config of a file or a run directory; local files it names must exist."""
+    """Load the config of a file or a run directory; local files that it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
     from tba_hpc.commands.order import as_it_lies, load_anchored
@@ -640,7 +640,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
 
 
 def _open(path: Path) -> RunDir:
-    """The run directory of a rank; its log goes to stderr."""
+    """Open the run directory of a rank, whose log goes to stderr."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -648,7 +648,7 @@ def _open(path: Path) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write the summary, and the report if it is missing or ``anew``; print it. Returns the steps done."""
+    """Write and print the summary; write the report if it is missing or ``anew``. Return the steps done."""
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
     if anew or not run_dir.report.exists():
@@ -677,7 +677,7 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
     except OSError as error:
         if not output_is_lost():
             raise
-        if not isinstance(error, BrokenPipeError):  # its reader has seen enough
+        if not isinstance(error, BrokenPipeError):  # its reader has seen enough and closed the pipe
             place = "give it another place, or free space there"
             print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
         sys.exit(Exit.FAILED)
