@@ -608,7 +608,7 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
 @app.command(rich_help_panel=SCRIPTS)
 def train(run: RunPath, index: Index = None) -> None:
     """Run one trainer rank of RUN; mpiexec or srun starts it."""
-    gc.disable()  # until it is at work: imports stay, and scanning them takes seconds
+    gc.disable()  # until training begins: imports stay, and scanning them takes seconds
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
@@ -617,7 +617,7 @@ def train(run: RunPath, index: Index = None) -> None:
 
 
 def _span(text: str | None) -> tuple[int, int] | None:
-    """``3-8``, or ``3`` alone, as both ends."""
+    """Parse ``3-8``, or ``3`` alone, to both ends."""
     if text is None:
         return None
     first, dash, last = text.partition("-")
@@ -630,7 +630,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
-    """The config of a file or a run directory; local files it names must exist."""
+    """Load the config of a file or a run directory; local files that it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
     from tba_hpc.commands.order import as_it_lies, load_anchored
@@ -641,7 +641,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
 
 
 def _open(path: Path, role: Role, index: int | None) -> RunDir:
-    """The run directory of a rank; its log goes to stderr."""
+    """Open the run directory of a rank, whose log goes to stderr."""
     from tba_hpc.launch.rank import noting
 
     logging.basicConfig(
@@ -652,9 +652,9 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write the summary, and the report if it is missing or ``anew``, if they can be; print it.
+    """Print the summary and return the steps done.
 
-    Returns the steps done.
+    Writes it, and the report if that is missing or ``anew``, unless the run is another user's.
     """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 

@@ -1,6 +1,6 @@
 """The composition root: builds what a rank needs from the frozen config, then runs its loop.
 
-The only module that sees both loops and the backends. A rank is started by ``tba train RUN`` or
+This is the only module that sees both loops and the backends. A rank is started by ``tba train RUN`` or
 ``tba search RUN``; vllm and deepspeed are imported by the role that needs them, after the world is checked.
 """
 
@@ -97,7 +97,7 @@ KEPT_ANSWERS = 4
 """Prompts of each split whose answers are kept as text at every evaluation, for the report."""
 
 PRUNING_SECONDS = 10.0
-"""Longest wait for shards that are still to be deleted when all else is done."""
+"""Longest wait at the end for the deletion of pruned shards."""
 
 
 # --- The trainer ---
@@ -107,10 +107,10 @@ def train(run: RunDir, index: int | None) -> None:
     """Run trainer rank ``index`` (None: as MPI says) of ``run`` until it is finished or stopped.
 
     The leader runs the loop, exports and reports; the other ranks follow its learner. Raises ConfigError,
-    ExchangeError and the like with one sentence.
+    ExchangeError and similar errors with a one-sentence message.
     """
     with placed(run, "trainer", index) as (config, placement):
-        # While libraries and model are loaded: checksums release Python's lock.
+        # Runs while libraries and model are loaded: checksums release Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = _learner(run, config, placement.index, config.launch.trainers)
         if verified:
@@ -123,14 +123,14 @@ def train(run: RunDir, index: int | None) -> None:
 
 
 def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
-    """A rank of the trainer's group, which meets in a folder of this attempt."""
+    """Build a rank of the trainer's group, whose ranks meet in a folder of this attempt."""
     folder = run.attempt / "rendezvous"
     folder.mkdir(exist_ok=True)
     return make_backend(run, config).learner(rank=rank, ranks=ranks, store=folder, folder_of=run.reference)
 
 
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
-    """Restore what the last checkpoint holds, train, and bring the run to its end."""
+    """Restore the last checkpoint, train, and bring the run to its end."""
     end_imports()
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)
@@ -138,8 +138,8 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     progress = Progress(saved.completed, state.cursors)
     exchange = _open_trainer(run, config, placement, learner.layout, progress)
     note_at_work(run)
-    if saved.folder:  # only now, since the other trainer ranks follow once they are in the exchange
-        if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
+    if saved.folder:  # only now, since the other ranks follow only once they are in the exchange
+        if find_evaluation(run, "test", 0) is None:  # cut short; the learner still has the initial weights
             _publish_first(exchange, config, learner)
         learner.load(saved.folder)
     checkpoints = Checkpoints(
@@ -174,14 +174,14 @@ def replay(
     read: Callable[[ShardKey], Shard],
     learner: Learner | None = None,
 ) -> bool:
-    """Train in this process on recorded shards, from the newest checkpoint on; whether to the last step.
+    """Train in this process on recorded shards from the newest checkpoint; return whether it was finished.
 
-    learner: None for DeepSpeed's, of one rank. If the shards are used up before, the model is exported as it
-    is.
+    learner: None for DeepSpeed's with one rank. If the shards are used up before the last step, the model is
+    exported as it is.
     """
     verify_checkpoints(run)
     if learner is None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: more threads sum in another order
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks: more threads sum in another order
         learner = _learner(run, config, 0, 1)
     saved, metrics = restore(run, config), trainer_metrics(run)
     state = merge_pending(config, (), saved, metrics)
@@ -217,7 +217,7 @@ def replay(
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation; if staleness is bounded, for that alone."""
+    """Publish the initial weights for the first evaluation; with bounded staleness, for that alone."""
     publication = Publication(
         version=0,
         published=time.time(),
@@ -231,7 +231,7 @@ def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) 
 def _open_trainer(
     run: RunDir, config: Config, placement: Placement, layout: WeightLayout, progress: Progress
 ) -> TrainerExchange:
-    """Over MPI, over files, or both if elastic searchers may join an MPI world."""
+    """Open the exchange over MPI, over files, or both if elastic searchers may join an MPI world."""
 
     def evaluated(split: Split, step: int) -> bool:
         return find_evaluation(run, split, step) is not None
@@ -259,7 +259,7 @@ def _open_trainer(
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
-    """As a trainer rank other than the leader. Over files that one writes all of the weights."""
+    """Follow the leader as another trainer rank. Over files the leader alone writes the weights."""
     if placement.mpi is None:
         learner.follow(None)
         return
@@ -267,7 +267,7 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 
     follower = MpiTrainerFollower(placement.mpi)
     learner.follow(follower.slot)
-    follower.close()  # after an error nobody may be there to agree on that
+    follower.close()  # not after an error, when nobody may be left to agree on that
 
 
 # --- Searchers ---
@@ -276,7 +276,7 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 def search(run: RunDir, index: int | None) -> None:
     """Run searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it.
 
-    Without index, MPI or launcher it is an elastic one. Raises NoSlotError if no slot is free for it.
+    Without index, MPI and launcher it is elastic. Raises NoSlotError if no slot is free for it.
     """
     config = run.config()
     bound_output()
@@ -302,19 +302,19 @@ def search(run: RunDir, index: int | None) -> None:
 
 
 def _search_for_a_while(run: RunDir, config: Config) -> None:
-    """Join as an elastic searcher, and leave when asked to or when the run is finished."""
+    """Join as an elastic searcher; leave when asked to or when the run is finished."""
     if run.finished:
         log.info("%s is finished: there is nothing to search for", run.path)
         return
     with leaving_at_once(), leased_slot(run, config) as slot, explained():
         log.info("holding slot %d of %s", slot.searcher, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()
-        seed = _seed(config, slot.searcher, slot.lease)  # there may have been no attempt yet
+        seed = _seed(config, slot.searcher, slot.lease)  # not by the attempt: there may be none yet
         _stay(SearchParts.make(run, config, slot.searcher, seed=seed))
 
 
 def _stay(parts: SearchParts) -> None:
-    """Search in a leased slot, until asked to leave, or the run is finished."""
+    """Search in a leased slot until asked to leave or the run is finished."""
     run, config, metrics = parts.run, parts.config, parts.metrics
     with (
         led() as stop,
@@ -335,7 +335,7 @@ def _stay(parts: SearchParts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SearchParts:
-    """What a searcher works with, whatever its exchange."""
+    """Parts of a searcher that do not depend on its exchange."""
 
     run: RunDir
     config: Config
@@ -354,7 +354,7 @@ class SearchParts:
             hold_to_model(run, config.model.path, file.parent)
         underway = Underway(run, index)
         backend = make_backend(run, config)
-        # First of all, since its process builds the engine while this one imports torch.
+        # The generator comes first, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
         serve = partial(_serve, seed=seed)
         task = load_task(config.task, backend.tokenizer(), serve, room=prompt_room(config))
@@ -362,7 +362,7 @@ class SearchParts:
         refuse_few_prompts(task, config)
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
-        tokenizer = backend.tokenizer()  # the task's own is in use in another thread
+        tokenizer = backend.tokenizer()  # another thread uses the task's own
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
@@ -381,7 +381,7 @@ class SearchParts:
         report: Callable[[Evaluation], None],
         stop_asked: Callable[[], bool],
     ) -> Searcher:
-        """The loop, ready to run."""
+        """Build the searcher's loop, ready to run."""
         section, run, config = self.config.generator, self.run, self.config
         return Searcher(
             generator=self.generator,
@@ -406,14 +406,14 @@ class SearchParts:
 
 
 def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
-    """A ports.Serve by vLLM, imported for tasks that ask for it."""
+    """Serve a model by vLLM (a ports.Serve); vLLM is imported only for tasks that ask for this."""
     from tba_hpc.engine.vllm_victim import VllmVictim
 
     return VllmVictim(*arguments, seed=seed, **keywords)
 
 
 def _load_reference(run: RunDir, config: Config, backend: Backend) -> Reference:
-    """The reference that a run begins with; a resume gets the current one with its first weights."""
+    """Load a new run's first reference; a resume gets the current one with its first weights."""
     if not config.train.reference.scored:
         return BehaviourReference()
     if config.train.trainer_has_reference:
@@ -422,7 +422,7 @@ def _load_reference(run: RunDir, config: Config, backend: Backend) -> Reference:
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:
-    """The event of a searcher's start: how many share the requests, and its place among them."""
+    """Build the event of a searcher's start: how many share the requests, and its place among them."""
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}
     return {"event": "started", "searchers": config.launch.places, **own}
@@ -447,9 +447,9 @@ def _open_searcher(
 def _join(
     run: RunDir, config: Config, index: int, exchange: FileSearcherExchange | MpiSearcherExchange
 ) -> Progress:
-    """Get the run's progress from the trainer, and offer it this searcher's shards that it has not seen."""
+    """Get the run's progress from the trainer; offer the shards of this searcher that it has not seen."""
     progress = exchange.progress()
-    if exchange.closed:  # perhaps before it was told; what it would look for may be merged and gone
+    if exchange.closed:  # maybe without progress; its shards may be merged and pruned
         return progress
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
@@ -459,7 +459,7 @@ def _join(
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
-    """Shards of the searchers whose numbers are ``among`` these."""
+    """Open the pending shards of the searchers whose numbers are ``among`` these."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
 
@@ -470,7 +470,7 @@ def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -
 
 
 def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
-    """Write a part of an evaluation, waiting for room on the disk."""
+    """Write a part of an evaluation; wait for room if the disk is full."""
     timeout = config.launch.disk_seconds
     insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=timeout)
 
@@ -484,7 +484,7 @@ def _online_evaluator(
     *,
     decode: Callable[[np.ndarray], str] | None = None,
 ) -> OnlineEvaluator:
-    """place: of the searcher among so many that evaluate together."""
+    """Build the evaluator. place: this searcher's place among the ``places`` that evaluate together."""
     section = config.evaluate
     return OnlineEvaluator(
         task,
@@ -504,5 +504,5 @@ def _metrics(run: RunDir, searcher: int) -> MetricsWriter:
 
 
 def _seed(config: Config, searcher: int, *more: int) -> int:
-    """The engine's seed, which differs between searchers, attempts, and holders of a slot."""
+    """Derive the engine's seed, which differs between searchers, attempts, and holders of a slot."""
     return int(np.random.SeedSequence([config.run.seed, searcher, *more]).generate_state(1)[0] >> 1)

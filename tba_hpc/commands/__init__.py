@@ -1,1 +1,1 @@
-"""The commands of tba that are more than a few lines."""
+"""Commands of tba that are longer than a few lines."""

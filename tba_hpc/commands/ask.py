@@ -1,6 +1,6 @@
-"""``tba ask``: put a question to a run's model, or to any other, and print its answers.
+"""``tba ask``: puts a question to a run's model, or to any other, and prints the answers.
 
-It must not judge them, nor start an engine: for one question transformers is up sooner.
+It must not judge the answers, nor start an engine: for one question transformers is ready sooner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. truncated: whether a limit ended it. tokens: with its end. failed: its environment has."""
+    """An answer. truncated: a limit ended it. tokens: count, with the end. failed: its environment did."""
 
     text: str
     truncated: bool
@@ -44,7 +44,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question as the model saw it, and what it said. seconds: without loading the model."""
+    """A question as the model saw it, and the replies. seconds: time without loading the model."""
 
     model: str
     dtype: str
@@ -67,11 +67,12 @@ def ask(
     max_tokens: int | None = None,
     chat: bool | None = None,
 ) -> Asked:
-    """Load the model that the command line names, and let it answer; the same seed draws the same answers.
+    """Load the named model and let it answer; the same seed draws the same answers.
 
-    temperature: None is greedy for a single answer, and as trained for several. max_tokens: None as trained.
-    chat: None as the task of the run or config puts its problems; of any other model, in its chat template
-    if it has one. Raises ConfigError: no such run or model, no chat template, a question that is too long.
+    temperature: None means greedy for one sample, and as trained for several. max_tokens: None means as
+    trained. chat: None means as the task of the run or config poses its problems; for any other model, in its
+    chat template if it has one. Raises ConfigError if there is no such run or model or no chat template, or
+    if the question is too long.
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
@@ -117,7 +118,7 @@ def _reply(text: str, answer: Completion) -> Reply:
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """The config of a run or of ``config``, if there is one, and the model. Raises ConfigError."""
+    """Load the config of a run or file ``config`` (None without either) and the model. Raises ConfigError."""
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 
@@ -130,14 +131,14 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Tokens int32 [T] of the prompt, as the task has it if it says so."""
+    """Encode the question as int32 [T], by the task itself if it is ``Asking``."""
     if isinstance(task, Asking):
         return task.encode_question(question)
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)
 
 
 def _converse(task: Conversing, request: Request, model: HfAnswers, stop: Sequence[str], seed: int) -> Group:
-    """The answers, each a whole conversation with the task's environment."""
+    """Return the answers, each a whole conversation with the task's environment."""
     from tba_hpc.learner.hf_answers import HfTurns
 
     generator = task.converse(HfTurns(model, stop, seed), model.tokenizer)
@@ -153,7 +154,7 @@ def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Vic
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
-    """The longest answer that the context still has room for."""
+    """Return the longest answer that fits the context. Raises ConfigError if none does."""
     left = settings.model.context_length - prompt_tokens
     if left < 1:
         raise ConfigError(
@@ -164,7 +165,7 @@ def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
 
 
 def print_answers(asked: Asked, *, as_json: bool = False) -> None:
-    """The prompt, the answers, and how they were made; or JSON."""
+    """Print the prompt, the answers and how they were made; or all as JSON."""
     if as_json:
         print(json.dumps(asdict(asked), indent=2))
         return
@@ -178,7 +179,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
 
 
 def _how(asked: Asked) -> str:
-    """How the answers were made."""
+    """Describe how the answers were made."""
     how = f"at temperature {asked.temperature:g}" if asked.temperature else "greedy"
     place = "a GPU" if asked.device == "cuda" else "the CPU"
     answers = f"{count(len(asked.replies), 'answer')} of at most {count(asked.max_tokens, 'token')}"

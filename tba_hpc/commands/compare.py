@@ -1,6 +1,6 @@
-"""``tba compare``: runs beside one another: what differs in their configs, what they came to, their curves.
+"""``tba compare``: shows runs side by side: differences of their configs, their results and their curves.
 
-It reads runs and changes nothing of them.
+It only reads runs and changes nothing in them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tba_hpc.report.tables import NOTHING, Cell, cell_text, print_rows
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")
-"""Keys that tell runs apart and nothing else."""
+"""Keys that only identify a run."""
 
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
-"""Figures that say nothing beside those to another reference."""
+"""Figures that cannot be compared if the runs have different references."""
 
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run among others.
+    """One of the runs to compare.
 
-    gain: of its last score over that of the first run, as of unpaired prompts; None of the first run itself,
-    and if one of them was not measured, or is another score, or of another task.
+    gain: its last score minus that of the first run, with prompts taken as unpaired. None for the first run
+    itself, and if either score is missing or the two measure different scores or tasks.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read some runs, at any moment of them. Raises ConfigError if there is only one, or one is no run."""
+    """Read runs in any state. Raises ConfigError if there is only one, or a path is no run."""
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]
@@ -59,13 +59,13 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _score_of(data: RunData) -> tuple[object, ...]:
-    """What its score measures."""
+    """Return a key of what the run's score measures."""
     task = data.config.task
     return data.score_name, task.name, task.reward
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """A row for each key whose values differ, by run."""
+    """Return a row for each key whose values differ, with a column per run."""
     each = [differences(runs[0].data.config, run.data.config) for run in runs]
     of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
     rows = []
@@ -77,7 +77,7 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """A row for each figure, by run."""
+    """Return a row for each figure, with a column per run."""
     columns = [_figures(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     left_out = () if share_reference(runs) else OF_REFERENCE
@@ -92,7 +92,7 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def share_reference(runs: Sequence[Compared]) -> bool:
-    """Whether KL and perplexity of these runs are to one reference; those to what sampled have none."""
+    """Tell whether all runs whose reference is a scored model have the same one, for KL and perplexity."""
     models = {
         (
             config.model.path,
@@ -122,7 +122,7 @@ def _difference(run: Compared) -> str:
 
 
 def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None:
-    """Two tables, or JSON."""
+    """Print two tables, or JSON."""
     if as_json:
         print(json.dumps(values(runs), indent=2))
         return
@@ -136,7 +136,7 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
 
 
 def values(runs: Sequence[Compared]) -> dict[str, Any]:
-    """Everything but the curves in plain values: keys that differ, and by run its scores and its summary."""
+    """Return all but the curves as plain values: keys that differ, and each run's scores and summary."""
     each = {}
     for run in runs:
         scores = {"before": run.summary.score_before, "after": run.summary.score_after, "gain": run.gain}
@@ -146,7 +146,7 @@ def values(runs: Sequence[Compared]) -> dict[str, Any]:
 
 
 def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
-    """Write both tables and the curves, laid over each other, as one page. Raises ConfigError."""
+    """Write both tables and the overlaid curves as one page. Raises ConfigError."""
     from tba_hpc.report.page import footer, template, write_html  # matplotlib costs a second
     from tba_hpc.report.plots import overlays, run_line
 

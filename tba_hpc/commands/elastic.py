@@ -1,4 +1,4 @@
-"""``tba submit --elastic``: elastic searchers for a run, as an array of one-node Slurm jobs."""
+"""``tba submit --elastic``: submits elastic searchers for a run, as an array of one-node Slurm jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def submit_elastic(
     """Submit up to ``order.nodes`` one-node jobs of elastic searchers for the run in ``order.config``.
 
     show: print the batch script instead. make: print it ready for sbatch, with a copy of the code. Raises
-    ConfigError or LaunchError, a sentence.
+    ConfigError or LaunchError with one sentence.
     """
     run, site, nodes = RunDir.open(order.config), order.load_site(), order.nodes
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
@@ -67,7 +67,7 @@ def submit_elastic(
 
 
 def _searchers(config: Config, site: Site, nodes: int) -> Component:
-    """The searchers of a node. Raises ConfigError if those of all nodes are more than the run takes."""
+    """Return the searchers of a node. Raises ConfigError if all nodes have more than the run takes."""
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
     searcher, most = searchers_of_a_node(config, site), config.launch.elastic
@@ -82,7 +82,7 @@ def _searchers(config: Config, site: Site, nodes: int) -> Component:
 
 
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
-    """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
+    """Return what may go wrong. Raises ConfigError for what certainly will, before hours in the queue."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
     facts = replace(job_facts(config, site), fetched_by=fetch)
     return [finding.sentence for finding in refuse(ELASTIC, facts)]

@@ -1,7 +1,7 @@
-"""Brings the models and data that a config names into the cache that a site's jobs will see: ``tba fetch``.
+"""``tba fetch``: downloads models and data that a config names into the cache that a site's jobs will see.
 
-In a process of its own, ``python -m tba_hpc.commands.fetch`` with a config on its input: the Hugging Face
-libraries look where their cache is when they are imported, and a task's code is the user's.
+This runs in its own process, ``python -m tba_hpc.commands.fetch`` with a config on stdin. The Hugging Face
+libraries find their cache when they are imported, and a task's code is the user's.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.tasks.data import download
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""What would forbid to ask the hub, as batch scripts do."""
+"""Variables that forbid to ask the hub; batch scripts set them."""
 
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
-"""Weights that nothing here reads, often as large again as those that are read."""
+"""Weight formats that nothing here reads, often as large again as those that are read."""
 
 SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
-"""Weights that are read; the second only if there are none of the first."""
+"""Weight formats that are read; pickled ones only if there are no safetensors."""
 
 
 def fetch(config: Config, site: Site | None) -> None:
-    """Fetch all that ``config`` names, with a line each. site: None for the cache of this machine's user.
+    """Fetch all that ``config`` names; print a line each. site: None for the cache of this machine's user.
 
-    Raises ConfigError if something is missing in the end, or where it would go is not known.
+    Raises ConfigError if something is missing in the end, or if the cache's place is not known.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable
@@ -56,7 +56,7 @@ def fetch(config: Config, site: Site | None) -> None:
 
 
 def _environment(site: Site | None) -> dict[str, str]:
-    """The variables of the site's jobs, but for those that forbid to ask the hub."""
+    """Return the variables of the site's jobs, without those that forbid to ask the hub."""
     environment = job_environment(site) if site else dict(os.environ)
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         if "$" in environment.get(name, ""):
@@ -68,7 +68,7 @@ def _environment(site: Site | None) -> dict[str, str]:
 
 
 def fetch_all(config: Config, environment: Mapping[str, str]) -> bool:
-    """Fetch what is not there yet, with a line for each resource; whether nothing is missing in the end."""
+    """Fetch missing resources; print a line for each resource; return whether all are there in the end."""
     there = [_fetch(resource, environment) for resource in resources(config)]
     return all(there)
 
@@ -82,7 +82,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
     _tell(resource, "is fetched …")
     try:
         download(resource) if resource.kind == "data set" else _download_model(resource.name)
-    except Exception as error:  # whatever the hub's client raises: the others are fetched all the same
+    except Exception as error:  # whatever the hub's client raises: fetch the others all the same
         reason = (str(error).strip().splitlines() or [""])[0]
         return _tell(resource, f"MISSING, {type(error).__name__}: {reason}", there=False)
     where = place(resource, environment)
@@ -99,13 +99,13 @@ def _tell(resource: Resource, what: str, *, there: bool = True) -> bool:
 
 
 def _download_model(name: str) -> None:
-    """Configuration, tokenizer and weights, these in one format."""
+    """Download configuration, tokenizer, and weights in a single format."""
     from huggingface_hub import HfApi, snapshot_download
 
     files = HfApi().list_repo_files(name)
     top = [file for file in files if "/" not in file]
     pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
-    # A folder holds other formats, or parts of other libraries.
+    # Folders in a repository hold other formats, or parts of other libraries.
     below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
     snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])
 

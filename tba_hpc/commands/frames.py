@@ -1,6 +1,6 @@
-"""A run as pandas tables: what ``tba_hpc.read`` gives to a notebook.
+"""A run as pandas tables, as ``tba_hpc.read`` returns it to a notebook.
 
-It imports pandas only when it is asked for a table: nothing else of this package needs it.
+pandas is imported only when a table is requested, since nothing else in this package needs it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class RunFrames:
-    """The tables of a run, each read when it is first asked for; another ``read`` reads them again.
+    """Tables of a run. Each is read when first requested; another ``read`` reads them again.
 
-    path: of the run directory. Raises ConfigError if it is none, ModuleNotFoundError without pandas.
+    path: the run directory. Raises ConfigError if it is none, ModuleNotFoundError without pandas.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,21 +35,21 @@ class RunFrames:
 
     @cached_property
     def config(self) -> Config:
-        """What the run was told."""
+        """Config of the run."""
         return self.run.config()
 
     @cached_property
     def metrics(self) -> DataFrame:
-        """A row for each optimizer step, index ``step``: all that trainer.jsonl says of it.
+        """One row per optimizer step, index ``step``, with all that trainer.jsonl says about it.
 
-        Of a step done twice, by a resume, the later one's.
+        If a resume did a step again, the row is of the later one.
         """
         records = step_records(read_metrics(self.run.metrics_file("trainer")))
         return _frame([{"step": 0, **record} for record in records], ["step", "time"]).set_index("step")
 
     @cached_property
     def searchers(self) -> DataFrame:
-        """A row for each record of the searchers, of about a second each, with ``searcher``, by time."""
+        """One row per record of the searchers (about one per second each), with ``searcher``, by time."""
         records = [
             {"searcher": index, **record}
             for index, path in self.run.searcher_files().items()
@@ -60,9 +60,9 @@ class RunFrames:
 
     @cached_property
     def evaluations(self) -> DataFrame:
-        """A row for each whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
+        """One row per whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
 
-        reward: mean over the answers that have one.
+        reward: mean over the answers that have a reward.
         """
         counts = ["perplexity", "correct", "total", "tokens", "truncated"]
         names = ["split", "step", "score", "low", "high", "reward", *counts]
@@ -76,13 +76,13 @@ class RunFrames:
 
     @cached_property
     def samples(self) -> DataFrame:
-        """A row for each trajectory still on disk, oldest weights first, as ``tba samples --json``."""
+        """One row per trajectory still on disk, oldest weights first, as in ``tba samples --json``."""
         found = select(self.run, Query(order="oldest", limit=None), run_decoder(self.run))
         return _frame([sample.values() for sample in found.samples], ["uid", "reward"])
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
-    """columns: those of a table without rows."""
+    """Build a table. columns: its columns if there are no rows. Raises ModuleNotFoundError without pandas."""
     try:
         import pandas
     except ModuleNotFoundError:

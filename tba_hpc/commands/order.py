@@ -1,4 +1,4 @@
-"""What a user asks of Slurm: which run on which nodes of which site, and its batch script."""
+"""An order for Slurm: the run, its nodes and site, and the batch script."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 MOST_SEEDS = 500
-"""Longest list of seeds, each of which is looked at before the first is submitted."""
+"""Largest number of seeds; each run is checked before the first one is submitted."""
 
 HEADER_SIGNAL = 300
-"""``--signal`` of a script to edit by hand, slurm/tba_*.sbatch, whatever the site file says."""
+"""Seconds of ``--signal`` in the scripts to edit by hand, slurm/tba_*.sbatch, whatever the site file says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A job as it is ordered.
+    """A job as the user orders it.
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
-    shipped one. after: a run whose job is to end first. options: further ones of sbatch, such as
-    ``--time-min=60``. chain: jobs, each after the other. here: id of this job, which has its nodes; empty if
-    another is meant. The others: as the options of ``tba submit``.
+    shipped one. after: a run whose job must end first. options: further options of sbatch, such as
+    ``--time-min=60``. chain: number of jobs, one after another. here: id of this job if the order is for its
+    own nodes, else empty. The other fields are options of ``tba submit``.
     """
 
     config: Path
@@ -57,57 +57,57 @@ class Order:
 
     @property
     def fetched_by(self) -> str:
-        """The command that downloads what the ranks need."""
+        """Command that downloads what the ranks need."""
         settings = [word for setting in self.overrides for word in ("--set", setting)]
         return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
     @property
     def beside(self) -> Path:
-        """The folder where modules lie that the config names."""
+        """Folder of the modules that the config names."""
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
-        """The site, with what the order says otherwise. Raises ConfigError."""
+        """Load the site, changed as the order says. Raises ConfigError."""
         site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
         options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
         changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
         if self.here:
             changes["signal_seconds"] = min(site.signal_seconds, HEADER_SIGNAL)
         if self.here and site.gpus_per_node:
-            # A step of a job with whole nodes (--exclusive) gets no GPU that it does not ask for.
+            # In a job with whole nodes (--exclusive) a step gets only the GPUs that it asks for.
             changes["srun_arguments"] = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
         return site.model_copy(update=changes)
 
     @property
     def _given(self) -> dict[str, object]:
-        """What a node of this job has, whatever the site file says."""
+        """Site keys that this job's own nodes determine, whatever the site file says."""
         if not self.here:
             return {}
         gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
         return {"gpus_per_node": int(gpus), "cpus_per_node": int(cpus), "hetjob": False}
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
-        """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them.
+        """Return the run's config and plan. Ranks follow from the nodes; paths are absolute, for every node.
 
         Raises ConfigError.
         """
         refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
         path, overrides = as_it_lies(self.config, [*self.overrides, *root])
-        # One trainer fits every config: how many there will be is not known before the plan.
+        # One trainer fits every config; the real number is not known before the plan.
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
         return load_anchored(path, [*overrides, *split.overrides]), split
 
 
 def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """A config's file and overrides; of a run directory, its own file and where it lies now.
+    """Return a config's file and overrides; for a run directory its own file, with its present place.
 
-    Raises ConfigError if the directory has another name than its run.
+    Raises ConfigError if the directory's name is not its run's.
     """
     if not path.is_dir():
         return path, [*overrides]
-    run = RunDir.open(path.resolve())  # a link to it may have any name
+    run = RunDir.open(path.resolve())  # a link to the run may have any name
     name = run.config().run_dir.name
     if run.path.name != name:
         raise ConfigError(f"{path} holds the run {name}: give the folder that name again to resume it")
@@ -115,7 +115,7 @@ def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
-    """A config of which relative paths are made absolute, for use in any folder. Raises ConfigError."""
+    """Load a config and make its relative paths absolute, for use in any folder. Raises ConfigError."""
     config = load_config(path, list(overrides))
     named = resources(config, of_custom_task=False)
     paths = {one.key: one.name for one in named if is_here(one) and Path(one.name).exists()}
@@ -125,14 +125,14 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
-    """The shipped file that is used if the user names none; says so on stderr."""
+    """Return the shipped file that is used if the user names none; say so on stderr."""
     file = shipped.files(kind)[name]
     print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
     return file
 
 
 def spread(order: Order, configs: Sequence[Path], seeds: str | None) -> list[Order]:
-    """``order`` for each config and seed. seeds: such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
+    """Copy ``order`` for each config and seed. seeds: such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
     if seeds is None:
         return [replace(order, config=config) for config in configs]
     if run := next((config for config in configs if config.is_dir()), None):
@@ -145,7 +145,7 @@ def spread(order: Order, configs: Sequence[Path], seeds: str | None) -> list[Ord
 
 
 def parse_seeds(text: str) -> list[int]:
-    """``0-4`` or ``0,2,7-9`` as numbers, each once. Raises ConfigError."""
+    """Parse ``0-4`` or ``0,2,7-9`` to numbers, each once. Raises ConfigError."""
     parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
     spans = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if len(spans) < len(parts) or not all(spans):
@@ -156,16 +156,17 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def nodes_of_this_job(*, ready: bool) -> int:
-    """How many nodes the job has that is to source its script, if it is ``ready``. Raises ConfigError."""
+    """Number of nodes of this job, which will source its script if ``ready``. Raises ConfigError."""
     if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
         return int(nodes)
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")
 
 
 def script(order: Order, *, make: bool = False) -> str:
-    """The batch script of an order. Raises ConfigError.
+    """Return the batch script of an order. Raises ConfigError.
 
-    make: make the run directory and a copy of the code, so that sbatch can take the script; else nothing is.
+    make: make the run directory and a copy of the code, so that sbatch can take the script. Without it
+    nothing is written.
     """
     site = order.load_site()
     config, split = order.resolve(site)
@@ -192,7 +193,7 @@ def script(order: Order, *, make: bool = False) -> str:
 
 
 def sbatch_options(words: Sequence[str]) -> list[str]:
-    """``key=value`` or ``key`` words as options of sbatch. Raises ConfigError."""
+    """Turn words ``key=value`` or ``key`` into options of sbatch. Raises ConfigError."""
     options = [f"--{word.removeprefix('--')}" for word in words]
     if bad := next((word for word in options if not re.match(r"--[a-z][a-z-]+(=|$)", word)), None):
         raise ConfigError(
@@ -210,10 +211,10 @@ def script_of(
     chained: bool = False,
     code: Path | None = None,
 ) -> str:
-    """The batch script of a run. Raises ConfigError.
+    """Return the batch script of a run. Raises ConfigError.
 
-    after: id of the job that is to end first; chained: it is of the same run. code: a snapshot of the
-    package, once there is a run directory; a container brings code of its own.
+    after: id of the job that must end first. chained: that job is of the same run. code: a snapshot of the
+    package, once there is a run directory; a container brings its own code.
     """
     if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
         site = site.model_copy(update={"mpi": "none"})
@@ -224,7 +225,7 @@ def script_of(
 
 
 def again(order: Order, run: RunDir) -> str:
-    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
+    """Return the command that resubmits the run from any folder; the frozen config knows the settings."""
     site = shipped.find(order.site, "sites").absolute()
     words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
     words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
@@ -236,7 +237,7 @@ def again(order: Order, run: RunDir) -> str:
 
 
 def _typed() -> list[object]:
-    """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
+    """Return the typed program and command, ``tba submit`` or tools/submit.py, for use in any folder."""
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":
         return [sys.executable, "-P", "-m", "tba_hpc", "submit"]
@@ -244,7 +245,7 @@ def _typed() -> list[object]:
 
 
 def last_job(path: Path) -> str:
-    """The id of a run's last job. Raises ConfigError if it has had none."""
+    """Return the id of a run's last job. Raises ConfigError if it has had none."""
     if jobs := slurm_queue.jobs_of(RunDir.open(path)):
         return jobs[-1]
     raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")

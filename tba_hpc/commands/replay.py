@@ -1,6 +1,6 @@
-"""``tba replay``: another training on the shards that a run has recorded, without searchers or engines.
+"""``tba replay``: trains again on the shards that a run has recorded, without searchers or engines.
 
-What was sampled stays as it is: the task, the generator, and the temperature at which log-probabilities were
+Keys of the sampling stay as recorded: the task, the generator, and the temperature at which logprobs were
 taken.
 """
 
@@ -23,19 +23,19 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import owned
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
-"""Keys of what the shards are; they stay."""
+"""Keys that determined the shards; a replay cannot change them."""
 
 NOTE = "replay.json"
-"""Of which run a replay is, and in which order."""
+"""File that names the replayed run, and the order of its shards."""
 
 
 def replay(
     path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
 ) -> tuple[RunDir, Config]:
-    """Train by the config of a run and ``overrides`` on its shards, in a run of its own beside it.
+    """Train on a run's shards by its config and ``overrides``, in a run of its own beside it.
 
-    As they came; ``delay`` steps later; or all at once. Another call resumes it. partial: also
-    if shards are gone. Raises ConfigError, and what training raises.
+    Shards arrive as they did, ``delay`` steps later, or all at once. Another call resumes the replay.
+    partial: replay even if shards are gone. Raises ConfigError and the errors of training.
     """
     source = RunDir.open(path)
     recorded = source.config()
@@ -60,9 +60,9 @@ def replay(
 
 
 def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:
-    """The config of a replay: one trainer; as many steps as were taken, unless others are given.
+    """Return the config of a replay: one trainer, and as many steps as were taken unless overridden.
 
-    The learning rate is laid out as it was.
+    The schedule of the learning rate stays as it was.
     """
     tree = recorded.model_dump(mode="json")
     name = f"{recorded.run.name}-replay"
@@ -86,7 +86,7 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
+    """Remove keys from ``train`` that followed from its other keys, and will follow from those ``given``."""
     objective = given.get("train.objective", train["objective"]["name"])
     if "train.objective" in given:
         del train["ratio_bound"]
@@ -97,7 +97,7 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, RecordedShards]:
-    """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError if it is gone."""
+    """Read a run's recording as a replay by ``config`` needs it. Raises ConfigError if that is gone."""
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:
         raise ConfigError(

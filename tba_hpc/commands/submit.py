@@ -1,6 +1,7 @@
-"""Submits runs to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
+"""Submits runs to Slurm: trainer and searcher nodes in one job, which continues by itself until it is done.
 
-Submitting again with the same config resumes where the run stopped. Needs no torch: made for a login node.
+Submitting again with the same config resumes where the run stopped. It needs no torch, so that it works on a
+login node.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 CHECK_SECONDS = 60.0
-"""Longest look at the task: hours in the queue may follow."""
+"""Longest check of the task; hours in the queue may follow."""
 
 SHORT_SECONDS = 300
-"""With less time than this a start of large engines may seal nothing."""
+"""Training time below which an attempt with large engines may seal no shard."""
 
 NOT_SUBMITTED = "finished"
-"""In the column of jobs for a finished run."""
+"""Text in the column of jobs for a finished run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """An order that has passed all checks. after: id of the job that is to end first."""
+    """An order that has passed all checks. after: id of the job that must end first."""
 
     order: Order
     site: Site
@@ -52,15 +53,15 @@ class Ready:
     after: str | None
 
     def script(self, link: str | None = None) -> str:
-        """Its batch script. link: the job of its chain that this one follows."""
+        """Return the batch script. link: the job of the same chain that this one follows."""
         code, after = snapshot.place(self.run.path), link or self.after
         return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
 
 def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
-    """Submit orders, but for finished runs, and print what was done. All are checked before the first.
+    """Submit orders, except of finished runs, and print what was done. All are checked before the first.
 
-    wait: until the jobs have ended; the answer then is whether all runs are finished. Raises ConfigError,
+    wait: wait until the jobs have ended, and return whether all runs are finished. Raises ConfigError,
     StateError, DiskFullError or LaunchError with one sentence.
     """
     slurm.require_slurm()
@@ -77,7 +78,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
             done.append(_done(one, jobs[-1]))
             if len(ready) > 1 and not as_json:
                 _tell_row(done)
-    finally:  # if Slurm refuses one of several, those before it are in the queue
+    finally:  # if Slurm refuses one of several, the earlier ones are in the queue
         if as_json and done:
             print(json.dumps(done if len(ready) > 1 else done[0]))
     if len(ready) == 1 and not as_json:
@@ -89,7 +90,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
 
 
 def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
-    """found: warnings by config, of which several seeds need one look."""
+    """Check an order. found: warnings by config, so that several seeds of a config need one check."""
     site = order.load_site()
     config, split = order.resolve(site)
     if order.config not in found:
@@ -105,7 +106,7 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
-    """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
+    """Return what may go wrong. Raises ConfigError for what certainly will, before hours in the queue."""
     facts = replace(
         job_facts(config, site, split),
         python=login_python(site),
@@ -117,7 +118,7 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
 
 
 def _short_time(site: Site) -> list[Finding]:
-    """Whether a job may end before its engines are up."""
+    """Warn if a job may end before its engines are ready."""
     if site.seconds_to_train >= SHORT_SECONDS:
         return []
     found = f"time={site.time} leaves only {site.seconds_to_train:.0f} s to start engines and train"
@@ -125,14 +126,14 @@ def _short_time(site: Site) -> list[Finding]:
 
 
 def _left_out(script: str) -> list[Finding]:
-    """What this shell says of jobs, and what is not heeded since the script says otherwise."""
+    """Warn of this shell's SBATCH_ variables that are ignored, since they would override the script."""
     names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
     found = f"{', '.join(names)} of this shell would override the batch script, so it is not passed on"
     return [warning("shell", found, "put what you need into the site file")] if names else []
 
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
-    """The id of the run's job if it is queued or running; else None, and a warning."""
+    """Return the id of the run's job if it is queued or running; else None, and a warning."""
     last = last_job(path)
     if slurm_queue.active_job(RunDir.open(path)):
         return last, []
@@ -153,7 +154,7 @@ def _submit(ready: Ready) -> str:
 
 
 def _ends_well(run: RunDir, job: str | None) -> bool:
-    """Wait for the end of a job; whether its run is finished."""
+    """Wait for the end of a job; return whether its run is finished."""
     if job is None:
         return True
     state = slurm_queue.await_job(run)
@@ -163,7 +164,7 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
-    """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
+    """Return what was done, for JSON: job (None: run is finished), run, commands, warnings, the split."""
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
@@ -177,7 +178,7 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
 
 
 def _commands(ready: Ready) -> dict[str, str]:
-    """What comes next."""
+    """Return the commands that may come next, by name."""
     run, jobs = str(ready.run.path), slurm_queue.jobs_of(ready.run)
     return {
         "watch": shlex.join(["tba", "status", run]),
@@ -190,7 +191,7 @@ def _commands(ready: Ready) -> dict[str, str]:
 
 
 def tell(done: dict[str, Any]) -> None:
-    """What was done, what to know about it, and the commands that come next."""
+    """Print what was done, the commands that may come next, and the warnings."""
     if done["job"] is None:
         print(
             f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"
@@ -203,7 +204,7 @@ def tell(done: dict[str, Any]) -> None:
 
 
 def _tell_row(done: Sequence[dict[str, Any]]) -> None:
-    """The last of several, as a row of the table: job and run. Its commands are those of any run."""
+    """Print the last of several as a table row of job and run; every run has the same commands."""
     if len(done) == 1:
         print("job       run")
     print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
@@ -212,6 +213,6 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell_warnings(sentences: Sequence[str]) -> None:
-    """On stderr, a line each."""
+    """Print a line for each on stderr."""
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)

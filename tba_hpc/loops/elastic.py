@@ -1,8 +1,8 @@
-"""An elastic searcher: the slot that it leases, what it asks and evaluates, how it leaves.
+"""An elastic searcher: the slot it leases, its requests and evaluations, and how it leaves.
 
-The holder of a slot asks for its requests; the next holder asks for those that are not completed. A trainer
-that restarts may divide the requests among another number of slots: then the stream of requests restarts,
-while engine and shards go on.
+The holder of a slot issues the slot's requests; the next holder issues those that are not completed. A
+restarted trainer may divide the requests among a different number of slots. The searcher then restarts its
+stream of requests and keeps its engine and shards.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tba_hpc.run.owners import Lease, clock, holders, take_lease
 from tba_hpc.run.signals import StopFlag
 
 EVALUATOR = "evaluator"
-"""The name that the evaluating searcher owns in a run without searchers of its own."""
+"""Name of the lease that the evaluating searcher holds in a run without searchers of its own."""
 
 RETRY_SECONDS = 5.0
-"""Pause between two tries to own it."""
+"""Pause between two attempts to take the EVALUATOR lease."""
 
 LOOK_SECONDS = 5.0
-"""Pause between the trainer's looks for elastic searchers: an engine takes longer to be built."""
+"""Pause between the trainer's checks for elastic searchers; building an engine takes longer."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Variables of a process that an MPI launcher has started."""
+"""Environment variables that an MPI launcher sets in the processes it starts."""
 
 
 class NoSlotError(ValueError):
@@ -48,7 +48,7 @@ class NoSlotError(ValueError):
 
 
 def comes_by_itself(config: Config, index: int | None) -> bool:
-    """Whether this searcher is elastic: no launcher started it. Raises ConfigError if the run has none."""
+    """Tell whether this searcher is elastic (has no launcher). Raises ConfigError if the run has none."""
     if index is not None or ATTEMPT in os.environ:
         return False
     if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
@@ -61,7 +61,7 @@ def comes_by_itself(config: Config, index: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a searcher holds: its number in the run, and that of its lease, used only once."""
+    """A searcher's number in the run, and the number of its lease, which is never reused."""
 
     searcher: int
     lease: int
@@ -84,7 +84,7 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class Attendance:
-    """Whether any elastic searcher is at work; looks every LOOK_SECONDS."""
+    """Tells whether any elastic searcher is at work; checks every LOOK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
@@ -93,7 +93,7 @@ class Attendance:
         self._anybody = False
 
     def __call__(self) -> bool:
-        """As of the last look at which the file system answered."""
+        """Return the result of the last check that the file system answered."""
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             self._anybody = unless_away(self._look, otherwise=self._anybody)
@@ -105,7 +105,7 @@ class Attendance:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While there is nothing to seal yet: a stop ends the process, and gives its lease back."""
+    """Let a stop end the process at once and release its lease, while there is nothing to seal yet."""
     asked = False
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -120,12 +120,12 @@ def leaving_at_once() -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is leave:
                 signal.signal(number, handler)
-        if asked:  # a library that calls back from C may have swallowed the first one
+        if asked:  # a library that calls back from C may have swallowed the first SystemExit
             raise SystemExit(0)
 
 
 class EvaluatorLease:
-    """Held by one searcher at a time, which evaluates for the run, until it leaves or dies."""
+    """Lease of the one searcher that evaluates for the run, until that searcher leaves or dies."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -133,14 +133,14 @@ class EvaluatorLease:
         self._tried = -RETRY_SECONDS
 
     def held(self) -> bool:
-        """Whether this process holds it; tries to, now and then."""
+        """Return whether this process holds the lease; try to take it every RETRY_SECONDS."""
         if not self._lease and time.monotonic() - self._tried >= RETRY_SECONDS:
             self._tried = time.monotonic()
             self._lease = unless_away(lambda: take_lease(self._run, [EVALUATOR]), otherwise=None)
         return self._lease is not None
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lease if it is held."""
         if self._lease:
             self._lease.release()
             self._lease = None
@@ -148,18 +148,18 @@ class EvaluatorLease:
 
 @dataclass
 class ElasticStay:
-    """A stay of elastic searcher ``searcher`` at a run. stop_asked: whether it is to leave."""
+    """A stay of elastic searcher ``searcher`` at a run. stop_asked: tells whether to leave."""
 
     run: RunDir
     config: Config
     searcher: int
     metrics: MetricsWriter = field(kw_only=True)
     stop_asked: Callable[[], bool] = field(kw_only=True)
-    _attempt: str = ""  # of the trainer, as of which the config was read
+    _attempt: str = ""  # the trainer's attempt for which the config was read
     _slotless: bool = False  # the run was started again with fewer slots
 
     def __post_init__(self) -> None:
-        self._split = _split(self.config.launch)  # by the searcher's "started"
+        self._split = _split(self.config.launch)  # the division that the searcher's "started" event reports
         self._evaluator = EvaluatorLease(self.run)
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
@@ -171,7 +171,7 @@ class ElasticStay:
         )
 
     def _launch(self) -> LaunchSection:
-        """How the trainer at work now was started."""
+        """Return the launch section with which the current trainer was started."""
         if (attempt := self.exchange.attempt) != self._attempt:
             self._attempt = attempt
             self.config = self.config.model_copy(update={"launch": self.run.config().launch})
@@ -179,10 +179,10 @@ class ElasticStay:
         return self.config.launch
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
-        """The requests of the slot, without end, less those completed by ``progress``.
+        """Yield the slot's requests without end, except those completed according to ``progress``.
 
-        progress: what the trainer and the shards of this slot say. If a restarted trainer has divided the
-        requests otherwise, those of the slot now, less what was issued here or is completed.
+        progress: as reported by the trainer and this slot's shards. If a restarted trainer divides the
+        requests differently, the slot's new requests follow, except those issued here or completed.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
         stream = training_requests(self.config, task, self.searcher, known)
@@ -203,13 +203,13 @@ class ElasticStay:
             yield request
 
     def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
-        """``write`` a whole evaluation, if the trainer that has asked for it is still at work."""
+        """``write`` a whole evaluation if the trainer that asked for it is still at work."""
         if self.exchange.still_wants(whole.split, whole.step):
             write(whole)
 
     @property
     def why(self) -> str:
-        """Why it leaves."""
+        """Reason for leaving: "stopped", "no slot" or "finished"."""
         if self.stop_asked():
             return "stopped"
         return "no slot" if self._slotless else "finished"
@@ -219,7 +219,7 @@ class ElasticStay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give back what is held besides the slot."""
+        """Release the evaluator's lease; the slot is released by ``leased_slot``."""
         self._evaluator.release()
         if kind is None:
             self._log("left", why=self.why)
@@ -230,5 +230,5 @@ class ElasticStay:
 
 
 def _split(launch: LaunchSection) -> tuple[int, int]:
-    """What decides which requests are those of a slot."""
+    """Return the numbers of searchers and of slots, which decide the requests of each slot."""
     return launch.searchers, launch.elastic

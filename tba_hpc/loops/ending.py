@@ -1,4 +1,4 @@
-"""The end of a run: last weights, last evaluation, export, summary and report."""
+"""End of a run: last weights, last evaluation, export, summary and report."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 POLL_SECONDS = 0.1
-"""Pause between two looks at the exchange and the evaluations."""
+"""Pause between two checks of the exchange and the evaluations."""
 
 NEWS_SECONDS = 5.0
-"""Pause between two looks at what the searchers write, which are a file each."""
+"""Pause between two checks of the searchers' metrics, of which each searcher writes its own file."""
 
 
 def end_run(
@@ -30,12 +30,12 @@ def end_run(
     learner: Learner,
     exchange: TrainerExchange,
 ) -> None:
-    """Let all ranks go, and leave a summary; a model and a report, too, if the run is ``finished``.
+    """Release all ranks and write a summary; write a model and a report, too, if the run is ``finished``.
 
-    finished: whether the last step was taken; if a stop is asked for now, a resume has only this end left to
-    do. Once nothing is left to train or to measure the run is marked as finished; after a kill between that
-    and the report the next ``tba run`` or ``tba report`` makes it. Shards that arrive from here on stay on
-    disk beyond the checkpoint's cursors. Raises ExchangeError if the last evaluation does not come.
+    finished: whether the last step was taken. If a stop is requested now, a resume only has to do this end.
+    The run is marked as finished once nothing is left to train or to evaluate. If it is killed between that
+    and the report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive from here on
+    stay on disk beyond the checkpoint's cursors. Raises ExchangeError if the last evaluation does not arrive.
     """
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")
@@ -52,12 +52,12 @@ def end_run(
         from tba_hpc.report.page import write_report  # matplotlib costs every start a second
 
         write_report(run)
-    else:  # drawing takes longer than a job may have to stop: the launcher draws
+    else:  # drawing may take longer than a job has left to stop, so the launcher draws
         write_summary(run, summarise(run))
 
 
 def publish_last(trainer: Trainer) -> bool:
-    """Publish the last weights for the last evaluation; False when asked to stop before."""
+    """Publish the last weights for the last evaluation; False if a stop is requested first."""
     while not trainer.stopping:
         if trainer.publish(evaluate="test"):  # bounded by the exchange's deadline
             return True
@@ -66,9 +66,9 @@ def publish_last(trainer: Trainer) -> bool:
 
 
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
-    """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before.
+    """Wait until every searcher's part of the last evaluation is on disk; False if a stop is requested first.
 
-    Raises ExchangeError if for a whole timeout none of those whose part is missing has done anything.
+    Raises ExchangeError if no searcher whose part is missing has generated anything for a whole timeout.
     """
     step, timeout = config.train.steps, config.launch.timeout_seconds
     news = _news(run, config.launch, step)
@@ -93,9 +93,9 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Whether a part has come since the last look, or a searcher whose part is missing generated anything.
+    """Yield whether a part arrived, or a searcher whose part is missing generated, since the last check.
 
-    If all searchers are elastic one of them evaluates, whichever it is.
+    If all searchers are elastic, one of them evaluates and it may be any of them.
     """
     tails: dict[int, MetricsTail] = {}
     missing: list[int] = []
@@ -110,7 +110,7 @@ def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
 
 
 def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
-    """Whose part is missing, and what to look at, or to start."""
+    """Return whose part is missing, and the remedy: what to look at, or to start."""
     if not launch.searchers:
         return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
     places = missing_parts(run, "test", step, launch.searchers)

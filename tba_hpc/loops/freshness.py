@@ -1,8 +1,8 @@
-"""What of the replay buffer a step may learn from, and how far ahead searchers may therefore run.
+"""Decides which trajectories of the buffer a step may learn from, and so how far searchers may run ahead.
 
 ``exchange.max_staleness`` bounds the steps between the weights that sampled a trajectory and those that learn
-from it; with ``train.reference: reset`` (TBA′) whatever an older reference scored is stale, too;
-``buffer.replay_limit`` bounds the steps that learn from a trajectory.
+from it. With ``train.reference: reset`` (TBA′), trajectories that an older reference scored are stale, too.
+``buffer.replay_limit`` bounds the number of steps that learn from a trajectory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Most steps since the last shard, or syncs if these take longer; then a step waits for one."""
+"""Most steps, or syncs if these take longer, without a new shard; after that a step waits for one."""
 
 
 class Freshness:
     """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``.
 
-    replays: whether recorded shards come when they came, so that no step waits for one it could do without.
+    replays: whether recorded shards arrive at their recorded steps. No step then waits for a shard that it
+    can do without.
     """
 
     def __init__(self, config: Config, buffer: ReplayBuffer, *, replays: bool = False) -> None:
@@ -37,18 +38,18 @@ class Freshness:
         self._replays = replays
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._fed: int | None = 0  # step at which a shard came last; None: not since the run was resumed
+        self._fed: int | None = 0  # step at which the last shard arrived; None: none since the resume
         self.reference = schedules.reference(config.train, 0)
-        """Step of the policy that is the reference, or BEHAVIOUR."""
+        """Step whose policy is the reference, or BEHAVIOUR."""
 
     def begin(self, step: int, completed: CompletedRequests) -> None:
-        """An attempt, at its first step. A resume waits for a shard: what it has was learned from before."""
+        """Begin an attempt at its first step. A resume waits for a shard: it has learned from the others."""
         self._fed = None if step else 0
         if self._config.exchange.max_staleness is not None:
             self._budget = RolloutBudget(self._config, completed)
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
-        """What to publish with the weights of ``step``; the budget grows by what they allow."""
+        """Return what to publish with the weights of ``step``; extend the budget by what they allow."""
         end = None
         if self._budget:
             end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
@@ -64,47 +65,47 @@ class Freshness:
     # --- Reference ---
 
     def update_reference(self, step: int) -> bool:
-        """Whether ``step`` has another reference than the step before."""
+        """Set the reference of ``step``; return whether it differs from the previous one."""
         before, self.reference = self.reference, schedules.reference(self._config.train, step)
         return self.reference != before
 
     # --- Staleness ---
 
     def evict_stale(self, step: int) -> int:
-        """Evict what ``step`` must not learn from; returns how many trajectories."""
+        """Evict the trajectories that ``step`` must not learn from; return their number."""
         if not self._config.selective:
             return 0
         used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
-        if not self.is_stale(self._buffer.kinds, step).any():  # these are few
+        if not self.is_stale(self._buffer.kinds, step).any():  # cheap: there are few kinds
             return used_up
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
-        """bool [N] of RECORD [N], or of its KIND: which trajectories ``step`` must not learn from."""
+        """bool [N] for RECORD [N], or its KIND: the trajectories that ``step`` must not learn from."""
         stale: np.ndarray = record["reference"] != self.reference
         if (bound := self._config.exchange.max_staleness) is not None:
             stale |= np.abs(step - record["version_oldest"]) > bound
         return stale
 
     def filling(self, step: int) -> bool:
-        """Whether the initial buffer of a run is what it waits for."""
+        """Return whether the run is waiting for its initial buffer."""
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """What the buffer lacks for ``step``: completions at first, then groups, or just any new one."""
+        """Number of completions (at first) or groups that ``step`` waits for; 1 may mean any new group."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         wanted = self._config.train.prompts_per_step if self._config.selective else 0
         return max(wanted - self._groups, int(self.starved(step)), self._overdue(step))
 
     def _overdue(self, step: int) -> int:
-        """Requests that must come before a queue may go on; if groups are drawn, none is waited for."""
+        """Number of requests that a queue must wait for; 0 if groups are drawn at random."""
         return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
-        """Whether ``step`` must wait for a shard, as none has come for too many steps, or since a resume.
+        """Tell whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
 
-        Not in a replay, or if nobody may issue a request.
+        False in a replay, or if no searcher may issue a request.
         """
         if self._replays or (self._budget is not None and not self._owed.total()):
             return False
@@ -113,7 +114,7 @@ class Freshness:
 
     @property
     def _groups(self) -> int:
-        """Groups that the buffer holds: one per request, or, as used ones leave a rest, one per prompt."""
+        """Groups in the buffer: one per request, or per prompt if used trajectories leave parts of groups."""
         limited = self._config.buffer.replay_limit is not None
         return self._buffer.prompts if limited else self._buffer.requests
 
@@ -124,19 +125,19 @@ class Freshness:
         return self._budget.owed() if self._budget else Counter()
 
     def exhausted(self, step: int) -> bool:
-        """Whether more is missing for ``step`` than searchers may issue: they need a larger budget."""
+        """Tell whether ``step`` lacks more than searchers may issue, so that they need a larger budget."""
         return self._budget is not None and self.missing(step) > self._owed.total()
 
     def arrive(self, shard: Shard, step: int) -> None:
-        """A shard comes before ``step``: count what its searcher no longer owes."""
+        """Note a shard that arrives before ``step``; its searcher no longer owes these requests."""
         self._fed = step
         if self._budget:
             self._budget.arrive(shard.trajectories.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """After ``timeout`` seconds without news let others issue what is owed: a searcher may have died.
+        """After ``timeout`` seconds without a shard let others issue what is owed: a searcher may have died.
 
-        Raises ExchangeError if nobody is left to wait for.
+        Raises ExchangeError if there is no searcher left to wait for.
         """
         shortage, remedy = self._shortage(step)
         silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
@@ -146,7 +147,7 @@ class Freshness:
         log.warning("%s; others begin what is missing", silence)
 
     def _shortage(self, step: int) -> tuple[str, str]:
-        """What the buffer lacks, and what the user can do."""
+        """Return what the buffer lacks, and what the user can do."""
         launch, wanted = self._config.launch, self._config.train.prompts_per_step
         none = "" if launch.searchers else " (none belongs to the run itself)"
         add = f"; if no searcher is at work{none}, add one: tba search {self._config.run_dir}"
@@ -176,17 +177,17 @@ class Freshness:
 
 
 class RolloutBudget:
-    """Which requests searchers may issue if staleness is bounded: those before ``end``.
+    """The requests that searchers may issue if staleness is bounded: those before ``end``.
 
-    What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests wait to be
-    learned from by then (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
-    nothing. What a run loses (duplicates, stale or repeated groups, those of excluded searchers) is issued
-    again as others: else searchers would be less far ahead with each loss.
+    A request issued under weights v is used by step v + n if no more than (n + 1)·B requests wait to be
+    learned from by then (AReaL, arXiv 2505.24298, §5.1). So ``end`` is (v + n + 1)·B in a run that loses
+    nothing. For requests that are lost (duplicates, stale or repeated groups, those of excluded searchers)
+    others are granted. Without these, searchers would be less far ahead with each loss.
 
-    If steps learn from the oldest first, none is too stale: ``overdue`` ones are waited for. To go on with
-    what is quick and drop the rest would starve long answers.
+    If steps learn from the oldest first, none is too stale, since steps wait for ``overdue`` requests.
+    Going on with the quick ones and dropping the rest would starve long answers.
 
-    completed: when the attempt begins.
+    completed: requests completed when the attempt begins.
     """
 
     def __init__(self, config: Config, completed: CompletedRequests) -> None:
@@ -200,14 +201,14 @@ class RolloutBudget:
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
-        self._open: dict[int, int] = {}  # requests granted and not completed: under which weights, ascending
-        self._ahead = set[int]()  # completed, and from beyond the end
-        self._set_aside = Counter[int]()  # by searcher: as many as were ever ahead at once
+        self._open: dict[int, int] = {}  # granted and not completed, ascending: version when granted
+        self._ahead = set[int]()  # completed requests from beyond the end
+        self._set_aside = Counter[int]()  # by searcher: the most requests that were ever ahead at once
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
-        """Grant what the weights of ``step`` allow, and what is missing but not owed; returns ``end``.
+        """Grant what the weights of ``step`` allow, and what is missing but not owed; return ``end``.
 
-        ready: requests in the buffer that no step has learned from. missing: those it lacks for ``step``.
+        ready: requests in the buffer that no step has learned from. missing: requests it lacks for ``step``.
         """
         steps = max(0, min(self._steps_ahead, self._last_step - step))
         requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
@@ -215,7 +216,7 @@ class RolloutBudget:
         return self.end
 
     def _grant(self, requests: int, version: int) -> None:
-        """Let the searchers that are there issue so many more, under weights of ``version`` or newer."""
+        """Let the responsive searchers issue ``requests`` more, under weights of ``version`` or newer."""
         while requests > 0:
             if self.end not in self._completed:
                 searcher = self.end % self._searchers
@@ -227,11 +228,11 @@ class RolloutBudget:
             self.end += 1
 
     def overdue(self, step: int) -> int:
-        """Requests without which ``step`` would leave more to later steps than these can learn from in time.
+        """Number of requests to wait for, without which later steps could not learn from all in time.
 
-        Of those granted under weights v, steps up to v + n can learn: so before ``step`` no more than
-        (v + n − step)·B may be open that were granted by then. Those of a searcher that were set aside are
-        taken to be its oldest.
+        Steps up to v + n can learn from requests granted under weights v. So before ``step`` no more than
+        (v + n − step)·B requests that were granted by then may be open. A searcher's requests that were set
+        aside are taken to be its oldest.
         """
         set_aside = self._set_aside.copy()
         found = overdue = 0
@@ -244,7 +245,7 @@ class RolloutBudget:
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Requests are completed, maybe one from beyond ``end`` for another that was set aside."""
+        """Note completed requests; one from beyond ``end`` may replace another that was set aside."""
         searchers = (request_ids % self._searchers).tolist()
         self._arrived.update(searchers)
         self._silent.difference_update(searchers)
@@ -254,12 +255,12 @@ class RolloutBudget:
         self._set_aside |= Counter(request_id % self._searchers for request_id in self._ahead)
 
     def owed(self) -> Counter[int]:
-        """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
+        """Count requests that may be issued and are not completed, by searcher, excluded ones left out."""
         owed = self._granted - self._arrived
         return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._silent})
 
     def exclude(self, searchers: set[int], why: str) -> None:
-        """Expect nothing more of these until they deliver. Raises ExchangeError(``why``) if none is left."""
+        """Ignore these searchers until they deliver. Raises ExchangeError(``why``) if none is left."""
         self._silent |= searchers
         if len(self._silent) == self._searchers:
             raise ExchangeError(why)

@@ -1,8 +1,8 @@
 """Merges sealed shards into the replay buffer, each exactly once, and evicts what is stale or used up.
 
-Every change leaves a line in the trainer's metrics, as shards are pruned: ``tba audit`` follows these lines.
-A group whose request was answered before stays out: an elastic searcher that was frozen while another took
-its place may have asked for it, too.
+Every change leaves a line in the trainer's metrics. Shards are pruned, so ``tba audit`` follows these lines.
+A group whose request was answered before is left out. Such groups come from an elastic searcher that was
+frozen while another took its place: both issue the same request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tba_hpc.loops.restoring import Restored
 
 MERGED_AT_ONCE = 32
-"""Pending shards in memory at a time: with the decoding of one after the other, that is little."""
+"""Pending shards in memory at a time. Shards are decoded one after the other, so this takes little memory."""
 
 
 @dataclass
 class Merger:
-    """Changes the buffer; every method takes the trainer's state before and returns the one after."""
+    """Changes the buffer; every method takes the trainer's state before and returns the state after."""
 
     buffer: ReplayBuffer
     completed: CompletedRequests
@@ -39,9 +39,9 @@ class Merger:
     metrics: MetricsWriter
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
-        """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
+        """Merge shards collected at once as one revision of the buffer. Shards merged before are left out.
 
-        sync: version of the weights published last.
+        sync: version of the last published weights.
         """
         shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
         if not shards:
@@ -60,7 +60,7 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict what the next step must not learn from: a revision of the buffer, if there is any."""
+        """Evict what the next step must not learn from; if there is anything, that is one revision."""
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
             return state
@@ -69,7 +69,7 @@ class Merger:
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
-        """Merge a shard less what was answered before; all of its requests are completed from now on."""
+        """Merge a shard without the groups answered before; mark all of its requests as completed."""
         arrived = shard.trajectories
         requests, kept = arrived.request_ids, arrived
         answered = requests[self.completed.among(requests)]
@@ -98,7 +98,7 @@ class Merger:
 def merge_pending(
     config: Config, pending: Iterable[Shard], saved: Restored, metrics: MetricsWriter
 ) -> TrainerState:
-    """Begin an attempt: merge what an earlier one left, a few shards in memory at a time.
+    """Begin an attempt: merge the shards that an earlier one left, a few in memory at a time.
 
     ``pending``: shards sealed beyond the cursors of ``saved``. Returns the state after.
     """
@@ -115,5 +115,5 @@ def merge_pending(
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
-    """Record of an event of the run for the trainer's metrics."""
+    """Build the record of an event of the run for the trainer's metrics."""
     return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

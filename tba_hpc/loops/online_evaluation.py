@@ -1,8 +1,8 @@
-"""The task's score under named weights, measured on the searchers' engines between the training completions.
+"""Measures the task's score under given weights on the searchers' engines, between training completions.
 
-Every searcher takes its share of the split (prompt i if i mod searchers is its place among them), decodes
+Every searcher takes its share of the split: prompt i if i mod searchers is its place among them. It decodes
 greedily, and returns its part of the result once all its answers are judged. Newer weights must not be loaded
-while it is ``busy``; judging may take longer than that.
+while the evaluator is ``busy``; judging may go on after that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tba_hpc.core.types import Completion, Group, Request, Sampling, Split
 from tba_hpc.run.evaluations import Answer, Evaluation
 
 LONGEST_TEXT = 2000
-"""Characters of a question or an answer that are kept."""
+"""Number of characters of a question or an answer that are kept."""
 
 
 @dataclass(slots=True)
 class Share:
-    """An evaluation under way: the part so far, and the prompts whose answers are not judged yet, by id."""
+    """An evaluation under way: the part so far, and the ids of prompts whose answers are not judged yet."""
 
     part: Evaluation
     missing: set[int]
@@ -31,12 +31,12 @@ class Share:
 
 @dataclass
 class OnlineEvaluator:
-    """Issues evaluation requests and counts their answers; ``unanswered``: those still to be generated.
+    """Issues evaluation requests and counts their answers; ``unanswered``: answers still to be generated.
 
-    searcher: this one's place among the ``searchers`` that evaluate. limits: prompts used per split (None:
-    all). max_tokens: longest completion. done: gives the part that an earlier attempt has finished, of a
-    split and the weights of a step. decode: tokens to text, None if no answers are kept. kept: they are of
-    prompts with smaller ids.
+    searcher: this searcher's place among the ``searchers`` that evaluate. limits: prompts used per split
+    (None: all). max_tokens: longest completion. done: returns the part that an earlier attempt finished,
+    given a split and the step of the weights. decode: tokens to text, None if no answers are kept. kept:
+    answers are kept of prompts with ids below this.
     """
 
     task: Task
@@ -53,11 +53,11 @@ class OnlineEvaluator:
 
     @property
     def busy(self) -> bool:
-        """Whether answers are still to be generated."""
+        """True while answers are still to be generated."""
         return self.unanswered > 0
 
     def start(self, split: Split, step: int) -> Evaluation | None:
-        """Queue this searcher's share of ``split``; the finished part at once if that is empty, or done."""
+        """Queue this searcher's share of ``split``; return its part if that is empty, or finished before."""
         assert not self.busy, "one evaluation at a time"
         sampling = Sampling(evaluation_temperature(self.task), top_p=1.0, max_tokens=self.max_tokens)
         if done := self.done(split, step):
@@ -70,23 +70,23 @@ class OnlineEvaluator:
         return None if prompts else self._shares.pop((split, step)).part
 
     def next_request(self) -> Request | None:
-        """The next greedy request, if any is left."""
+        """Take the next greedy request from the queue; None if it is empty."""
         return self._queue.pop() if self._queue else None
 
     def abandon(self) -> None:
-        """Give up what is under way; answers that still come are not counted."""
+        """Give up the evaluations under way; answers that still arrive are not counted."""
         self._queue, self.unanswered, self._shares = [], 0, {}
 
     def note_answer(self) -> None:
-        """One more answer is generated."""
+        """Note that one more answer is generated."""
         self.unanswered = max(0, self.unanswered - 1)
 
     def count(
         self, answer: Group, correct: bool, ref_logprob: float | None, reward: float | None = None
     ) -> Evaluation | None:
-        """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
+        """Count one judged answer with its log π_ref, in nats; return the whole part once all are judged.
 
-        The weights that generated it tell which evaluation it belongs to.
+        The version of the weights that generated it tells which evaluation it belongs to.
         """
         split, step, prompt = answer.request.split, int(answer.versions[0, 0]), answer.request.prompt.id
         share = self._shares.get((split, step))
@@ -101,7 +101,7 @@ class OnlineEvaluator:
         return None if share.missing else self._shares.pop((split, step)).part
 
     def _in_words(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
-        """What is kept of it."""
+        """Return the text of the answer to keep; empty if none is kept."""
         prompt, (completion,) = answer.request.prompt, answer.completions
         if self.decode is None or prompt.id >= self.kept:
             return ()

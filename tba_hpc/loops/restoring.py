@@ -1,4 +1,4 @@
-"""What a trainer goes on from: the newest whole checkpoint, and the reference it needs."""
+"""Restores what a trainer continues from: the newest intact checkpoint, and the reference it needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EMBEDDED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """folder: the checkpoint, if there is one. The rest is what it holds, or what a new run begins with."""
+    """A checkpoint's folder (None for a new run) and its contents, or what a new run begins with."""
 
     folder: Path | None
     state: TrainerState
@@ -47,7 +47,7 @@ class Restored:
 
 
 def restore(run: RunDir, config: Config) -> Restored:
-    """From the newest checkpoint, which is whole. Raises StateError, ConfigError."""
+    """Restore from the newest checkpoint, which must be intact. Raises StateError, ConfigError."""
     folder = latest_checkpoint(run)
     value_beta, embed = config.train.value_beta, make_embed(config)
     buffer = ReplayBuffer(
@@ -64,20 +64,20 @@ def restore(run: RunDir, config: Config) -> Restored:
 
 
 def verify_checkpoints(run: RunDir) -> None:
-    """Set aside damaged checkpoints, down to the newest whole one, which is then the latest.
+    """Set aside damaged checkpoints that are newer than the newest intact one, which then is the latest.
 
-    Raises StateError if there were checkpoints and none is whole; all stay as they are then.
+    Raises StateError if there are checkpoints and none is intact; all stay as they are then.
     """
     for folder, fault in damaged_checkpoints(run).items():
         metrics, step = trainer_metrics(run), int(folder.stem.removeprefix("step-"))
-        # First: a rank that dies between the two reports it twice, not never.
+        # Logged first: a rank that dies between the two actions reports the damage twice rather than never.
         metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
         metrics.close()
         log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(run, folder))
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:
-    """Raise StateError if the reference that a resume at ``step`` needs is gone or damaged."""
+    """Raise StateError if the reference that a resume at ``step`` needs is missing or damaged."""
     reference = schedules.reference(config.train, step)
     folder = run.reference(reference)
     if not 0 < reference < step:
@@ -92,7 +92,7 @@ def require_reference(run: RunDir, config: Config, step: int) -> None:
 
 
 def make_embed(config: Config) -> Embed | None:
-    """What embeds completions for the buffer, if near duplicates are found by that. Raises ConfigError."""
+    """Return the function that embeds completions if the buffer compares embeddings. Raises ConfigError."""
     if (encoder := config.buffer.embedding_model) is None:
         return None
     from tba_hpc.learner.hf_model import load_tokenizer
@@ -108,6 +108,6 @@ def make_embed(config: Config) -> Embed | None:
 
 
 def trainer_metrics(run: RunDir) -> MetricsWriter:
-    """The leading trainer's."""
+    """Open the leading trainer's metrics."""
     path = run.metrics_file("trainer", 0)
     return MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))

@@ -1,4 +1,4 @@
-"""When the trainer's checkpoints are written, and what becomes of one that does not succeed."""
+"""Decides when the trainer's checkpoints are written, and what happens if one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Saving:
     """The checkpoints of one attempt.
 
-    saved: what the newest one on disk holds. last_step: at which one was begun, or the attempt.
+    saved: state in the newest one on disk. last_step: step at which the last one, or the attempt, was begun.
     """
 
     config: Config
@@ -37,27 +37,27 @@ class Saving:
     saved: TrainerState = field(kw_only=True)
     last_step: int = field(kw_only=True)
     _under_way: Future[TrainerState] | None = None
-    _event: dict[str, Value] = field(default_factory=dict)  # of the one under way
-    _no_room: DiskFullError | None = None  # for the last one
+    _event: dict[str, Value] = field(default_factory=dict)  # of the checkpoint under way
+    _no_room: DiskFullError | None = None  # why the last checkpoint failed, if the disk was full
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True while a checkpoint is being written."""
         return self._under_way is not None
 
     @property
     def seconds(self) -> float:
-        """Of the longest save so far."""
+        """Duration of the longest save so far."""
         return self.saved.save_seconds
 
     def due(self, step: int) -> bool:
-        """Every so many steps, but the last, which ``save_last`` saves; never two at once."""
+        """Tell whether to save after ``step``; never at the last one (see ``save_last``), nor two at once."""
         every = self.config.checkpoint.every
         passed = step // every > self.last_step // every
         return passed and not self.under_way and step < self.config.train.steps
 
     def save(self, state: TrainerState) -> None:
-        """Copy what a checkpoint holds; ``Checkpoints`` writes it while the next steps run."""
+        """Copy the contents of a checkpoint; ``Checkpoints`` writes them while the next steps run."""
         state = replace(state, save_seconds=self.seconds)
         self.last_step = state.step
         self._event = state_event("checkpoint", state, self.buffer)
@@ -66,14 +66,14 @@ class Saving:
             BUFFER_FILE: self.buffer.snapshot(),
             PROMPTS_FILE: partial(dict, done=self.completed.to_array()),
         }
-        # What the checkpoint counts is on record before it is complete.
+        # All that the checkpoint counts is in the metrics before the checkpoint is complete.
         self._under_way = self.checkpoints.save(state, self.learner, files, records=self.metrics.sync)
         self.note()
 
     def note(self) -> None:
-        """Log the checkpoint under way once it is complete. Raises what kept it from that.
+        """Log the checkpoint under way once it is complete. Raises the error that made it fail.
 
-        A full disk postpones it instead: to end would lose what it would have held.
+        A full disk only postpones it: ending the run would lose what it would have held.
         """
         if not self._under_way or not self._under_way.done():
             return
@@ -89,7 +89,7 @@ class Saving:
             self.metrics.log(self._event)
 
     def save_last(self, state: TrainerState, *, give_up: float) -> None:
-        """Save ``state`` unless a checkpoint holds it; a full disk is retried until ``give_up``, monotonic s.
+        """Save ``state`` unless a checkpoint holds it; retry on a full disk until ``give_up``, monotonic s.
 
         Raises DiskFullError if it stays full.
         """
@@ -104,7 +104,7 @@ class Saving:
                 time.sleep(AGAIN_SECONDS)
 
     def _wait(self) -> None:
-        """For the checkpoint under way. Raises TimeoutError past the deadline."""
+        """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""
         deadline = self.config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], deadline).done:
             raise TimeoutError(

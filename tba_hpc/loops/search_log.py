@@ -1,6 +1,6 @@
-"""What a searcher's records say of the completions scored since the record before, as sums that add up.
+"""Sums over the completions that a searcher scored since its last metric record, and the record's figures.
 
-``metric_table`` says what each name means.
+``metric_table`` says what each figure means.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from tba_hpc.run.metrics import Value
 
 
 class Sums(dict[str, float]):
-    """By name, over groups that were scored; what is missing is 0. ``+`` adds up, ``figures`` are logged.
+    """Sums by name over scored groups. A missing name is 0; ``+`` adds two; ``figures`` are logged.
 
-    Of groups with a reward: groups; flat: groups whose rewards are all the same; completions; truncated:
-    those that the token limit ended; tokens: of completions, ``environment`` of which the policy did not
-    sample; turns, calls, failed_calls: in all completions; reward, reward/NAME: where it is a sum of several.
-    own, logprob: sampled tokens of requests that are not tempered, and log π_behaviour, nats. compared, kl:
-    completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
-    checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
-    sum of the absolute differences, nats.
-    Of all: asked, reward_seconds: groups that were given to the task, and the time that it took. rejected:
-    completions set aside, since their reward is not a finite number, or there is none as the task's code
-    raised. seal_seconds. Of the searcher: generated: sampled tokens; load_seconds, propagation_seconds: of
-    the last load of weights, and from their publication until they are in use.
+    Over groups with a reward: groups; flat: groups whose rewards are all the same; completions; truncated:
+    completions that the token limit ended; tokens: of completions; environment: tokens that the policy did
+    not sample; turns, calls, failed_calls: in all completions; reward; reward/NAME: its part NAME, if it is
+    a sum. own, logprob: sampled tokens of requests that are not tempered, and their log π_behaviour, nats.
+    compared, kl: completions among these with a reference, and their log π_behaviour − log π_ref, nats.
+    checked, gap: tokens whose logprob was computed by two programs under the same weights, and the sum of
+    the absolute differences, nats.
+    Over all groups: asked, reward_seconds: groups given to the task, and the time that it took; rejected:
+    completions set aside because their reward is not finite, or because the task's code raised;
+    seal_seconds. Of the searcher: generated: sampled tokens; load_seconds: of the last load of weights;
+    propagation_seconds: from the publication of these weights until they are in use.
     """
 
     def __missing__(self, name: str) -> float:
@@ -42,10 +42,11 @@ class Sums(dict[str, float]):
         *,
         tempered: bool = False,
     ) -> Sums:
-        """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model.
+        """Sums of one group of at least one completion.
 
-        parts: what each reward is a sum of, by name. tempered: sampled at a temperature of its own, so that
-        its log-probabilities say nothing of the policy's entropy, nor of KL.
+        ref_logprobs: float32 [T] per completion; None without a reference model. parts: summands of the
+        rewards, by name. tempered: the group was sampled at a temperature of its own, so its logprobs say
+        nothing about the policy's entropy or KL.
         """
         completions = group.completions
         tokens = sum(len(completion.tokens) for completion in completions)
@@ -72,18 +73,18 @@ class Sums(dict[str, float]):
 
     @classmethod
     def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
-        """Of the two log-probabilities of each sampled token: what came with it, and ``logprobs``."""
+        """Compare the logprobs of sampled tokens that came with the completions with ``logprobs``."""
         pairs = list(zip(groups, logprobs, strict=True))
         here = np.concatenate([_sampled(group, [c.logprobs for c in group.completions]) for group in groups])
         there = np.concatenate([_sampled(group, rows) for group, rows in pairs])
         return cls(checked=len(here), gap=_total(np.abs(here - there)))
 
     def __add__(self, other: Mapping[str, float]) -> Sums:
-        """Over the groups of both."""
+        """Return the sums over the groups of both."""
         return Sums({name: self[name] + other.get(name, 0) for name in {**self, **other}})
 
     def figures(self) -> dict[str, Value]:
-        """What a record says; None if there is nothing to take a mean of."""
+        """Return a record's figures; None where there is nothing to take a mean of."""
         return {
             "search/groups": self["groups"],
             "search/trajectories": self["completions"],
@@ -105,7 +106,7 @@ class Sums(dict[str, float]):
 
 
 def _sampled(group: Group, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """float32: of values for each token of the completions those of sampled ones."""
+    """Select the values of sampled tokens from rows of one value per token of each completion; float32."""
     return np.concatenate([row[c.action_T] for c, row in zip(group.completions, rows, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""The searcher: generate completions without pause, score them, seal them into shards, hand them over.
+"""The searcher: generates completions without pause, scores them, seals them into shards, hands these over.
 
 It must not know how completions are generated, how shards travel, or how many ranks there are.
 """
@@ -18,7 +18,7 @@ from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 PENDING_SHARDS = 64
-"""Back-pressure: unmerged shards at which a searcher pauses."""
+"""Number of unmerged shards at which a searcher pauses (back-pressure)."""
 
 IDLE_SECONDS = 0.005
 """Pause of a loop that has nothing to generate."""
@@ -29,7 +29,7 @@ class Searcher:
     """One engine's loop.
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
-    generation pauses. log_seconds: between two metric records. report: takes its part of an evaluation.
+    generation pauses. log_seconds: time between two metric records. report: takes a part of an evaluation.
     """
 
     generator: Generator
@@ -44,12 +44,12 @@ class Searcher:
     pending_shards: int = PENDING_SHARDS
     log_seconds: float = 1.0
     _upcoming: Request | None = None
-    _budget_end: int | None = None  # the first request that may not be issued yet
-    _set_aside: int = 0  # groups without a single reward, each of which another one may replace
-    _ahead: list[int] = field(default_factory=list)  # requests issued beyond the budget, for that
+    _budget_end: int | None = None  # id of the first request that may not be issued yet
+    _set_aside: int = 0  # groups without a single reward; another request may replace each
+    _ahead: list[int] = field(default_factory=list)  # requests issued beyond the budget as replacements
     _loaded: bool = False
     _ending: bool = False
-    _awaited: Publication | None = None  # of the weights given last, until they are in use
+    _awaited: Publication | None = None  # publication of the last weights, until they are in use
     _busy_seconds: float = 0.0
     _rejected: int = 0
     _stage: str | None = None  # of the engine, as logged
@@ -60,9 +60,9 @@ class Searcher:
     def run(self) -> None:
         """Generate until the trainer ends the run.
 
-        Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for nothing
-        but the first weights and, at ``pending_shards`` unmerged shards or at the end of the rollout budget
-        that came with the weights, for the next ones; all are ended by the trainer's publish.
+        Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for the first
+        weights. Waits for the next weights at ``pending_shards`` unmerged shards, or at the end of the
+        rollout budget that came with the last ones. The trainer's publish ends each of these waits.
         """
         while not self.exchange.closed:
             self._take_weights()
@@ -81,7 +81,7 @@ class Searcher:
         self.exchange.close()
 
     def _take_weights(self) -> None:
-        """Load the newest weights, unless an evaluation still needs those in use or a load is under way."""
+        """Load the newest weights, unless an evaluation needs the current ones or a load is under way."""
         if self.generator.loading:
             return
         if self._awaited and self.generator.version == self._awaited.version:
@@ -107,7 +107,7 @@ class Searcher:
             self.scorer.check_engine(update, self.evaluator.unanswered)
 
     def _refill(self) -> None:
-        """Keep the engine full: evaluation first, then the next prompts of the run."""
+        """Keep the engine full: evaluation requests first, then the next training prompts."""
         while self._loaded and self.generator.in_flight < self.sequences:
             request = self.evaluator.next_request() or self._next_prompt()
             if request is None:
@@ -115,7 +115,7 @@ class Searcher:
             self.generator.submit(request)
 
     def _next_prompt(self) -> Request | None:
-        """The next training prompt, or None while the trainer is too far behind or the run is ending."""
+        """Return the next training prompt; None while the trainer is too far behind or the run is ending."""
         ending = self.stop_asked() or self.exchange.closed or self._ending
         if ending or self.exchange.pending >= self.pending_shards or self.scorer.full:
             return None
@@ -126,7 +126,7 @@ class Searcher:
         return request
 
     def _may_issue(self, request_id: int) -> bool:
-        """Whether the budget lets a request be issued, maybe in place of a group that was set aside."""
+        """Tell whether the budget allows a request, possibly in place of a group that was set aside."""
         end = self._budget_end
         if end is None or request_id < end:
             return True
@@ -138,7 +138,7 @@ class Searcher:
 
     @property
     def _out_of_work(self) -> bool:
-        """Whether the trainer must take what there is before anything else is begun."""
+        """True if a bounded budget leaves the engine idle: the trainer must first take what there is."""
         return self._budget_end is not None and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
@@ -146,7 +146,7 @@ class Searcher:
             return self.generator.step()
         with self._clock("paused"):
             time.sleep(IDLE_SECONDS)
-            return self.generator.step()  # it may have a load or a failure to attend to
+            return self.generator.step()  # the engine may have a load or a failure to handle
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or judged for the evaluation that asked for it."""
@@ -158,13 +158,13 @@ class Searcher:
             self.scorer.judge(group)
 
     def _hand_over(self, results: list[Scored]) -> None:
-        """Offer what is sealed to the trainer."""
+        """Offer sealed shards to the trainer."""
         for scored in results:
             self._tally += scored.sums
             self._rejected += int(scored.sums["rejected"])
             self._set_aside += int(scored.sums["asked"] - scored.sums["groups"])
             if shard := scored.shard:
-                # The trace of an acknowledgement if the file is lost; ``tba audit`` reads it.
+                # If the file is lost this proves that it was acknowledged; ``tba audit`` reads it.
                 self.metrics.log(
                     {
                         "event": "sealed",
@@ -176,14 +176,14 @@ class Searcher:
                 self.exchange.offer(shard)
 
     def _report_evaluations(self) -> None:
-        """Count what is judged by now; publish the parts that this completes."""
+        """Count the answers judged by now; report the parts that are complete with these."""
         for judged in self.scorer.judged():
             part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob, judged.reward)
             if part is not None:
                 self.report(part)
 
     def _pass_on_stop(self) -> None:
-        """Leave it to the trainer to end the run; an evaluation would only delay that."""
+        """Ask the trainer to end the run, and abandon evaluations, which would only delay that."""
         if self.stop_asked():
             self.scorer.note_stop()
             self.exchange.request_stop()
@@ -199,7 +199,7 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before = self._busy_seconds  # a step that began before the last record counts for the next ones, too
+        before = self._busy_seconds  # a step longer than a record's interval counts in the next ones, too
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
         self.metrics.log(
             {

@@ -14,7 +14,7 @@ from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 WARMUP_STEPS = 5
-"""Optimizer steps of an attempt that are left out of the wait share."""
+"""First optimizer steps of an attempt, which are left out of the wait share."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class StepLog:
     """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``reference``, ``learn`` and
     ``checkpoint``.
 
-    version: weights published last, optimizer steps. publishes, late: publishes so far, and those put off.
-    longest_step: seconds, waits and checkpoints left out.
+    version: of the last published weights, optimizer steps. publishes: number so far. late: steps taken
+    while a publish was put off. longest_step: seconds, without waits and checkpoints.
     """
 
     train: TrainSection
@@ -36,17 +36,17 @@ class StepLog:
     clock: Clock = field(default_factory=Clock)
     _steps: int = 0
     _wall: float = 0.0  # since the warm-up
-    _learning: float = 0.0  # of it
+    _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def published(self, version: int) -> None:
-        """Weights of ``version`` were published."""
+        """Note that weights of ``version`` were published."""
         self.version = version
         self.publishes += 1
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
-        """The record of ``step``, counted from 0, which learned from ``batch``; returns its wall time, s.
+        """Write the record of ``step`` (from 0), which learned from ``batch``; return its wall time, s.
 
-        What is not finite in ``learned``, as in a step that was skipped, is left out.
+        Values of ``learned`` that are not finite, as in a skipped step, are left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
@@ -84,7 +84,7 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """After one more step of ``wall`` seconds, ``learning`` of it in the learner; None during warm-up."""
+        """Return the wait share with a step of ``wall`` s, ``learning`` in the learner; None in warm-up."""
         self._steps += 1
         if self._steps <= WARMUP_STEPS:
             return None

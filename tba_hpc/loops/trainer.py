@@ -1,4 +1,4 @@
-"""The trainer: every k steps publish weights; collect what searchers sealed; sample groups; take a step.
+"""The trainer: publishes weights every k steps, collects sealed shards, samples groups, and takes steps.
 
 It must not know how weights travel, how the optimizer is sharded, how many ranks there are, how a run ends.
 """
@@ -30,18 +30,18 @@ from tba_hpc.run.metrics import MetricsWriter
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
-"""Pause between two looks at the exchange while the trainer waits."""
+"""Pause between two checks of the exchange while the trainer waits."""
 
 MARGIN_SECONDS = 30.0
-"""Kept free before the end of the job, beside a step and a save: to leave, and to go back to the queue."""
+"""Time kept free before the job ends, besides a step and a save, for leaving and for the requeue."""
 
 
 @dataclass
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
-    saved: what the newest checkpoint holds; ``merger.merge_pending`` may lie between. replays: as of
-    Freshness. job_end: when the job's time is over, unix seconds.
+    saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
+    replays: see Freshness. job_end: time at which the job ends, unix seconds.
     """
 
     config: Config
@@ -57,13 +57,13 @@ class Trainer:
     stop_asked: Callable[[], bool]
     replays: bool = False
     job_end: float = math.inf
-    _last_arrival: float = 0.0  # of completions that were new, on the monotonic clock
-    _published: Publication | None = None  # with the weights that searchers have
+    _last_arrival: float = 0.0  # of new completions, on the monotonic clock
+    _published: Publication | None = None  # published with the current weights of the searchers
     _put_off: bool = False
-    _evaluated: int = field(init=False)  # by the weights of which step, or the attempt's first one
+    _evaluated: int = field(init=False)  # step of the last evaluation, or the attempt's first step
 
     def __post_init__(self, saved: TrainerState) -> None:
-        self.job_end += time.monotonic() - time.time()  # whatever the clock is set to meanwhile
+        self.job_end += time.monotonic() - time.time()  # a changed system clock then does no harm
         self._evaluated = self.state.step
         self._freshness = Freshness(self.config, self.buffer, replays=self.replays)
         self._merger = Merger(self.buffer, self.completed, self._freshness, self.metrics)
@@ -80,18 +80,18 @@ class Trainer:
         )
 
     def run(self) -> bool:
-        """Train to the last step; True when it was reached, False when stopped before. All is saved then.
+        """Train to the last step; True if it is reached, False if stopped before. Either way all is saved.
 
-        Consumes shards. Produces weights, references, checkpoints, metrics. Once the initial buffer is there
-        it waits for nothing while shards come, unless staleness or uses are bounded, the reference was reset,
-        or the run was resumed; all waits are ended by the searchers' shards. What comes after the last step:
-        see ``ending``.
+        Consumes shards. Produces weights, references, checkpoints and metrics. After the initial buffer is
+        filled it does not wait while shards keep arriving. Exceptions are bounded staleness or uses, a reset
+        reference and a resume. The searchers' shards end every wait. For what follows the last step see
+        ``ending``.
         """
-        self._update_reference()  # also if no step is left to take
+        self._update_reference()  # even if no step is left to take
         self._freshness.begin(self.step, self.completed)
         while not self._finished and not self.stopping:
             self._update_reference()
-            self._collect()  # what the round before has brought belongs to its sync
+            self._collect()  # shards of the previous round belong to its sync
             if self._publish_if_due():
                 self._collect()
             if not self._wait_for_data():
@@ -108,12 +108,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.state.step
 
     @property
     def stopping(self) -> bool:
-        """Whether a stop was asked for, or the job's time is nearly over."""
+        """True if a stop was requested, or the job's time is nearly over."""
         return self.stop_asked() or self.exchange.stop_requested or self._is_late
 
     @property
@@ -126,7 +126,7 @@ class Trainer:
 
     @property
     def _publish_is_due(self) -> bool:
-        """Every k steps; at once for another reference, or if searchers need a larger budget to go on."""
+        """True every k steps; at once for a new reference, or if searchers need a larger budget to go on."""
         return (
             self._published is None
             or self._put_off
@@ -136,15 +136,15 @@ class Trainer:
         )
 
     def _publish_if_due(self) -> bool:
-        """Whether a publish has begun; one that finds the round before under way is put off."""
+        """Publish if that is due, and return whether it began; it is put off while a round is under way."""
         return self._publish_is_due and self.publish(evaluate=self._split_to_evaluate)
 
     def publish(self, *, evaluate: Split | None) -> bool:
-        """Publish the current weights; False, and try again later, while a round is under way."""
+        """Begin to publish the current weights; False while a round is under way, to be tried again later."""
         with self._step_log.clock("publish"):
             publication = self._freshness.publication(self.step, evaluate=evaluate, published=time.time())
             started = self.exchange.publish(publication, self.learner.write_weights)
-        self._put_off = not started  # what it allows searchers is counted on
+        self._put_off = not started  # the budget already counts on what it grants
         if started:
             self._published = publication
             self._evaluated = self.step if evaluate else self._evaluated
@@ -153,14 +153,14 @@ class Trainer:
 
     @property
     def _split_to_evaluate(self) -> Split | None:
-        """With the weights of this step: the test before training, then validation every so many steps."""
+        """Split to evaluate now: test before training, then validation every ``evaluate.every`` steps."""
         every = self.config.evaluate.every
         if self._published is None:
             return "test" if self.step == 0 else None
         return "validation" if self.step // every > self._evaluated // every else None
 
     def _update_reference(self) -> None:
-        """Make the policy the reference if that is due; what older ones scored is stale."""
+        """Make the policy the reference if that is due; evict what older references scored."""
         if self._freshness.update_reference(self.step) and self._freshness.reference == self.step:
             self.checkpoints.export_reference(self.step, self.learner)
             self.log_event("reset")
@@ -169,10 +169,10 @@ class Trainer:
     # --- Collect ---
 
     def _collect(self) -> None:
-        """Merge what has arrived, less what is stale; note whether any of it was new.
+        """Merge the shards that have arrived, evict what is stale, and note whether any completion was new.
 
-        While the buffer first fills, more completions than before count as new: some may only push out others
-        of their prompt, for ever if the rest of the prompts has no more.
+        During the initial filling only a larger buffer counts as new. Completions may just push out others
+        of their prompt, and would do so for ever if the other prompts have no more.
         """
         shards = self.exchange.collect()
         for shard in shards:
@@ -186,9 +186,9 @@ class Trainer:
         self.state = self._merger.evict_stale(self.state)
 
     def _wait_for_data(self) -> bool:
-        """Wait until the buffer has what the next step needs; False if the run is to stop instead.
+        """Wait until the buffer has what the next step needs; False if the run must stop instead.
 
-        Raises ExchangeError after a whole timeout without news, if nobody is left to wait for.
+        Raises ExchangeError after a timeout without new shards if there is no searcher left to wait for.
         """
         with self._step_log.clock("wait"):
             since = time.monotonic()
@@ -209,12 +209,12 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Seconds to wait for shards: before the first, ranks and engines may still be starting."""
+        """Seconds to wait for shards; longer before the first, as ranks and engines may still be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
     def poll(self) -> None:
-        """Keep the exchange going while nothing is left to learn."""
+        """Keep the exchange going after the last step."""
         self.exchange.gather()
 
     # --- Sample, step, checkpoint ---
@@ -229,12 +229,12 @@ class Trainer:
         )
 
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
-        """Under the reference in force, which all of the batch is for."""
+        """Compute logprobs under the current reference, which is the right one for the whole batch."""
         with self._step_log.clock("reference"):
             return self.learner.reference_logprobs(batch, self._freshness.reference)
 
     def _learn(self, batch: TrajectoryBatch) -> None:
-        """One optimizer step on the batch, and its record."""
+        """Take one optimizer step on the batch, and write its record."""
         train, step = self.config.train, self.step
         with self._step_log.clock("learn"):
             learned = self.learner.step(
@@ -246,17 +246,17 @@ class Trainer:
         self.state = replace(self.state, step=step + 1, train_seconds=self.state.train_seconds + seconds)
 
     def _save_if_due(self) -> None:
-        """Every ``checkpoint.every`` steps but the last, which ``_save_last`` saves."""
+        """Save every ``checkpoint.every`` steps, except the last, which ``_save_last`` saves."""
         self._saving.note()
         if self._saving.due(self.step):
             with self._step_log.clock("checkpoint"):
                 self._saving.save(self.state)
 
     def _save_last(self) -> None:
-        """Raises DiskFullError if the disk stays full."""
+        """Save the last state. Raises DiskFullError if the disk stays full."""
         give_up = time.monotonic() + self.config.launch.disk_seconds
         self._saving.save_last(self.state, give_up=min(give_up, self.job_end - self._saving.seconds))
 
     def log_event(self, event: str) -> None:
-        """Leave an event of the run in the trainer's metrics; see ``metric_table`` for their names."""
+        """Log an event of the run in the trainer's metrics; ``metric_table`` has the names."""
         self.metrics.log(state_event(event, self.state, self.buffer))

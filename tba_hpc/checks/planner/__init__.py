@@ -1,7 +1,7 @@
-"""``tba plan``: whether a run fits on given GPUs, and which keys make it smaller.
+"""``tba plan``: estimates whether a run fits on given GPUs, and names keys that make it smaller.
 
-Arithmetic on a config: it starts nothing and imports neither torch nor a model.
-``launch.plan`` is something else: which nodes of a job do what.
+It is arithmetic on a config: it starts nothing and imports neither torch nor a model. ``launch.plan`` is
+something else: it decides which nodes of a job do what.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAVES = {
     SEARCHER: "a smaller generator.gpu_memory_utilization or generator.kv_cache_mb, or several GPUs for an "
     "engine (generator.tensor_parallel)",
 }
-"""Keys by which a rank takes less of a GPU's memory."""
+"""Keys with which a rank takes less of a GPU's memory."""
 
 
 def plan_run(
@@ -47,11 +47,11 @@ def plan_run(
     prompt_tokens: float | None,
     as_json: bool,
 ) -> bool:
-    """Print the estimate of a run; whether it fits.
+    """Print the estimate of a run; return whether it fits.
 
-    site: the cluster, with roles on nodes of their own where it is more than one. gpu: None: as the site asks
-    for, else DEFAULT_GPU. gpus: of this machine. nodes: of the job, whose split then gives the ranks. Raises
-    ConfigError.
+    site: the cluster; a run larger than a node has trainers and searchers on separate nodes. gpu: None means
+    the kind that the site requests, else DEFAULT_GPU. gpus: number on this machine. nodes: number of the job,
+    whose split then gives the ranks. Raises ConfigError.
     """
     if site is None and nodes is not None:
         raise ConfigError(f"--nodes {nodes} says nothing without a cluster: name it with --site")
@@ -82,13 +82,13 @@ def plan_run(
 
 
 def _gpu_of(site: Site | None) -> Gpu:
-    """The largest kind that the site's way to ask for GPUs names; DEFAULT_GPU where it names none."""
+    """Return the largest kind of GPU that the site's GPU request names; DEFAULT_GPU if it names none."""
     named = gpus_named(site.gpu_request or "") if site else []
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
 
 
 def as_values(config: Config, found: Estimate) -> dict[str, Any]:
-    """Plain values of all that is printed; bytes."""
+    """Return all that is printed as plain values; sizes in bytes."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": _notes(config),
@@ -137,6 +137,6 @@ def _verdict(config: Config, found: Estimate) -> Iterator[str]:
 
 
 def _notes(config: Config) -> list[str]:
-    """What is known of the run besides memory."""
+    """Return remarks about the run that do not concern memory."""
     beyond = beyond_tuned(config)
     return [": ".join(beyond)] if beyond else []

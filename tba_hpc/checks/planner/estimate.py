@@ -1,4 +1,4 @@
-"""Whether a run fits on given GPUs, estimated before it starts."""
+"""Estimates whether a run fits on given GPUs, before it starts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_it
 from tba_hpc.config import Config, ConfigError
 
 MARGIN = 0.03
-"""Share of a GPU that is left to fragments and to what is not counted."""
+"""Share of a GPU's memory left for fragmentation and for what is not counted."""
 
 TRAINER, SEARCHER = "trainer", "searcher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """GPUs that hold the same ranks. problem: why these do not fit, else empty."""
+    """GPUs that hold the same ranks. problem: why these ranks do not fit, else empty."""
 
     count: int
     ranks: tuple[str, ...]
@@ -28,15 +28,15 @@ class Device:
 
     @property
     def name(self) -> str:
-        """trainer + 2 × searcher."""
+        """Ranks as text, such as ``trainer + 2 × searcher``."""
         return _named(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it; bytes. items: of a rank, by its name. prompt_tokens: mean of a prompt.
+    """The whole estimate; sizes in bytes. items: by name of a rank. prompt_tokens: mean per prompt.
 
-    micro_batch_tokens: with the longest completions; cache_tokens: of an engine.
+    micro_batch_tokens: with the longest completions. cache_tokens: per engine.
     """
 
     gpu: str
@@ -52,7 +52,7 @@ class Estimate:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why the run does not fit, one sentence for each kind of GPU; none if it does."""
+        """Reasons why the run does not fit, one sentence per ``Device``; empty if it fits."""
         return tuple(device.problem for device in self.devices if device.problem)
 
 
@@ -64,10 +64,10 @@ def estimate(
     spread: bool = False,
     prompt_tokens: float | None = None,
 ) -> Estimate:
-    """Estimate a run.
+    """Estimate the memory of a run.
 
-    gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
-    own, as in a Slurm job; else all ranks are on one node, and share GPUs if there are too few.
+    gpus: number per node; None means as many as the ranks need. spread: trainers and searchers have separate
+    nodes, as in a Slurm job. Otherwise all ranks are on one node, and share GPUs if there are too few.
     prompt_tokens: as for ``Workload.of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype,
     or there are no searchers.
     """
@@ -110,7 +110,7 @@ def _require(config: Config, gpu: Gpu) -> None:
 
 
 def _placed(trainers: int, engines: int, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
-    """On how many GPUs there are which ranks; each GPU of an engine counts as its fullest."""
+    """Number of GPUs per set of ranks. An engine's GPUs all count as its fullest."""
     ranks = [TRAINER] * trainers + [SEARCHER] * engines
     if spread:
         return Counter((rank,) for rank in ranks)
@@ -138,7 +138,7 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 
 
 def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool) -> str:
-    """What to say if an engine would not start although all fits. others: bytes of all but one engine."""
+    """Say why an engine would not start although all fits; "" if it would. others: bytes of all else."""
     generator, longest = work.config.generator, work.config.model.context_length
     heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization
     if heads % ranks:

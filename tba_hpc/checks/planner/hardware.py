@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """memory: GiB that a program finds. bf16: dense TFLOP/s, 0 if it has none."""
+    """A kind of GPU. memory: GiB that a program finds. bf16: dense TFLOP/s, 0 without bfloat16."""
 
     name: str
     memory: float
@@ -20,7 +20,7 @@ class Gpu:
 
     @property
     def bytes(self) -> float:
-        """Bytes of its memory."""
+        """Memory in bytes."""
         return self.memory * GIB
 
 
@@ -43,17 +43,17 @@ GPUS = {
         Gpu("h200-141", 139.7, 989),
     )
 }
-"""From the smallest memory up. An MI250X counts as the two GPUs that programs see."""
+"""GPUs by name, smallest memory first. An MI250X counts as the two GPUs that programs see."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name. Raises ConfigError."""
+    """Return a GPU by its name. Raises ConfigError."""
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     return GPUS[name]
 
 
 def gpus_named(text: str) -> list[Gpu]:
-    """Those whose kind is a word of a driver's or a request's text: "a100" names no A10."""
+    """Return GPUs whose kind is a word in a driver's or a request's text: "a100" does not name an A10."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=rtx) |(?<=6000) (?=ada)", "", text.lower()))
     return [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]

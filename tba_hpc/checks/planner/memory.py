@@ -1,6 +1,6 @@
-"""Memory of a GPU, bytes by item: a trainer rank; a searcher's engine and the models next to it.
+"""GPU memory in bytes by item, for a trainer rank, and for a searcher's engine and the models beside it.
 
-Everything is for the longest completions: an untrained policy fills every group with them.
+All estimates assume the longest completions, since an untrained policy fills every group with them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tba_hpc.core.model_shapes import (
 )
 
 READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
-"""Task options that name a model that reads whole texts on the searcher's GPU, and their default batch."""
+"""Default batch by task option that names a model which reads whole texts on the searcher's GPU."""
 
 CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
-"""What CUDA takes of a GPU for each process, and NCCL's buffers if there are several trainer ranks."""
+"""Bytes that CUDA takes for each process, and NCCL's buffers if there are several trainer ranks."""
 
 ENGINE_RUNTIME = 1.5 * GIB
-"""CUDA, graphs and workspaces of an engine."""
+"""Bytes of an engine's CUDA context, graphs and workspaces."""
 
 BUCKET, LIVE = 128 << 20, 10**9
-"""Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
-whole at once (DeepSpeed's default)."""
+"""Most weights in one gradient reduction (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
+gathered at once (DeepSpeed's default)."""
 
 BATCHED_TOKENS, LARGE_GPU = 8192, 70
-"""Tokens that an engine computes in one step at most (vLLM's default); twice as many from so many GiB on."""
+"""Most tokens that an engine computes per step (vLLM's default), and GiB from which that is doubled."""
 
 KV_CACHE = "engine: KV cache"
 
@@ -42,9 +42,10 @@ Items = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a config asks of its ranks. prompt: mean tokens. adapter: LoRA weights, 0 for none.
+    """Work that a config gives its ranks. prompt: mean tokens. adapter: LoRA weights, 0 for none.
 
-    readers: models by task option. victim: of the red-teaming task. embedder: of the trainer's buffer.
+    readers: models by task option. victim: model of the red-teaming task. embedder: model of the trainer's
+    buffer.
     """
 
     config: Config
@@ -57,7 +58,7 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, *, prompt_tokens: float | None = None) -> Workload:
-        """prompt_tokens: None takes a quarter of the room. Raises ConfigError if a model is unknown."""
+        """Derive it from a config. prompt_tokens: None means a quarter of the room. Raises ConfigError."""
         longest, options = config.generator.max_tokens, config.task.options
         room = config.model.context_length - longest
         readers = {
@@ -79,22 +80,22 @@ class Workload:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight of the policy."""
+        """Bytes per weight of the policy."""
         return BYTES[self.config.model.dtype]
 
     @property
     def policy_bytes(self) -> float:
-        """Bytes of the policy as it computes and is served."""
+        """Bytes of the policy in the dtype in which it computes and is served."""
         return self.weight_bytes * self.policy.parameters
 
     @property
     def trained(self) -> int:
-        """Weights that have gradients and optimizer state, and are published."""
+        """Number of weights that have gradients and optimizer state and are published."""
         return self.adapter or self.policy.parameters
 
     @property
     def sequences_per_rank(self) -> float:
-        """Sequences of an optimizer step that one trainer rank learns from."""
+        """Sequences per optimizer step that one trainer rank learns from."""
         train = self.config.train
         return train.prompts_per_step * train.completions_per_prompt / self.config.launch.trainers
 
@@ -106,19 +107,19 @@ class Workload:
 
     @property
     def cache_bytes(self) -> float:
-        """KV cache of a token on one of an engine's GPUs; more GPUs than key-value heads hold copies."""
+        """KV cache bytes per token on one GPU of an engine; GPUs beyond the key-value heads hold copies."""
         ranks = min(self.config.generator.tensor_parallel, self.policy.key_value_heads)
         return self.policy.kv_bytes(self.weight_bytes) / ranks
 
     @property
     def trainer_reads_reference(self) -> bool:
-        """Whether a trainer rank loads reference weights; an adapter is only switched off for its base."""
+        """True if a trainer rank loads reference weights; an adapter is just switched off for its base."""
         train = self.config.train
         return train.trainer_has_reference and not (self.adapter and train.reference.name == "frozen")
 
     @property
     def micro_batch(self) -> float:
-        """Tokens of a micro-batch of the longest completions; prompts count with each of their sequences."""
+        """Tokens in a micro-batch of the longest completions; a prompt counts with each of its sequences."""
         train, length = self.config.train, self.prompt + self.config.generator.max_tokens
         group = train.completions_per_prompt * length
         tokens = train.tokens_per_micro_batch or max(group, default_micro_batch(self.kept_bytes, "cuda"))
@@ -126,13 +127,13 @@ class Workload:
 
     @property
     def kept_bytes(self) -> float:
-        """Activations that a token of a micro-batch keeps for the backward pass."""
+        """Bytes of activations per token of a micro-batch that are kept for the backward pass."""
         checkpointing = self.config.train.gradient_checkpointing
         return kept_bytes(self.policy, self.weight_bytes, checkpointing=checkpointing)
 
 
 def trainer_items(work: Workload) -> Items:
-    """A trainer rank at its peak, in the backward pass, in the optimizer or in the reference."""
+    """Memory of a trainer rank at its peak: in the backward pass, the optimizer or the reference."""
     config, size, weights = work.config, work.weight_bytes, work.trained
     ranks, stage = config.launch.trainers, config.train.zero_stage
     items = {"weights": work.policy_bytes / (ranks if stage == 3 else 1)}
@@ -158,7 +159,7 @@ def trainer_items(work: Workload) -> Items:
 
 
 def _backward_items(work: Workload) -> Items:
-    """Activations of a micro-batch, and the output layer's."""
+    """Memory of a micro-batch's activations, including the output layer's."""
     shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
     tokens = work.micro_batch
     scored = tokens * longest / (work.prompt + longest)
@@ -172,7 +173,7 @@ def _backward_items(work: Workload) -> Items:
 
 
 def searcher_items(work: Workload, gpu: Gpu) -> Items:
-    """A searcher on the fullest of its GPUs, which holds all other models beside the engine."""
+    """Memory of a searcher on its fullest GPU, which holds all other models beside the engine."""
     generator, shape, size = work.config.generator, work.policy, work.weight_bytes
     options, ranks = work.config.task.options, generator.tensor_parallel
     weights = work.policy_bytes / ranks
@@ -199,13 +200,13 @@ def searcher_items(work: Workload, gpu: Gpu) -> Items:
 
 
 def _scoring_bytes(work: Workload, tokens: float) -> float:
-    """What a model like the policy needs to read so many tokens."""
+    """Bytes that a model like the policy needs to read ``tokens`` tokens."""
     shape = work.policy
     each = work.weight_bytes * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
     return tokens * each + 2 * min(CHUNK_BYTES["cuda"], 4 * tokens * shape.vocabulary)
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:
-    """A model that reads texts, in its files' type, and a batch of 512 tokens each."""
+    """Bytes of a model that reads texts, in its files' dtype, with a batch of texts of 512 tokens each."""
     working = batch * 512 * (6 * shape.hidden + 3 * shape.inner)
     return shape.disk_bytes * (shape.parameters + working)

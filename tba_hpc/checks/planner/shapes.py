@@ -1,7 +1,7 @@
-"""The shape of the model that a config names, and of its adapter.
+"""Shape of the model that a config names, and size of its adapter.
 
-Its config.json comes from a folder, the Hugging Face cache or the hub; neither torch nor transformers is
-imported.
+The model's config.json comes from a folder, the Hugging Face cache or the hub. Neither torch nor transformers
+is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tba_hpc.core.model_shapes import Shape, shape_of
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Weights of a LoRA adapter. Raises ConfigError if a target names no linear layer."""
+    """Count the weights of a LoRA adapter. Raises ConfigError if a target names no linear layer."""
     layers = shape.linear_layers
     wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
     unknown = sorted(wanted - layers.keys())
@@ -30,7 +30,7 @@ def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
 
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
-    """The shape of a folder or hub name; ``key``: its config key, for errors. Raises ConfigError."""
+    """Load the shape of a folder or hub name. key: its config key, for errors. Raises ConfigError."""
     fields: dict[str, Any] = json.loads(_config_file(path, key).read_text(encoding="utf-8"))
     try:
         return shape_of(fields)
@@ -42,7 +42,7 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 
 def _config_file(path: str, key: str) -> Path:
-    """The config.json of a folder or hub name, downloaded unless it is cached. Raises ConfigError."""
+    """Find the config.json of a folder or hub name; download it unless it is cached. Raises ConfigError."""
     if found := find_file(path, "config.json", os.environ):
         return found
     reason = "no such file"
@@ -50,11 +50,12 @@ def _config_file(path: str, key: str) -> Path:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
         try:
-            get_hf_file_metadata(hf_hub_url(path, "config.json"))  # the other tries for half a minute, aloud
+            # Fails at once, where hf_hub_download retries noisily for half a minute.
+            get_hf_file_metadata(hf_hub_url(path, "config.json"))
             return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-        except Exception as error:  # of the hub's HTTP library
+        except Exception as error:  # from the hub's HTTP library
             reason = f"the hub cannot be reached: {error}"
     download = "" if is_local(path) else f", or run `hf download {path} config.json` where there is a network"
     raise ConfigError(
