@@ -21,8 +21,8 @@ def with_lagged_reference(groups: Groups, decay: float) -> Groups:
 
         log π_ref = log π_θ − c·(log π_θ − log π_μ),   c = decay/((1 − decay)·max(Δ, LEAST_AGE)),
 
-    without gradient. For a token that θ itself sampled (Δ = 0) the reference is π_θ: both are the same policy,
-    and they differ only by the rounding of engine and learner.
+    without gradient. For a token that θ itself sampled (Δ = 0) the reference is π_θ: both are the same
+    policy, and they differ only by the rounding of engine and learner.
     """
     assert groups.age_BKL is not None, "Groups.of knows the ages"
     policy_BKL = groups.policy_BKL.detach()
