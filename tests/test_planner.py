@@ -46,6 +46,15 @@ def test_the_attention_cache_of_a_token() -> None:
     assert shape_of(KNOWN["Qwen/Qwen2.5-7B"]).kv_bytes(2) == 56 << 10
 
 
+@pytest.mark.parametrize("name", shipped.files("configs"))
+def test_a_shipped_config_is_planned_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "nothing")
+    config = load_config(Path(name), ["launch.searchers=1"])
+    assert estimate(config, GPUS["h200-141"], gpus=None).parameters > 0
+    with pytest.raises(ConfigError, match=r"has no config.json that can be read .* or run `hf download "):
+        load_shape("mnoukhov/another")
+
+
 def test_shapes_come_from_a_folder_the_cache_or_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

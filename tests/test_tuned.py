@@ -61,7 +61,7 @@ def test_what_a_run_is_held_against(overrides: tuple[str, ...], says: bool) -> N
 def test_planner_and_doctor_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", cache_shapes(tmp_path)["HF_HOME"])
     config = load_config(Path("math_gsm8k"), ["exchange.max_staleness=12"])
-    (note,) = json.loads(json.dumps(as_values(config, estimate(config, GPUS["h100-80"]), [])))["notes"]
+    (note,) = json.loads(json.dumps(as_values(config, estimate(config, GPUS["h100-80"]))))["notes"]
     (finding,) = check_rate(Facts(config=config))
     assert finding.level == "warning" and finding.sentence == note
     assert note.startswith("train.learning_rate.peak=1e-05 with data that may be 12 steps old")

@@ -1,7 +1,7 @@
 """Shape of the model that a config names, and size of its adapter.
 
-The model's config.json comes from a folder, the Hugging Face cache or the hub. Neither torch nor transformers
-is imported.
+The model's config.json comes from a folder or the Hugging Face cache. Else it is known here by the model's
+name, or comes from the hub. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from typing import Any
 
 from tba_hpc.checks.resources import find_file, hub_cache
 from tba_hpc.config import ConfigError, LoraSection, is_local
+from tba_hpc.config.plain_yaml import read_yaml
 from tba_hpc.core.model_shapes import Shape, shape_of
+
+KNOWN = Path(__file__).with_name("known_models.yaml")
+"""Fields of config.json of the models that shipped configs name, by name."""
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
@@ -31,7 +35,7 @@ def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
     """Load the shape of a folder or hub name. key: its config key, for errors. Raises ConfigError."""
-    fields: dict[str, Any] = json.loads(_config_file(path, key).read_text(encoding="utf-8"))
+    fields = _fields(path, key)
     try:
         return shape_of(fields)
     except KeyError as error:
@@ -41,10 +45,17 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
         ) from None
 
 
-def _config_file(path: str, key: str) -> Path:
-    """Find the config.json of a folder or hub name; download it unless it is cached. Raises ConfigError."""
-    if found := find_file(path, "config.json", os.environ):
-        return found
+def _fields(path: str, key: str) -> dict[str, Any]:
+    """Read the config.json of a folder or hub name, unless its fields are known. Raises ConfigError."""
+    file, known = find_file(path, "config.json", os.environ), read_yaml(KNOWN.read_text(encoding="utf-8"))
+    if file is None and path in known:
+        return dict(known[path])
+    fields: dict[str, Any] = json.loads((file or _downloaded(path, key)).read_text(encoding="utf-8"))
+    return fields
+
+
+def _downloaded(path: str, key: str) -> Path:
+    """Download the config.json of a hub name. Raises ConfigError."""
     reason = "no such file"
     if not is_local(path):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
