@@ -1,4 +1,4 @@
-"""A model's tokenizer from its tokenizer.json alone, for checks without transformers and torch."""
+"""A model's tokenizer from its files alone, for checks without transformers and torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ NO_END = (
     "the tokenizer of {key}={path} has no end-of-sequence token, so no completion could ever end: set "
     "eos_token in its tokenizer_config.json"
 )
-"""The error for such a model."""
+"""Error for a model whose tokenizer has no end-of-sequence token."""
 
 OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Classes of tokenizers that know no special token but those in their files."""
+"""Classes of tokenizers that know only the special tokens in their files."""
 
 
 class FileTokenizer:
-    """The Tokenizer port without what transformers adds: texts are at most as long as the model sees them.
+    """The Tokenizer port without what transformers adds, so texts are at most as long as for the model.
 
-    That is special tokens, unless there would be no other, and what a chat template puts around a message.
+    It adds no special tokens, unless a text has no other tokens, nor what a chat template puts around a
+    message.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
@@ -41,7 +42,7 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """For a folder or a cached hub name; None if only transformers could tell.
+        """Find the tokenizer of a folder or a cached hub name; None if only transformers can load it.
 
         Raises ConfigError if there is no end-of-sequence token.
         """
@@ -58,18 +59,18 @@ class FileTokenizer:
         return None if token_id is None else cls(tokenizer, token_id)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T], at most as many as the model's tokenizer makes."""
+        """Return tokens, int32 [T], at most as many as the model's tokenizer makes."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of the message alone."""
+        """Return the tokens, int32 [T], of the message alone."""
         return self.encode(text)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """The texts of the messages alone."""
+        """Return the texts of the messages alone."""
         return "".join(message["content"] for message in messages)
 
     def encode_rendered(self, text: str) -> np.ndarray:
@@ -80,7 +81,7 @@ class FileTokenizer:
 
 
 def _place(model: str, name: str) -> str | None:
-    """Path of a model's file, None if it is not here."""
+    """Return the path of a model's file, or None if it is not on this machine."""
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None
