@@ -88,8 +88,8 @@ class ModelSection(Section):
     """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
     compile: MayChange[bool | None] = None
-    """Compile the layers of policy and reference by torch into fewer, larger kernels, which takes some
-    seconds at the first step. null: on GPUs only. Not possible with ZeRO-3."""
+    """Let torch compile the layers of policy and reference into fewer, larger kernels, which takes some
+    seconds at the first step. null: only on GPUs, and not with ZeRO-3, which does not allow it."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
@@ -377,7 +377,7 @@ data teach nearly as fast as fresh data."""
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """Path of weights and shards. mpi: one MPI world of the run's own ranks. files: a shared file system."""
+    """Medium of the exchange. mpi: one MPI world of the run's own ranks. files: a shared file system."""
     sync_every: Count = 2
     """k, the number of optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)

@@ -621,7 +621,7 @@ class _Draw:
         """Draw the next useful prompt that is not taken, or None; taken ones keep their turn."""
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
-            self._drawn += self._waiting  # only taken prompts still wait: the next pass begins
+            self._drawn += self._waiting  # only taken prompts still wait, so the next pass begins
             self._waiting, self._drawn = self._drawn, []
         if prompt is not None:
             self._drawn.append(prompt)

@@ -130,7 +130,7 @@ class DeepSpeedLearner:
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._registered = RegisteredMemory()
-        self._written: Future[str] = at_once(str)  # what a follower writes
+        self._written: Future[str] = at_once(str)  # result of a follower's last write
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
         group.refuse_strangers()
@@ -179,7 +179,7 @@ class DeepSpeedLearner:
 
         Other tokens have 0. Every rank computes some of the groups, which need not divide evenly.
         """
-        again = -batch.groups % self._group.ranks  # some groups, so that all ranks have as many
+        again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have as many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
         with self._all("refer", step, batch=even):
             return self._refer(even, step)[: len(batch.ref_logprobs)]
@@ -423,7 +423,7 @@ class DeepSpeedLearner:
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.await_leader()  # no barrier: the conversion of a large one outlasts its deadline
+        self._group.await_leader()  # not a barrier, whose deadline a large conversion outlasts
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False

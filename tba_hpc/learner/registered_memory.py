@@ -55,7 +55,7 @@ class RegisteredMemory:
             self._give_up(nbytes, error)
             return
         self._pages.add(first)
-        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # the process ends them all
+        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # its end releases them all
 
     def _unregister(self, first: int) -> None:
         self._pages.discard(first)
@@ -68,7 +68,7 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # CUDA would tell it again to the next kernel: this one
+        with suppress(RuntimeError, AssertionError):  # the next kernel gets the error again: this one
             torch.ones(1, device="cuda").add_(1)
 
 

@@ -49,7 +49,7 @@ class Snapshot:
         file = Path(path)
         if self._has_room(file.name, state):
             self._files.append(partial(_write_file, file, partial(save, self._stager.stage(state))))
-        else:  # an error is raised by take's caller: here the other ranks would wait for this one
+        else:  # an error is raised later, by take's caller; here the other ranks would wait for this one
             self._files.append(at_once(partial(_write_file, file, partial(save, state))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:

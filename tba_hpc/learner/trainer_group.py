@@ -61,10 +61,11 @@ class Command:
 class TrainerGroup:
     """One rank's view of the group. There is one per process, because torch.distributed has one.
 
-    To make it is to meet the other ranks in ``store``: an existing, private, shared folder, empty before this
-    attempt. deadline: longest wait in any collective, s. start_deadline: longest wait for another rank in
-    ``store``, s; None: deadline. Sets the variables by which libraries learn their rank (RANK, LOCAL_RANK …).
-    Raises ExchangeError naming who is missing, or ConfigError naming ranks that share a GPU.
+    The constructor meets the other ranks in ``store``, an existing, private, shared folder that was empty
+    before this attempt. It sets the variables by which libraries learn their rank (RANK, LOCAL_RANK …).
+    deadline: longest wait in any collective, s. start_deadline: longest wait for another rank in ``store``,
+    s; None: deadline. Raises ExchangeError naming who is missing, or ConfigError naming ranks that share a
+    GPU.
 
     device: this rank's GPU, or the CPU. local_ranks: number of ranks of the group on this machine.
     """
