@@ -213,10 +213,10 @@ class BufferSection(Section):
     duplicates: Duplicates = EqualDuplicates()
     """Completions of a prompt that count as duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Number of steps that may learn from a trajectory before it is evicted. If too few of its prompt are
-    left for a group, these go, too. The trainer waits if too few prompts are left for a step. With
-    exchange.max_staleness the buffer is a queue: completions of the oldest weights come first, most_on_policy
-    is ignored, and a step waits for those that would soon be too stale. null: no limit."""
+    """Number of steps that may learn from a trajectory before it is evicted. If too few trajectories of its
+    prompt are left for a group, they are evicted, too. The trainer waits if too few prompts are left for a
+    step. With exchange.max_staleness the buffer is a queue: completions of the oldest weights come first,
+    most_on_policy is ignored, and a step waits for those that would soon be too stale. null: no limit."""
 
     @property
     def deduplicate(self) -> bool:

@@ -101,7 +101,7 @@ class TrainerGroup:
         """Accept no more connections at the ports that gloo has opened for other groups since.
 
         gloo already has all connections that it needs. It would keep a descriptor for each stranger, and
-        abort once there are none left.
+        abort once no descriptor is left.
         """
         if self.device.type == "cpu":
             stop_listening(less=self._others)
