@@ -63,7 +63,7 @@ class Adapter:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return W + s·B·A for a weight that it changes, computed in float32, in the weight's own dtype."""
+        """Return W + s·B·A of a weight it changes, computed in float32 and rounded to the weight's dtype."""
         down, up = (part.to(weight.device).float() for part in self.layers[name.removesuffix(".weight")])
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
