@@ -1,4 +1,4 @@
-"""Reads a config: YAML, ``--set`` overrides, and one sentence for every kind of bad input."""
+"""Reads a config from YAML and ``--set`` overrides, with a one-sentence error for every kind of bad input."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tba_hpc.config.variants import choices
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is one sentence for the user."""
+    """Raised for a configuration that cannot be run; the message is one sentence for the user."""
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply ``a.b=value`` overrides, validate.
+    """Read a YAML file, apply ``a.b=value`` overrides, and validate the result.
 
-    path: a file, or the name of a shipped config. Raises ConfigError with one sentence: missing or
-    unreadable file, unknown key (nearest valid name), wrong type, impossible combination.
+    path: a file, or the name of a shipped config. Raises ConfigError with one sentence for a missing or
+    unreadable file, an unknown key (with the nearest valid name), a wrong type or an impossible combination.
     """
     return parse_config(read_tree(path, "configs"), overrides)
 
 
 def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
-    """Keys of a YAML file, or of the shipped one of that name. Raises ConfigError."""
+    """Read the keys of a YAML file, or of the shipped file of that name. Raises ConfigError."""
     try:
         tree = read_yaml(shipped.find(path, kind).read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -46,7 +46,7 @@ def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
 
 
 def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:
-    """Validate a tree of plain values, after ``overrides`` to it. Raises ConfigError."""
+    """Apply ``overrides`` to a tree of plain values and validate it. Raises ConfigError."""
     for override in overrides or []:
         _override(tree, override)
     try:
@@ -58,19 +58,19 @@ def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Co
 
 
 def dump_config(config: Config) -> str:
-    """YAML text that ``load_config`` reads back to an equal Config."""
+    """Return YAML text that ``load_config`` reads back to an equal Config."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ → both values, in order of declaration; None where there is none."""
+    """Return both values of each dotted key that differs, in order of declaration; None if one lacks it."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
 
 
 def may_change(key: str) -> bool:
-    """Whether a resume may give a dotted key, and all below it, another value; see ``MayChange``."""
+    """Tell whether a resume may give a dotted key, and all below it, another value; see ``MayChange``."""
     model: type[BaseModel] | None = Config
     for name in key.split("."):
         field = model.model_fields.get(name) if model else None
@@ -78,13 +78,13 @@ def may_change(key: str) -> bool:
             return True
         if field is not None:
             model = _section(field.annotation)
-        elif model is not RewardSection:  # of which there are several by name
+        elif model is not RewardSection:  # rewards are several, by names of the user's choice
             model = None
     return False
 
 
 def is_local(value: str) -> bool:
-    """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
+    """Tell whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
     return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
 
 
@@ -94,7 +94,7 @@ CHOICES = frozenset(
     for key, field in getattr(section.annotation, "model_fields", {}).items()
     if choices(field.annotation)
 )
-"""Keys whose value is a choice by name, with keys of its own."""
+"""Keys whose value is chosen by name and has keys of its own."""
 
 
 def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
@@ -115,7 +115,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for section in sections:
         if section in CHOICES and isinstance(tree.get(section), str):
             tree[section] = {"name": tree[section]}
-        if tree.get(section) is None:  # also what a frozen config says of a section that is left out
+        if tree.get(section) is None:  # a frozen config, too, has null for a section that is left out
             tree[section] = {}
         tree = tree[section]
         if not isinstance(tree, dict):
@@ -129,7 +129,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
-    """The first problem of a pydantic error as one sentence: value, rule, remedy. noun: whose keys."""
+    """Explain the first problem of a pydantic error in a sentence: value, rule, remedy. noun: whose keys."""
     problem = error.errors()[0]
     names, section = _place(problem["loc"], model)
     key = ".".join(names)
@@ -154,7 +154,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 def _place(
     location: tuple[int | str, ...], model: type[BaseModel]
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """The names that lead to a place below ``model``, less the tags of choices; the section that holds it."""
+    """Return the names that lead to a place below ``model``, less tags of choices, and its section."""
     names: list[str] = []
     holder: type[BaseModel] | None = model
     below: type[BaseModel] | None = model
@@ -170,7 +170,7 @@ def _place(
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
-    """The valid name of ``section`` that is closest to the last of ``names``, which lead to it."""
+    """Suggest the name in ``section`` closest to the last of ``names``, or list all that are valid."""
     if section is None:
         return ""
     valid = list(section.model_fields)
@@ -183,6 +183,6 @@ def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model among the types of a field: of ``Container | None`` the container."""
+    """Return the model among the types of a field, such as Container in ``Container | None``, if any."""
     types = [annotation, *get_args(annotation)]
     return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -1,7 +1,7 @@
-"""YAML as configs and site files are written in it, and the paths in them.
+"""YAML as in configs and site files, and the paths in them.
 
-Otherwise than PyYAML has it, a number needs no point (``1e-2``), none is read in base 8 or 60 (``010``,
-``1:30``), dates are texts, and a key stands once in a mapping.
+Unlike in PyYAML, a number needs no decimal point (``1e-2``), and none is read in base 8 or 60 (``010``,
+``1:30``). Dates are texts, and a key may not occur twice in a mapping.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import yaml
 from pydantic import AfterValidator
 
 _NUMBER = "!number"
-"""Tag of numbers that PyYAML takes for texts."""
+"""YAML tag of numbers that PyYAML would read as text."""
 
 _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""How they look."""
+"""Pattern of such numbers."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
 """How numbers begin that YAML 1.1 reads in base 8 or 60."""
@@ -26,10 +26,10 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows numbers without a point; refuses those in base 8 or 60, and a key that is given twice."""
+    """Loader that reads numbers without a point, and refuses those in base 8 or 60, and a key given twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Make a mapping's node, as the base class. Raises YAMLError."""
+        """Make a mapping's node as the base class does. Raises YAMLError if a key is given twice."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, object], int] = {}
         for key, _ in node.value:
@@ -42,11 +42,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts texts in quotes that would be read as numbers."""
+    """Dumper that quotes texts that would be read as numbers."""
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """A whole number is an int, which fits keys of either kind."""
+    """Read a number; a whole number becomes an int, which is valid for keys of either type."""
     number = float(loader.construct_scalar(node).replace("_", ""))
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
@@ -76,19 +76,19 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
 
 
 def read_yaml(text: str) -> Any:
-    """Plain values. Raises YAMLError."""
+    """Parse YAML into plain values. Raises YAMLError."""
     return yaml.load(text, _Loader)
 
 
 def write_yaml(value: object, **options: Any) -> str:
-    """Text that ``read_yaml`` reads back. options: of yaml.dump."""
+    """Return text that ``read_yaml`` reads back. options: those of yaml.dump."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def expanded(path: str) -> str:
-    """A path with ``~`` and ``$NAME`` replaced; one with a ``$`` that is there as it stands is left alone.
+    """Replace ``~`` and ``$NAME`` in a path, but leave a path with a ``$`` that exists as it stands.
 
-    Raises ValueError for a user without a home, and a variable that is unset or empty.
+    Raises ValueError for a user without a home, or a variable that is unset or empty.
     """
     if not path.startswith("~") and ("$" not in path or os.path.lexists(path)):
         return path

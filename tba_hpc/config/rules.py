@@ -1,6 +1,6 @@
-"""What a config may not combine, each with its sentence: value, rule, remedy. Imports no heavy library.
+"""Rules on combinations of keys, each with its sentence: value, rule, remedy. Imports no heavy library.
 
-Types and ranges of single keys are in the sections.
+The types and ranges of single keys are in the sections.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OWN_ENGINE_ARGUMENTS = {
     "logprobs_mode": "the learner needs the policy's own log-probabilities, so leave it out",
     "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
 }
-"""vLLM's arguments that generator.engine may not hold, and what to do instead, or why."""
+"""Arguments of vLLM that generator.engine may not hold, with what to do instead, or the reason."""
 
 SECRET = re.compile(r"hf_token|auth_token|api_key|access_key|secret|password")
 """In the names of arguments whose texts a run must not keep, or show."""
@@ -63,15 +63,15 @@ OWN_DEEPSPEED_SETTINGS = {
     "checkpoint": "the learner, which writes its own checkpoints",
     "zero_optimization.stage": "train.zero_stage",
 }
-"""Settings of DeepSpeed, or sections of them, that train.deepspeed may not hold, and what decides them."""
+"""Settings of DeepSpeed, or sections of them, that train.deepspeed may not hold, with what decides them."""
 
 UNTEMPERED = ((0, 1.0),)
 
 
 def check(config: Config) -> None:
-    """Raises ValueError with the sentence of the first rule that the config breaks.
+    """Raise ValueError with the sentence of the first rule that the config breaks, if any.
 
-    {key} in a sentence stands for the key with its value, such as train.steps=5.
+    {key} in a rule's sentence stands for the key with its value, such as train.steps=5.
     """
 
     def setting(match: re.Match[str]) -> str:
@@ -212,7 +212,7 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError if generator.engine holds an argument that another key sets, or a secret."""
+    """Return ``engine``. Raises ValueError if it holds an argument that another key sets, or a secret."""
     for name in OWN_ENGINE_ARGUMENTS.keys() & engine:
         given, instead = value_text(engine[name]), OWN_ENGINE_ARGUMENTS[name]
         raise ValueError(f"generator.engine.{name}={given} cannot be passed on to vLLM: {instead}")
@@ -226,7 +226,7 @@ def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError if train.deepspeed holds a setting that another key decides."""
+    """Return ``settings``. Raises ValueError if train.deepspeed holds a setting that another key decides."""
     for key in flat(settings):
         for name, owner in OWN_DEEPSPEED_SETTINGS.items():
             if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
@@ -239,11 +239,11 @@ OF_REWARD = {
     "url": ("model", "prompt", "key_variable", "seconds", "concurrency"),
     "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
 }
-"""Kinds of a reward, each with the keys it takes beside weight."""
+"""Kinds of rewards, each with the keys that it takes besides weight."""
 
 
 def check_reward(reward: RewardSection) -> None:
-    """Raises ValueError if a reward is of no kind or two, has keys of another, or an incomplete value."""
+    """Raise ValueError if a reward is not of exactly one kind, or has another kind's keys or a bad value."""
     for sentence in _of_a_reward(reward):
         raise ValueError(sentence)
 
@@ -282,7 +282,7 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested dicts by dotted key."""
+    """Flatten nested dicts into values by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -290,6 +290,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_text(value: object) -> str:
-    """A value as ``--set`` takes it."""
+    """Return a value as text that ``--set`` takes."""
     plain = list(value) if isinstance(value, tuple) else value
     return write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

@@ -80,22 +80,22 @@ class ModelSection(Section):
     dtype: Dtype = "bfloat16"
     """Dtype of the weights in training, exchange and engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)
-    """Maximum tokens of prompt and completion together."""
+    """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T in softmax(logits/T) for all log-probabilities. If unset: generator.temperature for objectives that
+    """T in softmax(logits/T), for all log-probabilities. If unset: generator.temperature for objectives that
     need samples of the policy they train (oapl and the policy gradients), else 1."""
     fp32_head: bool = True
     """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
     compile: MayChange[bool | None] = None
-    """Have torch compile the layers of policy and reference into fewer, larger kernels, which takes some
-    seconds at the first step. null: on GPUs; ZeRO-3 cannot."""
+    """Let torch compile the layers of policy and reference into fewer, larger kernels, which takes some
+    seconds at the first step. null: only on GPUs, and not with ZeRO-3, which does not allow it."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
     @property
     def policy_temperature(self) -> float:
-        """T: ``logprob_temperature``, 1 if none is given."""
+        """Temperature T of the policy: ``logprob_temperature``, or 1 if none is given."""
         return self.logprob_temperature or 1.0
 
 
@@ -109,14 +109,14 @@ class RewardSection(Section):
     """Address of a judge, which gets a JSON POST per completion. With ``model``: an OpenAI-style chat
     endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
-    """Command run once per completion, without a shell; ``python`` is the run's interpreter, and files are
-    looked up like functions. Its resources are limited, its access is not (docs/own-task.md)."""
+    """Command that runs once per completion, without a shell. ``python`` is the run's interpreter, and files
+    are looked up like functions. Its resources are limited, but not its access (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
     model: str | None = None
-    """Model name of a chat judge; the last number in its reply is the reward (of 8/10 it is 8)."""
+    """Model name of a chat judge. The last number in its reply is the reward; 8/10 counts as 8."""
     prompt: str | None = None
-    """Prompt of a chat judge, with {completion} and {field} for fields of the row."""
+    """Prompt of a chat judge, with {completion}, and with {field} for a field of the row."""
     key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
     """Environment variable that holds the judge's key; the key is never stored."""
     seconds: MayChange[Positive] = 30.0
@@ -153,7 +153,7 @@ class TaskSection(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _by_name(cls, reward: object) -> object:
-        """``module:function`` is short for one reward, as are its keys, and for one of several."""
+        """Accept ``module:function``, or its keys, as short for one reward, and for one of several."""
         if isinstance(reward, str) or _is_one_reward(reward):
             reward = {"reward": reward}
         if isinstance(reward, dict):
@@ -176,11 +176,11 @@ class GeneratorSection(Section):
     temperature: Positive = 0.7
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling mass; below 1 the sampler lacks full support, and the objective loses its
+    """Nucleus sampling mass. Below 1 the sampler lacks full support, and the objective loses its
     guarantee."""
     tempered_range: tuple[float, float] | None = None
-    """Half of the training prompts are sampled at a temperature drawn uniformly from this range instead.
-    null: none."""
+    """Range from which a temperature is drawn uniformly for half of the training prompts, instead of
+    ``temperature``. null: none."""
     max_tokens: Count = 512
     """Maximum completion length, in tokens."""
     min_tokens: int = Field(0, ge=0)
@@ -189,19 +189,19 @@ class GeneratorSection(Section):
     """Strings (also special tokens) that end a completion, in training and evaluation. The completion
     includes them, up to the token that completes the string; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 16
-    """Concurrent prompts in a searcher's engine; times completions_per_prompt, a GPU wants 250 to 500
-    completions."""
+    """Concurrent prompts in a searcher's engine. Times completions_per_prompt this is the number of
+    concurrent completions, of which a GPU wants 250 to 500."""
     kv_cache_mb: MayChange[Count | None] = None
     """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine is
-    built; set it if other ranks start on the same GPU."""
+    built. Set it if other ranks start on the same GPU."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
     """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb;
     leave room for the reference."""
     tensor_parallel: MayChange[Count] = 1
     """GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
-    """Keep the KV cache of completions in flight when weights change: faster, but later tokens attend to keys
-    and values of older weights. Recorded versions and log-probabilities reflect that."""
+    """Keep the KV cache of completions in flight when weights change. This is faster, but later tokens attend
+    to keys and values of older weights. Recorded versions and log-probabilities reflect that."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
@@ -211,44 +211,44 @@ class GeneratorSection(Section):
 
 class BufferSection(Section):
     most_on_policy: Share = 0.5
-    """m: probability that a group comes from the most recent sync."""
+    """m, the probability that a group comes from the most recent sync."""
     capacity_per_prompt: Count = 100
     """Maximum trajectories per prompt; the oldest are evicted first."""
     capacity: Count = 100_000
     """Maximum trajectories in all; the oldest are evicted first."""
     reward_temperature: Positive | None = 1.0
     """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: uniform, the
-    default of on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
+    default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
     initial_completions: Count = 500
-    """Completions in the buffer before the first step (without max_staleness); at most capacity_per_prompt
-    times the training prompts."""
+    """Completions in the buffer before the first step, unless exchange.max_staleness is set. At most
+    capacity_per_prompt times the number of training prompts."""
     duplicates: Duplicates = EqualDuplicates()
-    """Which completions of a prompt count as duplicates. If unset: none in on-policy runs, else equal."""
+    """Completions of a prompt that count as duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Steps that may learn from a trajectory before it is evicted; what is left of its prompt goes too if it
-    is too few for a group. The trainer waits if too few prompts are left for a step. With
-    exchange.max_staleness the buffer is a queue: completions of the oldest weights come first, most_on_policy
-    is ignored, and a step waits for those that would soon be too stale. null: no limit."""
+    """Number of steps that may learn from a trajectory before it is evicted. If too few trajectories of its
+    prompt are left for a group, they are evicted, too. The trainer waits if too few prompts are left for a
+    step. With exchange.max_staleness the buffer is a queue: completions of the oldest weights come first,
+    most_on_policy is ignored, and a step waits for those that would soon be too stale. null: no limit."""
 
     @property
     def deduplicate(self) -> bool:
-        """Whether equal completions of a prompt are stored once."""
+        """True if equal completions of a prompt are stored once."""
         return not isinstance(self.duplicates, NoDuplicates)
 
     @property
     def embedding_model(self) -> str | None:
-        """The sentence encoder, if embeddings count."""
+        """Sentence encoder, if duplicates are found by embeddings, else None."""
         return self.duplicates.model if isinstance(self.duplicates, EmbeddingDuplicates) else None
 
     @property
     def chooses_by_reward(self) -> bool:
-        """Whether a group may prefer some completions of its prompt to others."""
+        """True if a group may prefer some completions of its prompt to others."""
         return self.reward_temperature is not None and self.most_on_policy < 1
 
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Constant after warm-up, or a decay to zero."""
+    """Course of the rate after warm-up: constant, or a decay to zero."""
     peak: Positive = 1e-5
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
@@ -260,12 +260,12 @@ class LearningRate(Section):
     @model_validator(mode="before")
     @classmethod
     def _peak_alone(cls, value: object) -> object:
-        """A number is short for a constant rate."""
+        """Accept a number as short for a constant rate."""
         return {"peak": value} if isinstance(value, int | float | str) else value
 
 
 def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
-    """A number, or numbers by step, as pairs (step, value) in order of steps."""
+    """Turn a number, or numbers by step, into pairs (step, value) in order of steps."""
     try:
         pairs = sorted(value.items()) if isinstance(value, dict) else value
         pairs = [(0, value)] if isinstance(pairs, str | int | float) else pairs
@@ -297,36 +297,38 @@ class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
     """The loss: trajectory balance, TBA′, OAPL, a baseline, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Limits the influence of stale data by weighting each token's gradient; TB's optimum does not move. If
-    unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
+    """Limit on the influence of stale data, by weighting each token's gradient; TB's optimum stays the same.
+    If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
     data themselves or learn from pairs."""
     reference: ReferenceChoice = FrozenReference()
-    """π_ref. If unset: behaviour with oapl, else frozen."""
+    """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
-    """Divisor of a completion's loss, which is summed over tokens: sum (none), completion_tokens (its own),
-    batch_tokens (the batch's mean) or max_tokens (of the generator). null: as published, completion_tokens
-    for GRPO, else sum."""
+    """Divisor of a completion's loss, which is summed over tokens: sum (no divisor), completion_tokens (its
+    own number), batch_tokens (the batch's mean) or max_tokens (of the generator). null: as published, which
+    is completion_tokens for GRPO, else sum."""
     steps: MayChange[Count] = 1000
-    """Optimizer steps. May be raised, even for a finished run, or lowered to no less than the step reached. A
-    decaying learning rate is then laid out for the new length."""
+    """Number of optimizer steps. It may be raised, even for a finished run, or lowered to no less than the
+    step reached. A decaying learning rate is then laid out for the new length."""
     prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Maximum tokens per forward and backward pass: completions, and a group's prompt once; padded sequences
-    if some layer lacks full attention. Larger groups are split and computed twice, so memory does not depend
-    on K. At least model.context_length. null: as many as keep 8 GiB of activations on a GPU, 1 GiB on a CPU,
-    at most 32k, or the step's largest group if that is more."""
+    """Maximum tokens per forward and backward pass. A group's prompt counts once; if some layer lacks full
+    attention, sequences are padded and padding counts. Larger groups are split and computed twice, so memory
+    does not depend on K. At least model.context_length. null: as many as keep 8 GiB of activations on a GPU
+    or 1 GiB on a CPU, but at most 32k; or the step's largest group if that is more."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target π* ∝ π_ref·exp(r/β): a number, or values by step, linear in between and constant after
     the last, such as {0: 1.0, 128: 0.05}."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T tempers the target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. A schedule, as beta."""
+    """T, which tempers the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. A schedule, like
+    beta."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ tempers the reference in that target: the higher, the less fluency counts. A schedule, as beta."""
+    """γ, which tempers the reference in that target: the higher, the less fluency counts. A schedule, like
+    beta."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
@@ -334,7 +336,8 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """What DeepSpeed shards over trainer ranks: optimizer state (1), also gradients (2), also weights (3)."""
+    """ZeRO stage: DeepSpeed shards optimizer state over trainer ranks (1), also gradients (2), also weights
+    (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: less memory, more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
@@ -345,33 +348,33 @@ class TrainSection(Section):
 
     @property
     def searcher_has_reference(self) -> bool:
-        """Whether searchers hold a model of the reference."""
+        """True if searchers hold a model of the reference."""
         return isinstance(self.reference, ModelReference) and self.reference.scored_by == "searcher"
 
     @property
     def trainer_has_reference(self) -> bool:
-        """Whether the trainer scores each trajectory once by a model of the reference."""
+        """True if the trainer scores each trajectory once by a model of the reference."""
         return isinstance(self.reference, ModelReference) and self.reference.scored_by == "trainer"
 
     @property
     def value_beta(self) -> float | None:
-        """β₁ of OAPL's values; None for every other objective."""
+        """Coefficient β₁ of OAPL's values; None for every other objective."""
         return (self.objective.value_beta or self.beta[0][1]) if isinstance(self.objective, Oapl) else None
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether DeepSpeed keeps AdamW's state and the master weights elsewhere than on the GPU."""
+        """True if DeepSpeed keeps AdamW's state and the master weights elsewhere than on the GPU."""
         offload = (self.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
         return offload.get("device", "none") != "none"
 
     @property
     def normaliser(self) -> LossNormaliser:
-        """``loss_normaliser``, or the objective's own."""
+        """Normaliser in use: ``loss_normaliser``, or the objective's own if none is given."""
         return self.loss_normaliser or self.objective.normaliser
 
     @model_validator(mode="after")
     def _settle(self) -> TrainSection:
-        """Fill in what follows from the objective."""
+        """Fill in the keys left out that follow from the objective."""
         if "ratio_bound" not in self.model_fields_set and self.objective.tapered:
             object.__setattr__(self, "ratio_bound", RatioTaper())
         if "reference" not in self.model_fields_set and isinstance(self.objective, Oapl):
@@ -380,40 +383,41 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Steps: at about that age engines are as busy as without a bound, and data teach nearly as fast as fresh."""
+"""Default max_staleness of a queue, in steps. At about this age engines are as busy as without a bound, and
+data teach nearly as fast as fresh data."""
 
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """mpi: one MPI world of the run's own ranks. files: a shared file system."""
+    """Medium of the exchange. mpi: one MPI world of the run's own ranks. files: a shared file system."""
     sync_every: Count = 2
-    """k: optimizer steps between syncs."""
+    """k, the number of optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)
-    """Maximum steps between the weights that sample a trajectory and those that learn from it; trainer and
-    searchers wait for each other. 0: on-policy. null: no bound, as in TBA. If unset: 8, or 2k − 1 if more,
-    with buffer.replay_limit=1 and launch.elastic=0, else null."""
+    """Maximum number of steps between the weights that sample a trajectory and those that learn from it.
+    Trainer and searchers wait for each other to keep it. 0: on-policy. null: no bound, as in TBA. If unset:
+    with buffer.replay_limit=1 and launch.elastic=0 it is 8, or 2k − 1 if that is more, else null."""
     seal_seconds: MayChange[Positive] = 2.0
-    """Maximum time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
-    that."""
+    """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
+    searchers/64 times that."""
     keep_shards: MayChange[Share] = 0.0
-    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, as ``tba
-    replay`` needs."""
+    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all of them,
+    which ``tba replay`` needs."""
 
 
 class CheckpointSection(Section):
     every: MayChange[Count] = 100
     """Optimizer steps between checkpoints."""
     keep: MayChange[Count] = 2
-    """Complete checkpoints to keep."""
+    """Number of complete checkpoints to keep."""
 
 
 class EvaluateSection(Section):
     every: MayChange[Count] = 50
     """Optimizer steps between evaluations on the validation split."""
     validation_prompts: MayChange[int] = Field(128, ge=0)
-    """Validation prompts used; 0: none."""
+    """Number of validation prompts used; 0: none."""
     test_prompts: MayChange[Count | None] = None
-    """Held-out prompts evaluated before the first and after the last step. null: all."""
+    """Number of held-out prompts evaluated before the first and after the last step. null: all."""
 
 
 class TrackSection(Section):
@@ -427,14 +431,14 @@ class TrackSection(Section):
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The trackers that are asked for."""
+        """Names of the trackers that the config asks for."""
         asked = {"wandb": self.wandb is not None, "tensorboard": self.tensorboard}
         return tuple(name for name, wanted in asked.items() if wanted)
 
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher; below are the run's own. Kept apart, because launch.searchers may
-change while an elastic one goes on under its number."""
+"""Number of the first elastic searcher; lower numbers are the run's own. They are apart because
+launch.searchers may change while an elastic searcher continues under its number."""
 
 Ranks = Annotated[int, Field(ge=0, lt=FIRST_ELASTIC)]
 
@@ -443,47 +447,49 @@ class LaunchSection(Section):
     trainers: MayChange[Count] = 1
     """Trainer ranks, one per GPU."""
     searchers: MayChange[Ranks] = 1
-    """Searcher ranks, one engine each, that start and end with the trainer; 0: only elastic ones."""
+    """Searcher ranks, one engine each, that start and end with the trainer. 0: only elastic searchers."""
     elastic: MayChange[Ranks] = 0
-    """Slots for elastic searchers, which join and leave at any time: ``tba search RUN`` on any machine that
-    sees the run directory. The prompts of an empty slot wait."""
+    """Slots for elastic searchers, which join and leave at any time, by ``tba search RUN`` on any machine
+    that sees the run directory. The prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
-    times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a
-    silent engine is replaced, a full disk given up on, or a call of a reward set aside."""
+    """Maximum wait for another rank, s; the run then ends and names that rank. Ranks and engines may take
+    three times as long to start. Elastic searchers wait six times as long for a queued trainer. After half
+    this time a silent engine is replaced, a full disk is given up on, and a call of a reward is set aside."""
 
     @property
     def start_seconds(self) -> float:
-        """Longest start of a rank (imports, joining the others, its model) or of an engine."""
+        """Longest time for the start of a rank (imports, joining the others, its model) or engine, s."""
         return 3 * self.timeout_seconds
 
     @property
     def elastic_seconds(self) -> float:
-        """Longest wait of an elastic searcher for a trainer that is in the queue."""
+        """Longest wait of an elastic searcher for a trainer that is in the queue, s."""
         return 6 * self.timeout_seconds
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work, then it is killed and rebuilt; longest call of a reward."""
+        """Longest silence of an engine at work before it is killed and rebuilt, and longest call of a reward,
+        s.
+        """
         return self.timeout_seconds / 2
 
     @property
     def stack_seconds(self) -> float:
-        """After so long without a safe point a rank writes where it is, before others give it up."""
+        """Time without a safe point after which a rank writes its stacks, before others give it up, s."""
         return 0.8 * self.silence_seconds
 
     @property
     def disk_seconds(self) -> float:
-        """How long a full disk is waited for: half the timeout, so that nobody else gives up first."""
+        """Longest wait for a full disk, s: half the timeout, so that no other rank gives up first."""
         return self.timeout_seconds / 2
 
     @property
     def places(self) -> int:
-        """Number of searchers, present or not, that the requests of a run are split among."""
+        """Number of searchers, present or not, among which the requests of a run are split."""
         return self.searchers + self.elastic
 
     def place_of(self, searcher: int) -> int:
-        """Place of a searcher among these: it takes the requests whose id leaves this remainder."""
+        """Return a searcher's place among ``places``; it takes requests whose ids leave that remainder."""
         return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
 
     @property
@@ -493,12 +499,12 @@ class LaunchSection(Section):
 
 
 def is_elastic(searcher: int) -> bool:
-    """Whether the searcher of this number is elastic."""
+    """Tell whether the searcher of this number is elastic."""
     return searcher >= FIRST_ELASTIC
 
 
 class Config(Section):
-    """All of a run. See each section for its fields."""
+    """Configuration of a run. See each section for its keys."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -519,29 +525,29 @@ class Config(Section):
 
     @property
     def selective(self) -> bool:
-        """Whether trajectories are evicted for more than lack of room: for age, reference, or uses."""
+        """True if trajectories are evicted for more than lack of room: for age, reference, or uses."""
         limited = self.buffer.replay_limit is not None
         reset = isinstance(self.train.reference, ResetReference)
         return limited or self.exchange.max_staleness is not None or reset
 
     @property
     def queue(self) -> bool:
-        """Whether steps take the completions of the oldest weights first, so that none becomes too stale."""
+        """True if steps take the completions of the oldest weights first, so that none becomes too stale."""
         return self.buffer.replay_limit is not None and self.exchange.max_staleness is not None
 
     @property
     def one_world(self) -> bool:
-        """Whether the ranks of a start make one MPI world."""
+        """True if all ranks of a start form one MPI world."""
         return self.exchange.transport == "mpi" and self.launch.searchers > 0
 
     @property
     def on_policy(self) -> bool:
-        """Whether every step is a policy gradient on samples of its own policy."""
+        """True if every step is a policy gradient on samples of its own policy."""
         return self.exchange.max_staleness == 0 and self.train.objective.policy_gradient
 
     @model_validator(mode="after")
     def _check_and_settle(self) -> Config:
-        """Refuse what contradicts itself, then fill in keys left out that follow from others."""
+        """Refuse a config that contradicts itself, then fill in keys left out that follow from others."""
         rules.check(self)
         if self.model.logprob_temperature is None:
             sampled = self.train.objective.own_samples

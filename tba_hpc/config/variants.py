@@ -1,6 +1,7 @@
 """Config values chosen by name, each with keys of its own: objective, ratio bound, reference, duplicates.
 
-``{name: oapl, value_beta: 1}``; the name alone takes the defaults. Imports no heavy library.
+They are written as ``{name: oapl, value_beta: 1}``, or as the name alone, which takes the defaults. Imports
+no heavy library.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Section(BaseModel):
 class ObjectiveSection(Section):
     """A loss over whole groups.
 
-    policy_gradient: unbiased only on completions as the policy sampled them. own_samples: log-probabilities
-    and samples must be of one policy. takes_bound: has a use for train.ratio_bound: does not limit stale data
-    itself, nor compare pairs. tapered: that defaults to taper. pairs: compares two completions, so has no
-    tokens to normalise. weighs_kl: weighs the reward against the KL to the reference. normaliser: divisor of
-    the published loss.
+    policy_gradient: it is unbiased only on completions as the policy sampled them. own_samples:
+    log-probabilities and samples must be of one policy. takes_bound: it can use train.ratio_bound, as it
+    neither limits stale data itself nor compares pairs. tapered: train.ratio_bound defaults to taper. pairs:
+    it compares two completions, so it has no tokens to normalise. weighs_kl: it weighs the reward against the
+    KL to the reference. normaliser: divisor of the published loss.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -67,9 +68,10 @@ class TrajectoryBalance(ObjectiveSection):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """TB: the squared VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Log-probabilities in the estimate of log Z. behaviour: the sampling weights', so that a group's
-    completions cannot sink together on old data. policy: the current ones, the paper's equation 7, for fresh
-    or mostly replayed data. none: no KL term; engine-learner mismatch then counts as reward."""
+    """Log-probabilities in the estimate of log Z. behaviour: those of the sampling weights, so that a group's
+    completions cannot sink together on old data. policy: those of the current weights, the paper's
+    equation 7, for fresh or mostly replayed data. none: no KL term; engine-learner mismatch then counts as
+    reward."""
 
 
 class TbaPrime(ObjectiveSection):
@@ -77,7 +79,7 @@ class TbaPrime(ObjectiveSection):
     name: Literal["tba_prime"] = "tba_prime"
     """TBA′, for large models: a per-token KL inside the advantage."""
     log_z: LogZ = "behaviour"
-    """As in trajectory_balance, for the group's mean KL."""
+    """Log-probabilities in the group's mean KL; values as in trajectory_balance."""
 
 
 class Oapl(ObjectiveSection):
@@ -85,7 +87,7 @@ class Oapl(ObjectiveSection):
     name: Literal["oapl"] = "oapl"
     """OAPL: regression on optimal advantages against the sampling policy."""
     value_beta: Positive | None = None
-    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request. null: train.beta at step 0."""
+    """β₁ in V̂ = β₁·log mean exp(r/β₁), over all completions of a request. null: train.beta at step 0."""
 
 
 class PolicyGradient(ObjectiveSection):
@@ -94,8 +96,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """Added to the baseline, in reward units. Negative: successes weigh more than failures, for stale data
-    (AsymRE)."""
+    """Amount added to the baseline, in units of the reward. If negative, successes weigh more than failures,
+    for stale data (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -116,8 +118,9 @@ class ClippedTokens(PolicyGradient):
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
-    """Instead of clipping, mask the tokens with the largest log-ratios, on the side where the clip would act,
-    until the mean square of the others there is at most this, nats² (M2PO: .04). null: clip."""
+    """Limit for M2PO's mask, which replaces the clip, nats² (M2PO: .04). On the side where the clip would
+    act, the tokens with the largest log-ratios are masked until the mean square of the others there is at
+    most this. null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -137,7 +140,7 @@ class Gspo(PolicyGradient):
     name: Literal["gspo"] = "gspo"
     """GRPO with one ratio per completion, the geometric mean of its tokens'."""
     ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
-    """How far that ratio may fall below and rise above 1."""
+    """Distances that the ratio may fall below and rise above 1."""
 
 
 class Topr(PolicyGradient):
@@ -155,9 +158,9 @@ class OnlineDpo(ObjectiveSection):
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """Your own function: takes tba_hpc.objectives.Groups and β, returns a loss per completion."""
+    """Your own function, which takes tba_hpc.objectives.Groups and β and returns a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the function."""
 
 
 # --- Bounds on stale data ---
@@ -165,7 +168,7 @@ class OwnObjective(ObjectiveSection):
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
-    """No bound: data of any age count alike."""
+    """No bound: data of any age count the same."""
 
 
 class RatioCap(Section):
@@ -184,7 +187,7 @@ class SequenceMask(Section):
     name: Literal["mask"] = "mask"
     """Skip completions that are pushed down and have become unlikely (OPSM)."""
     limit: Positive = 0.5
-    """Mean log π_behaviour/π_θ above which they are skipped, nats per token."""
+    """Mean log π_behaviour/π_θ above which such completions are skipped, nats per token."""
 
 
 # --- References ---
@@ -195,8 +198,9 @@ class ModelReference(Section):
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Who computes log π_ref. searcher: for all completions, when generated. trainer: only for those in its
-    batches, once, with a copy in host memory; searchers then hold no second model and log no KL."""
+    """Role that computes log π_ref. searcher: for all completions, when they are generated. trainer: only for
+    those in its batches, once, with a copy in host memory; searchers then hold no second model and log no
+    KL."""
 
 
 class FrozenReference(ModelReference):
@@ -212,17 +216,17 @@ class BehaviourIsReference(Section):
 
 class ResetReference(ModelReference):
     name: Literal["reset"] = "reset"
-    """The policy, as it was at the last reset."""
+    """The policy as it was at the last reset."""
     every: int = Field(50, ge=1)
-    """ρ: optimizer steps between resets."""
+    """ρ, the number of optimizer steps between resets."""
 
 
 class LaggedReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["lagged"] = "lagged"
-    """Approximation, to first order and without a model, of a moving average of the policy's weights: per
-    token log π_ref = log π_θ − c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in
-    steps, at least 4 (π_θ if it is 0)."""
+    """Moving average of the policy's weights, approximated to first order without a model. Per token,
+    log π_ref = log π_θ − c·(log π_θ − log π_behaviour), with c = decay/((1 − decay)·Δ) and Δ the data's age
+    in steps, at least 4. For data of the policy itself π_ref is π_θ."""
     decay: Fraction = 0.9
     """Share of the average that each step keeps. It lags decay/(1 − decay) steps behind."""
 
@@ -232,24 +236,24 @@ class LaggedReference(Section):
 
 class NoDuplicates(Section):
     name: Literal["none"] = "none"
-    """Keep every completion; groups are as sampled."""
+    """Keep every completion, so that groups are as sampled."""
 
 
 class EqualDuplicates(Section):
     name: Literal["equal"] = "equal"
-    """Of equal completions, keep the newest."""
+    """Keep the newest of equal completions."""
 
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions within a small edit distance, keep the higher-rewarded one."""
+    """Keep the higher-rewarded one of completions within a small edit distance."""
     limit: float = Field(0.25, gt=0, le=0.5)
-    """Edits as a share of both lengths together."""
+    """Edit distance below which they are duplicates, as a share of both lengths together."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Of completions with similar embeddings, keep the higher-rewarded one."""
+    """Keep the higher-rewarded one of completions with similar embeddings."""
     limit: float = Field(0.4, ge=0, lt=1)
     """Cosine similarity above which they are duplicates."""
     model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"
@@ -260,7 +264,7 @@ class EmbeddingDuplicates(Section):
 
 
 def _by_name(first: str) -> BeforeValidator:
-    """A bare name takes the defaults; keys without a name belong to the ``first`` choice."""
+    """Let a bare name take the defaults, and keys without a name belong to the ``first`` choice."""
 
     def whole(value: object) -> object:
         if isinstance(value, str):
@@ -271,7 +275,7 @@ def _by_name(first: str) -> BeforeValidator:
 
 
 def _kind(value: Any) -> str | None:
-    """Tag of a value; None if it has no name."""
+    """Return the tag of a value; None if it has no name."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name
 
@@ -307,7 +311,7 @@ Duplicates = Annotated[
 
 
 def choices(annotation: Any) -> dict[str, type[Section]]:
-    """By tag, the sections of a union by name; {} if ``annotation`` is no such union."""
+    """Return the sections of a union by name, by their tags; {} if ``annotation`` is not such a union."""
     parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
     found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     return {_tag(part): part for part in found} if len(found) > 1 else {}

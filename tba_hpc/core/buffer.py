@@ -425,7 +425,7 @@ class ReplayBuffer:
         return batch if reference is None else self._refer(rows, batch, reference)
 
     def _gather(self, rows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
-        """Collect (group, row) pairs as arrays, without embeddings."""
+        """Gather rows, given as (group, row), into arrays, without embeddings."""
         numbers = list(dict.fromkeys(number for number, _ in rows))
         groups = [self._groups[number] for number in numbers]
         starts = offsets_of(len(record) for record, *_ in groups)[:-1].tolist()
@@ -621,7 +621,7 @@ class _Draw:
         """Draw the next useful prompt that is not taken, or None; taken ones keep their turn."""
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
-            self._drawn += self._waiting  # only taken prompts still wait: the next pass begins
+            self._drawn += self._waiting  # only taken prompts still wait, so the next pass begins
             self._waiting, self._drawn = self._drawn, []
         if prompt is not None:
             self._drawn.append(prompt)
@@ -630,7 +630,7 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Take a random prompt that is useful and not taken out of a pile, and drop the useless ones met."""
+        """Remove and return a random useful prompt of a pile that is not ``taken``; drop useless ones met."""
         passed_over, found = [], None
         while pile and found is None:
             place = int(rng.integers(len(pile)))

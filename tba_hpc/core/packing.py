@@ -113,7 +113,7 @@ def _places_in_row(
     Own tokens follow one another. Those of a shared prompt lie where its first sequence has them.
     """
     place_S = own_S.cumsum() - 1
-    lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the sequence whose prompt each one reads
+    lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # for each, the sequence whose prompt it reads
     in_lender_S = offsets[lender_N[row_S]] + position_S
     place_S[~own_S] = place_S[in_lender_S[~own_S]]
     return place_S

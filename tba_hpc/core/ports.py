@@ -311,8 +311,8 @@ class Learner(Protocol):
     def save(self, folder: Path) -> Callable[[], str]:
         """Copy weights and optimizer; return a function that writes them durably into an existing ``folder``.
 
-        The function is called once, before the next ``save``, in any thread. It returns when all ranks have
-        written, and gives lines of the inventory for files whose checksums are known by then. It raises
+        The function is called once, before the next ``save``, in any thread. It returns once all ranks have
+        written; its result is lines of the inventory for files whose checksums are known by then. It raises
         StateError if they cannot be written, or DiskFullError for lack of room; then ``save`` may be called
         again.
         """
@@ -361,7 +361,7 @@ class Backend(Protocol):
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
         """Make a searcher's reference, at first the initial policy.
 
-        folder_of: from a step to the folder where that step's policy, once it is the reference, is exported.
+        folder_of: gives, by step, the folder of the exported policy that becomes the reference.
         """
 
     def learner(

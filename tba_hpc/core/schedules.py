@@ -17,8 +17,8 @@ from tba_hpc.core.types import BEHAVIOUR
 def learning_rate(train: TrainSection, step: int) -> float:
     """Return the learning rate of ``step``, on a schedule over all ``steps`` or until its ``decay`` ends.
 
-    Warm-up starts from zero before the first step: step 0 has peak / warmup_steps, step warmup_steps − 1 has
-    the peak. Decay reaches zero only after the last step, so no step up to there has a rate of zero.
+    No step has a rate of zero. Warm-up rises from zero before the first step, so that step 0 has
+    peak / warmup_steps, and step warmup_steps − 1 has the peak. Decay ends at zero after the last step.
     """
     config = train.learning_rate
     if step < config.warmup_steps:

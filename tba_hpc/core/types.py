@@ -33,12 +33,12 @@ RECORD = np.dtype(
     [
         ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
         ("prompt_id", "<i8"),  # index of the prompt in its split
-        ("request_id", "<i8"),  # number of the request in the run: which prompt it asks follows from it
+        ("request_id", "<i8"),  # number of the request in the run, which determines its prompt
         ("prompt_row", "<u4"),  # row of the prompt in Trajectories.prompts
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 0: it ended by itself; cut off by the limit of 1: tokens, 2: turns
+        ("truncated", "u1"),  # 0: it ended by itself; 1: cut off by the limit of tokens, 2: of turns
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
@@ -295,7 +295,7 @@ class Trajectories:
 
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
-        """Pack the completions of one or more groups, in order, each distinct prompt once. Uids stay 0."""
+        """Pack the completions of one or more groups in order, each distinct prompt once. Uids are left 0."""
         groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
         ref_logprobs = [row for one in scored for row in one.ref_logprobs]

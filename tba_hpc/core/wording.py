@@ -1,4 +1,4 @@
-"""Formats numbers for people to read, and makes foreign text safe to print on a terminal."""
+"""Formats numbers for people to read, and makes untrusted text safe to print on a terminal."""
 
 from __future__ import annotations
 

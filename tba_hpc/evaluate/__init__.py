@@ -1,6 +1,6 @@
-"""``tba evaluate``: how good a model is at a task, with intervals, and how far it went from the reference.
+"""``tba evaluate``: measures how good a model is at a task, with intervals, and how far from the reference.
 
-It must not train, nor need a run's processes: it reads a run's config and model, or any other model.
+It must not train, and needs no processes of a run: it reads a run's config and model, or any other model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure",
 
 
 def print_result(result: Result, *, as_json: bool = False) -> None:
-    """What was evaluated and a table of all figures; or JSON."""
+    """Print what was evaluated and a table of all figures, or JSON."""
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return
@@ -43,7 +43,7 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
 
 
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
-    """A row per figure."""
+    """Yield a table row per figure."""
     how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
     if reward := decoding.reward:
         interval = f"{reward.low:.3f} … {reward.high:.3f}"

@@ -1,6 +1,7 @@
 """Evaluates a model on this machine: one engine generates, the task judges, the reference measures distance.
 
-The composition root of ``tba evaluate``: it sees engine, task and reference. No MPI, and nothing is written.
+This is the composition root of ``tba evaluate``: it knows engine, task and reference. It uses no MPI and
+writes no files.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import make_task
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # as a rank has it; more by setting the variable
+    "OMP_NUM_THREADS": "1",  # as in a rank; set the variable for more
     "VLLM_LOGGING_LEVEL": "ERROR",  # a rank's engine writes to a log, this one to the terminal
     "PYTHONWARNINGS": "ignore",
 }
 
 AHEAD = 2
-"""Completions given to the engine, per one that it decodes."""
+"""Number of completions given to the engine per completion that it decodes at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How the model did with one way of decoding.
+    """Results of the model with one way of decoding.
 
-    temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
-    completions, cut off by the token limit. tokens: sampled, mean per completion. perplexity: of these under
-    the reference at model.logprob_temperature, None without one. reward: mean per prompt, None if rewards are
-    just 0 and 1. summary: the task's own figures, see ports.Summarising.
+    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name. truncated_share:
+    share of the completions that the token limit cut off. tokens: mean number of sampled tokens per
+    completion. perplexity: that of these tokens under the reference, at model.logprob_temperature; None
+    without a reference. reward: mean over prompts, None if it says no more than what is correct. summary: the
+    task's own figures, see ports.Summarising.
     """
 
     temperature: float
@@ -72,10 +74,11 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an evaluation came to.
+    """Result of an evaluation.
 
-    dtype: in which model and reference computed. single: one completion per prompt, as in the evaluations of
-    a run. sampled: several; None where none were asked for. answers: the first of the single ones.
+    dtype: dtype in which model and reference computed. single: one completion per prompt, as in the
+    evaluations of a run. sampled: several completions per prompt; None if none were asked for. answers: the
+    first of the single ones.
     """
 
     model: str
@@ -99,13 +102,13 @@ def measure(
     limit: int | None = None,
     show: int = 0,
 ) -> Result:
-    """Evaluate as a run does, and by several completions per prompt where they are asked for.
+    """Evaluate as a run does, and also by several completions per prompt if they are asked for.
 
-    As a run does: one completion per prompt, greedily unless the task has an evaluation_temperature.
-    samples: completions per prompt of the second kind, 0 for none. temperature: theirs, None takes the
-    config's. limit: prompts used, None for all. show: answers to the first prompts that the result holds.
-    Progress goes to stderr.
-    Raises ConfigError with one sentence (no such model, an empty split, prompts too long), EngineError where
+    A run takes one completion per prompt, greedily unless the task has an evaluation_temperature.
+    samples: several completions per prompt, 0 for none. temperature: that of the several; None takes the
+    config's. limit: number of prompts used, None for all. show: number of first prompts whose answers the
+    result holds. Progress goes to stderr.
+    Raises ConfigError with one sentence (no such model, an empty split, prompts too long), or EngineError if
     the engine keeps dying.
     """
     for name, value in ENVIRONMENT.items():
@@ -155,14 +158,17 @@ def measure(
 
 
 def _tell(what: str) -> None:
-    """What is done now; a bar shows how far, where stderr is a terminal."""
+    """Print on stderr what is done now; if stderr is a terminal, a bar shows its progress."""
     Terminal(stderr=True).print(Text(f"{what} …", style="dim"))
 
 
 def samplings(
     task: Task, section: GeneratorSection, temperature: float | None = None
 ) -> tuple[Sampling, Sampling]:
-    """How a run's evaluations decode, and how several samples are drawn; temperature: None, as trained."""
+    """Return the sampling of a run's evaluations and that of several samples.
+
+    temperature: that of several samples; None: as trained.
+    """
     sampled_at = section.temperature if temperature is None else temperature
     return (
         Sampling(evaluation_temperature(task), 1.0, section.max_tokens),
@@ -178,7 +184,7 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
 
 
 def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
-    """The answers to all requests, in their order. The engine leaves its memory to the models that judge."""
+    """Answer all requests, in their order. The engine then frees its memory for the models that judge."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     section = config.generator
@@ -196,7 +202,7 @@ def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[G
 
 
 def _answers(generator: Generator, requests: Sequence[Request], at_once: int) -> Iterator[Group]:
-    """As they come; the engine is given completions up to ``at_once``."""
+    """Yield answers as they finish; the engine gets requests while fewer than ``at_once`` are in flight."""
     waiting = deque(requests)
     while waiting or generator.in_flight:
         while waiting and generator.in_flight < at_once:
@@ -213,7 +219,7 @@ def assess(
     groups: Sequence[Group],
     judged: Judged | None = None,
 ) -> Decoding:
-    """All figures of one way of decoding. judged: the task's verdicts, if they are known."""
+    """Compute all figures of one way of decoding. judged: the task's verdicts, if they are known."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
     return Decoding(
@@ -229,14 +235,17 @@ def assess(
 
 
 class Judged(NamedTuple):
-    """[P prompts, N completions of each]: bool, what is correct; float64, the rewards, or else the same."""
+    """A task's verdicts on N completions of each of P prompts.
+
+    correct_PN: bool. grade_PN: float64, rewards if the task grades answers, otherwise equal to correct_PN.
+    """
 
     correct_PN: np.ndarray
     grade_PN: np.ndarray
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean over prompts, of the answers that have a grade, if it says more than what is correct."""
+        """Mean grade over prompts, of answers that have one; None if grades only say what is correct."""
         graded_PN = np.isfinite(self.grade_PN)
         some_P = graded_PN.any(1)
         if np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN]) or not some_P.any():
@@ -255,7 +264,7 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
 
 
 def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
-    """The share of correct completions under ``name``; of several per prompt pass@1, 2, 4, … N."""
+    """Return the share of correct completions as ``name``; with several per prompt, pass@1, 2, 4, … N."""
     if correct_PN.shape[1] == 1:
         return {name: wilson(int(correct_PN.sum()), correct_PN.size)}
     found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])
@@ -263,7 +272,7 @@ def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
 
 
 def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
-    """exp(−Σ log π_ref ÷ tokens) of all that the policy sampled."""
+    """Compute exp(−Σ log π_ref ÷ tokens) over all tokens that the policy sampled."""
     with Progress(console=Terminal(stderr=True), transient=True) as progress:
         seen = progress.track(groups, description="perplexity")
         logprobs = [
@@ -275,7 +284,7 @@ def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
 
 
 def _require_same_vocabulary(target: Target) -> None:
-    """Raise ConfigError where the reference reads other tokens than the model writes."""
+    """Raise ConfigError if the model's and the reference's vocabularies differ in size."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     paths = [path for path in (target.config.model.path, target.reference) if path]

@@ -1,6 +1,6 @@
-"""What ``tba evaluate`` is asked about: which model, on which task, against which reference.
+"""The target of ``tba evaluate``: which model, on which task, against which reference.
 
-It must not load any of them; of a model without a config it reads the configuration.
+It must not load any of them; for a model without a config it reads the model's configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``config.model.path`` is the model to be evaluated; the reference is a model, too, or None."""
+    """The model to evaluate, ``config.model.path``, and the path of the reference model, or None."""
 
     config: Config
     reference: str | None
@@ -27,11 +27,11 @@ class Target:
 def find_target(
     name: str, *, config: Path | None, task: str | None, overrides: list[str], reference: str | None
 ) -> Target:
-    """The target that the command line names: a run, or a model with ``config`` or ``task``.
+    """Find the target that the command line names: a run, or a model with ``config`` or ``task``.
 
-    The reference is by default the model that the config starts from; without a config the dtype is by
-    default the model's own. Raises ConfigError with one sentence: no such run or model, a run without a
-    model, a model without a task.
+    By default the reference is the model that the config starts from. Without a config, the default dtype is
+    the model's own. Raises ConfigError with one sentence for no such run or model, a run without a model, or
+    a model without a task.
     """
     modules.use_here()
     refuse_missing(name)
@@ -52,7 +52,7 @@ def find_target(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise ConfigError if ``name`` is a path below ``runs`` or a folder that is here, and leads nowhere.
+    """Raise ConfigError if ``name`` is a path, or lies below ``runs`` or an existing folder, and is missing.
 
     Any other name may be a model on a hub.
     """
@@ -83,7 +83,7 @@ def _checked(settings: Config, model: str, reference: str | None) -> Target:
 
 
 def _in_its_own_dtype(target: Target) -> Target:
-    """The target with the dtype of its model's configuration, unless one was asked for."""
+    """Give the target the dtype of its model's configuration, unless one was asked for."""
     section = target.config.model
     if "dtype" in section.model_fields_set:
         return target

@@ -1,1 +1,1 @@
-"""DeepSpeed and Hugging Face: the policy, its references and its log-probabilities."""
+"""The policy, its references and its log-probabilities, on DeepSpeed and Hugging Face."""

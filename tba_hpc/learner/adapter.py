@@ -1,4 +1,4 @@
-"""Weights and LoRA adapters as they travel: what one adds to which weights, and of which base.
+"""Weights and LoRA adapters as they are sent: what an adapter adds, to which weights, and of which base.
 
 See arXiv 2106.09685, §4.1.
 """
@@ -20,23 +20,23 @@ from torch.utils.hooks import RemovableHandle
 from tba_hpc.core.types import WeightLayout, WeightSlot
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By safetensors' name."""
+"""Dtypes by safetensors' names."""
 
 FOLDER = "adapter"
-"""Of an exported policy: the adapter alone, as peft.PeftModel.from_pretrained takes it."""
+"""Subfolder of an exported policy with the adapter alone, as peft.PeftModel.from_pretrained takes it."""
 
 PREFIX = "base_model.model."
-"""What peft puts before a layer's name in its files."""
+"""Prefix that peft puts before a layer's name in its files."""
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of a layer's two tensors."""
+"""Suffixes of the names of a layer's two tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """s·B·A for the weights W [out, in] of some linear layers.
+    """Adapter that adds s·B·A to the weights W [out, in] of some linear layers.
 
-    layers: by a layer's name, A [r, in] and B [out, r]. scale: s.
+    layers: A [r, in] and B [out, r] by a layer's name. scale: s.
     """
 
     layers: Mapping[str, tuple[Tensor, Tensor]]
@@ -44,13 +44,13 @@ class Adapter:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], scale: float) -> Adapter:
-        """From tensors under the names that travel."""
+        """Make an adapter of tensors under the names with which they are sent."""
         named = dict(tensors)
         return cls({name: (named[name + A], named[name + B]) for name in _layers(named)}, scale)
 
     @classmethod
     def load(cls, folder: Path) -> Adapter:
-        """From files of peft's."""
+        """Load an adapter from peft's files."""
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
         return cls.of(
@@ -59,17 +59,17 @@ class Adapter:
         )
 
     def changes(self, name: str) -> bool:
-        """Whether this is the weight of one of its layers."""
+        """Tell whether ``name`` is the weight of one of the adapter's layers."""
         return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """W + s·B·A of a weight that it changes, computed in float32 and rounded to the weight's type."""
+        """Return W + s·B·A of a weight it changes, computed in float32 and rounded to the weight's dtype."""
         down, up = (part.to(weight.device).float() for part in self.layers[name.removesuffix(".weight")])
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
 def layers_of(layout: WeightLayout) -> list[str]:
-    """Names of the layers that an adapter of this layout changes."""
+    """Return the names of the layers that an adapter of this layout changes."""
     return _layers(slot.name for slot in layout.slots)
 
 
@@ -78,17 +78,17 @@ def _layers(names: Iterable[str]) -> list[str]:
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    """Return the tensor whose memory is ``slot`` of a flat uint8 buffer."""
     return torch.from_numpy(buffer[slot.start : slot.end]).view(DTYPE[slot.dtype]).view(slot.shape)
 
 
 def tensors_in(buffer: np.ndarray, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a layout, under their names; nothing is copied."""
+    """Yield all tensors of a layout, with their names; nothing is copied."""
     return ((slot.name, tensor_in(buffer, slot)) for slot in layout.slots)
 
 
 class Adaptable:
-    """A model that takes one adapter at a time: y = W·x + s·B·(A·x), as peft computes it; W stays."""
+    """A model that takes one adapter at a time: y = W·x + s·B·(A·x), computed as by peft; W is unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -96,7 +96,7 @@ class Adaptable:
         self.adapter: Adapter | None = None
 
     def put_on(self, adapter: Adapter | None) -> None:
-        """Exchange the adapter for another one, or for none."""
+        """Replace the adapter by another one, or by none."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.adapter = [], adapter
@@ -108,7 +108,7 @@ class Adaptable:
 
 
 class _Added:
-    """A forward hook of a linear layer; its tensors move to the layer's device at the first use."""
+    """A forward hook on a linear layer; its tensors move to the layer's device at the first use."""
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         self._down, self._up, self._scale = down, up, scale
@@ -119,9 +119,9 @@ class _Added:
 
 
 def identity(weights: Mapping[str, Tensor]) -> str:
-    """A digest of weights: names, types, shapes, and the sum of each one's bits, taken as integers.
+    """Compute a digest of weights: names, dtypes, shapes, and the sum of each one's bits, read as integers.
 
-    Sums, since a good hash of 140 GB takes minutes; it tells models apart, and withstands no attack.
+    They are sums because a good hash of 140 GB takes minutes. They tell models apart but withstand no attack.
     """
     digest = sha256()
     for name in sorted(weights):

@@ -1,6 +1,6 @@
 """The Learner port on DeepSpeed: one policy, trained by a group of ranks that ZeRO 1, 2 or 3 shards over.
 
-Every trainer rank makes one: the leader's is the port, the others ``follow`` it.
+Every trainer rank makes a learner. The leader's is the port; the others ``follow`` it.
 """
 
 from __future__ import annotations
@@ -75,30 +75,30 @@ TAG = "zero"
 """DeepSpeed's folder inside a checkpoint."""
 
 RANKS_FILE = "ranks.json"
-"""Beside it: how many trainer ranks wrote it."""
+"""File beside that folder with the number of trainer ranks that wrote it."""
 
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
-"""What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
+"""Classes in DeepSpeed's files besides tensors and numbers. Others in a pickle are refused, not executed."""
 
 BUCKET_BYTES = 256 << 20
-"""Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
+"""Most bytes of weights that ZeRO-3 gathers at once to copy out: fewer take less memory, more messages."""
 
 NOWHERE = np.empty(0, np.uint8)
-"""Where a rank writes the weights if the leader writes all."""
+"""Buffer that a rank writes weights into if the leader writes all of them."""
 
 CONVERTERS = 4
-"""Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
+"""Most processes that convert a checkpoint to another number of ranks; each holds one rank's part."""
 
 
 class DeepSpeedLearner:
     """A policy and its AdamW state, shared by the trainer ranks.
 
-    Weights are float32, or bfloat16 with float32 master weights and gradient accumulation. With LoRA an
-    adapter's alone are trained, published and checkpointed. The port's methods are called on the leader (rank
-    0), while the others are inside ``follow``; all ranks then act together.
+    Weights are float32, or bfloat16 with float32 master weights and gradient accumulation. With LoRA only an
+    adapter's weights are trained, published and checkpointed. The port's methods are called on the leader
+    (rank 0), while the others are inside ``follow``; all ranks then act together.
 
-    rank, ranks, store: see TrainerGroup. references: where policies that become the reference are exported,
-    if the trainer computes it. Raises ConfigError for a model that cannot be trained,
+    rank, ranks, store: see TrainerGroup. references: folder, by step, of an exported policy that becomes the
+    reference, if the trainer computes it. Raises ConfigError for a model that cannot be trained, and
     ExchangeError naming the ranks that did not come.
     """
 
@@ -125,18 +125,18 @@ class DeepSpeedLearner:
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._load_policy()
         self._engine = _make_engine(config, self._logprobs.train(), group.device)
-        self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
+        self._copy_scripts = self._engine._copy_recovery_script  # writes small files at once
         self._engine._copy_recovery_script = lambda path: None
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._registered = RegisteredMemory()
-        self._written: Future[str] = at_once(str)  # what a follower writes
+        self._written: Future[str] = at_once(str)  # result of a follower's last write
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
         group.refuse_strangers()
 
     def _load_policy(self) -> None:
-        """Tokenizer, policy, its adapter, and how its parameters lie in messages and exports."""
+        """Load tokenizer, policy and its adapter; lay out its parameters for messages and exports."""
         config = self._config
         self._tokenizer = load_tokenizer(config.model.path)
         use_tensor_cores(self._group.device)
@@ -160,7 +160,7 @@ class DeepSpeedLearner:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
-        """None if no model is needed: the trainer scores nothing, or an adapter can be switched off."""
+        """Load the reference; None if the trainer scores nothing, or can switch off an adapter instead."""
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
@@ -170,16 +170,16 @@ class DeepSpeedLearner:
     # --- The port, see ports.Learner: called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step on the mean loss over all rows; groups must divide evenly over the ranks."""
+        """Take an optimizer step on the mean loss over all rows; groups must divide evenly over the ranks."""
         with self._all("step", learning_rate, beta, batch=batch):
             return self._step(batch, learning_rate, beta)
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: log π_ref of the completions' sampled tokens, 0 at others, under that of ``step``.
+        """Return log π_ref of the completions' sampled tokens under the policy of ``step``, float32 [T].
 
-        Every rank computes some of the groups, which need not divide evenly.
+        Other tokens have 0. Every rank computes some of the groups, which need not divide evenly.
         """
-        again = -batch.groups % self._group.ranks  # some groups, so that all ranks have as many
+        again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have as many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
         with self._all("refer", step, batch=even):
             return self._refer(even, step)[: len(batch.ref_logprobs)]
@@ -189,7 +189,7 @@ class DeepSpeedLearner:
             self._write(out)
 
     def save(self, folder: Path) -> Callable[[], str]:
-        (folder / TAG).mkdir()  # by all ranks together it would be too late to find no room
+        (folder / TAG).mkdir()  # here, because once all ranks act it is too late to find no room
         with self._all("save", folder):
             return self._save(folder)
 
@@ -211,7 +211,7 @@ class DeepSpeedLearner:
     def _all(
         self, name: str, *arguments: float | Path, batch: TrajectoryBatch | None = None
     ) -> Iterator[None]:
-        """Have the followers do what the leader does in this block."""
+        """Make the followers do what the leader does in this block."""
         plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
         self._group.tell(Command(name, plain, batches.to_arrays(batch) if batch else {}))
         with self._group.together():
@@ -254,7 +254,7 @@ class DeepSpeedLearner:
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
-        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our one stop
+        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our only wait for a GPU
         if self._engine.was_step_applied():
             self._skipped.taken()
         else:
@@ -268,7 +268,7 @@ class DeepSpeedLearner:
         }
 
     def _plan(self, batch: TrajectoryBatch) -> list[Part]:
-        """The micro-batches of this rank."""
+        """Plan the micro-batches of this rank."""
         return batches.plan(
             batch,
             rank=self._group.rank,
@@ -279,11 +279,11 @@ class DeepSpeedLearner:
         )
 
     def _backward(self, part: _Work, beta: float, batch_tokens: float, of_groups: int) -> ObjectiveOutput:
-        """Add the gradient of whole groups, some of ``of_groups``; returns what the objective says of them.
+        """Add the gradient of whole groups, some of ``of_groups``; return the objective's output for them.
 
-        A loss sees the policy through log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So with
-        several micro-batches these come first, without gradient, then the slopes dL/dlog π_t of whole groups,
-        then each micro-batch again, with gradient.
+        A loss sees the policy only through log-probabilities: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. With
+        several micro-batches, the log-probabilities are therefore computed first, without gradient. Then come
+        the slopes dL/dlog π_t of whole groups, then each micro-batch again, with gradient.
         """
         once = len(part.passes) == 1
         policy_T = torch.zeros(part.recorded.cell_T.shape, device=self._group.device)
@@ -304,10 +304,11 @@ class DeepSpeedLearner:
         return output
 
     def _weighed(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
-        """The loss of some groups as their part of that of ``of_groups``.
+        """Scale the loss of some groups to their part of the mean over ``of_groups``.
 
-        DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
-        step, on all ranks, if the norm is not finite; so a loss that is not makes the gradient NaN.
+        DeepSpeed takes the mean of the ranks' gradients; multiplied by the number of ranks it is the sum.
+        DeepSpeed skips the step, on all ranks, if the norm is not finite, so a loss that is not finite makes
+        the gradient NaN.
         """
         loss_B = output.loss_BK.mean(1)
         scale = self._group.ranks / of_groups
@@ -316,7 +317,7 @@ class DeepSpeedLearner:
     def _not_finite(
         self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
     ) -> list[int]:
-        """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
+        """Return the prompts of all groups, on any rank, whose loss is not finite."""
         flags = np.zeros(batch.groups)
         for part, output in zip(parts, outputs, strict=True):
             flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
@@ -326,7 +327,7 @@ class DeepSpeedLearner:
 
     @torch.no_grad()
     def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
+        """Compute log π_ref, float32 [T]: each rank computes its groups, and a sum over ranks joins them."""
         rows = [rows for part in self._plan(batch) for rows in part.micro_batches]
         passes = upload([_packed(batch, some, self._logprobs.layout) for some in rows], self._group.device)
         logprob_T = torch.zeros(batch.logprobs.shape, device=self._group.device)
@@ -336,14 +337,14 @@ class DeepSpeedLearner:
         return self._group.total(logprob_T.cpu().numpy()).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
-        """A model of its own, or the policy without its adapter."""
+        """Make the reference available: a model of its own, or the policy without its adapter."""
         if self._reference:
             return self._reference.visiting(self._group.device, step)
         assert self._lora and step == 0
         return self._lora.off(self._engine)
 
     def _write(self, out: np.ndarray) -> None:
-        """Each rank its part if all write into one world's memory, else the leader all of it."""
+        """Write weights: each rank its part if all write into one world's memory, else the leader all."""
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
         if mine:
@@ -352,7 +353,7 @@ class DeepSpeedLearner:
         self._group.barrier()
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each."""
+        """Copy the tensors of a layout's ``slots`` to their places in ``out``, by one memcpy each."""
         for slot, weight in self._made_whole(layout, slots):
             tensor_in(out, slot).copy_(weight, non_blocking=True)
         if self._group.device.type == "cuda":
@@ -361,10 +362,10 @@ class DeepSpeedLearner:
     def _made_whole(
         self, layout: WeightLayout, slots: Sequence[WeightSlot]
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """The tensors of ``slots``, of a layout, each valid until the next.
+        """Yield the whole tensors of a layout's ``slots``, each valid until the next.
 
-        Under ZeRO-3 every rank must call it: all gather each bucket of parameters together. Of a bucket each
-        has about as much to copy, so that none waits for another's memcpy.
+        Under ZeRO-3 every rank must call this, because all gather each bucket of parameters together. Each
+        rank has about as much of a bucket to copy, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
         for bucket in _buckets(layout.parts(self._group.ranks)):
@@ -376,8 +377,8 @@ class DeepSpeedLearner:
                         yield slot, parameter.detach()
 
     def _save_along(self, folder: Path) -> None:
-        """A follower's part: the leader learns from ``gather`` what has become of it."""
-        wait([self._written])  # the memory of its copy is used again
+        """Save a follower's part in the background; the leader learns its result from ``gather``."""
+        wait([self._written])  # the memory of its copy is reused
         write = self._save(folder)
         self._written = in_background(write)
 
@@ -388,11 +389,11 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write this rank's files, which only its own node can flush, and hear of the others'."""
+        """Write this rank's files, which only its own node can flush, and learn how the others' went."""
         lines, fault, full = "", "", False
         try:
             with _unwritable(folder):
-                with ThreadPoolExecutor(len(files)) as pool:  # one is summed up while another is flushed
+                with ThreadPoolExecutor(len(files)) as pool:  # one is checksummed while another is flushed
                     written = list(pool.map(lambda write: write(), files))
                 require_readable((file.path for file in written), PLAIN_DATA)
                 lines = "".join(file.line(folder) for file in written)
@@ -406,7 +407,7 @@ class DeepSpeedLearner:
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
         faults = [(bool(full), fault) for _, fault, full in reports if fault]
         if faults:
-            full, fault = min(faults)  # first what another try does not help
+            full, fault = min(faults)  # faults that another try does not help come first
             raise (DiskFullError if full else StateError)(fault)
         return "".join(lines for lines, *_ in reports)
 
@@ -417,12 +418,12 @@ class DeepSpeedLearner:
             self._load_universal(folder)
 
     def _load_universal(self, folder: Path) -> None:
-        """Load a checkpoint of another number of ranks, converted into a scratch folder beside it."""
+        """Load a checkpoint of another number of ranks, after conversion in a scratch folder beside it."""
         scratch = folder.with_name(f".{folder.name}.universal.tmp")
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.await_leader()  # no barrier: the conversion of a large one outlasts its deadline
+        self._group.await_leader()  # not a barrier, whose deadline a large conversion outlasts
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
@@ -433,7 +434,7 @@ class DeepSpeedLearner:
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder, PLAIN_DATA):
-            # With LoRA it lacks the base, whose identity has been looked at.
+            # With LoRA the checkpoint lacks the base, whose identity was checked before.
             loaded, _ = self._engine.load_checkpoint(
                 str(folder), tag=TAG, load_module_strict=self._lora is None
             )
@@ -463,14 +464,14 @@ class DeepSpeedLearner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A Part as tensors: what is recorded of its groups, and the passes that compute their tokens."""
+    """A Part as tensors: the recorded values of its groups, and the passes that compute their tokens."""
 
     recorded: RecordedGroups
     passes: tuple[Packed, ...]
 
     @staticmethod
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
-        """The same as arrays. Each ``place_A`` is among the completions' tokens of the part's groups."""
+        """Make the work of a part, as arrays. ``place_A`` counts completion tokens of the part's groups."""
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
         row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))
@@ -479,7 +480,7 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Some rows of a batch for one pass; ``place_A`` is among the completions' tokens of the whole batch."""
+    """Pack some rows of a batch for one pass; ``place_A`` counts completion tokens of the whole batch."""
     some = batch.take(rows)
     packed = pack(some.sequences, some.prompt_length_N, some.record["prompt_row"], some.action_T, layout)
     place_T, _ = spans(batch.completions.offsets, rows)
@@ -487,7 +488,7 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 
 
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
-    """float64: this rank's part of the means over ``of_groups``, of the loss and of each metric."""
+    """Return this rank's part of the means of loss and metrics over ``of_groups``, in float64."""
     means = dict[str, Tensor]()
     for output in outputs:
         share = len(output.loss_BK) / of_groups
@@ -497,20 +498,20 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 
 class _CopyingEngine(TorchCheckpointEngine):
-    """What DeepSpeed hands its files to: they are copied, and written when the learner's caller says so."""
+    """Checkpoint engine for DeepSpeed that copies files and writes them when the learner's caller asks."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """What DeepSpeed would have written by now."""
+        """Copy what DeepSpeed's own engine would write now."""
         self._snapshot.add(state_dict, path)
 
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Errors of files become the user's; the loss of a peer does not."""
+    """Turn errors of files into StateError or DiskFullError, but not the loss of a peer."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -530,16 +531,16 @@ def _layout(
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A hook on what goes into checkpoints; DeepSpeed keeps weights that have a second name."""
+    """Drop frozen weights from checkpoints, as a hook; DeepSpeed keeps those that have a second name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
 
 
 def _load_policy(config: Config) -> PreTrainedModel:
-    """The policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
+    """Load the policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
 
-    Raises ConfigError if there is none, or DeepSpeed does not know a setting of train.deepspeed.
+    Raises ConfigError if there is no model, or if DeepSpeed does not know a setting of train.deepspeed.
     """
     deepspeed_logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -552,7 +553,7 @@ def _load_policy(config: Config) -> PreTrainedModel:
 
 
 def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.device) -> int:
-    """Tokens of a micro-batch whose activations fit into the default room; 0 for models of unknown shape."""
+    """Return the tokens of a micro-batch whose activations fit the default room; 0 if a shape is unknown."""
     try:
         shape = shape_of(policy.config.to_dict())
     except KeyError:
@@ -563,7 +564,7 @@ def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.
 
 
 class _Noting(dict[str, Any]):
-    """Settings that note which of them are looked at."""
+    """Settings that record which of their keys are looked at."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -585,7 +586,7 @@ class _Noting(dict[str, Any]):
 def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ConfigError if DeepSpeed refuses a setting, or never looks at one that a user has given.
 
-    It checks names inside its sections, and ignores unknown ones beside these.
+    DeepSpeed itself checks names inside its sections, but ignores unknown ones at the top level.
     """
     noting = _Noting(settings)
     try:
@@ -607,12 +608,12 @@ def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Non
 
 
 def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
-    """Shape and number of elements; no rank has all of a parameter under ZeRO-3."""
+    """Return a tensor without data that has a parameter's full shape, which ZeRO-3 hides from the ranks."""
     return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
 
 
 def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
-    """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
+    """Make DeepSpeed's engine around ``model`` and torch's AdamW (DeepSpeed's own would need a compiler)."""
     train = config.train
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -630,14 +631,14 @@ def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) ->
 def _own_steps(optimizer: torch.optim.Optimizer) -> None:
     """Give each parameter its own count of steps on its device; DeepSpeed's conversion leaves one on the CPU.
 
-    Each parameter would count a shared one up, and a fused AdamW takes only its device's.
+    Each parameter would increment a shared count, and a fused AdamW needs a count on its own device.
     """
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, torch.float32, copy=True)
 
 
 def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
-    """The slots of all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    """Take slots from all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
     ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []
     size = 0
@@ -652,9 +653,9 @@ def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]
 
 
 def _convert(folder: Path, universal: Path) -> None:
-    """DeepSpeed's own conversion to a checkpoint for any number of ranks.
+    """Convert a checkpoint, by DeepSpeed's own program, to one for any number of ranks.
 
-    In a process of its own, since it starts workers, which must not be forked from an MPI rank.
+    It runs in a process of its own, because it starts workers, which must not be forked from an MPI rank.
     """
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
@@ -669,7 +670,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def convert() -> None:
-    """The main function of that process, with the arguments of DeepSpeed's script."""
+    """Main function of the converting process, with the arguments of DeepSpeed's script."""
     from deepspeed.checkpoint import ds_to_universal
 
     with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1]), PLAIN_DATA):
@@ -678,9 +679,10 @@ def convert() -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder that replaces ``folder``, whole and durable, when the block ends.
+    """Yield a temporary folder that replaces ``folder``, whole and durable, when the block ends.
 
-    What a kill leaves is deleted the next time; names are unique, since NFS keeps what is open somewhere.
+    What a killed process leaves is deleted the next time. Names are unique, because NFS keeps files that are
+    still open somewhere.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration: what the learner needs, and ``train.deepspeed`` merged into it."""
+"""DeepSpeed's own configuration: the settings that the learner needs, with ``train.deepspeed`` merged in."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from tba_hpc.config import Config
 
 BUCKET_ELEMENTS = 128 << 20
-"""Most parameters in one reduction of gradients: memory against messages."""
+"""Most parameters in one reduction of gradients: fewer take less memory but more messages."""
 
 
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
-    """All of it, for a model of so many parameters.
+    """Return all of DeepSpeed's settings for a model with this number of parameters.
 
-    ``step`` alone ends an accumulation, whatever the micro-batches. An offloaded optimizer is torch's AdamW,
-    too: DeepSpeed's own would need a compiler.
+    Only ``step`` ends an accumulation of gradients, whatever the micro-batches. An offloaded optimizer is
+    torch's AdamW, too, because DeepSpeed's own would need a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {
@@ -40,7 +40,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, recursively; what both have as ``theirs`` has it."""
+    """Merge two trees of settings, recursively; ``theirs`` wins where both have a value."""
     both = {
         key: merged(ours[key], value)
         if isinstance(value, Mapping) and isinstance(ours[key], Mapping)
@@ -52,5 +52,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Whether AdamW updates all weights by a few large kernels: on a GPU. None: torch's default."""
+    """Tell whether AdamW updates all weights by a few large kernels: on a GPU. None: torch's default."""
     return True if device.type == "cuda" else None

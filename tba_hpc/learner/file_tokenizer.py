@@ -1,4 +1,4 @@
-"""A model's tokenizer from its tokenizer.json alone, for checks without transformers and torch."""
+"""A model's tokenizer from its files alone, for checks without transformers and torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ NO_END = (
     "the tokenizer of {key}={path} has no end-of-sequence token, so no completion could ever end: set "
     "eos_token in its tokenizer_config.json"
 )
-"""The error for such a model."""
+"""Error for a model whose tokenizer has no end-of-sequence token."""
 
 REFUSES = (
     "the chat template of {path} refuses messages of {roles} ({error}): give another chat_template in its "
     "tokenizer_config.json"
 )
-"""The error for such messages."""
+"""Error for messages that a chat template refuses."""
 
 OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Classes of tokenizers that know no special token but those in their files."""
+"""Classes of tokenizers that know only the special tokens in their files."""
 
 
 class FileTokenizer:
-    """The Tokenizer port without what transformers adds: texts are at most as long as the model sees them.
+    """The Tokenizer port without what transformers adds, so texts are at most as long as for the model.
 
-    That is special tokens, unless there would be no other, and what a chat template puts around one message.
-
-    settings: of tokenizer_config.json, with the chat template if there is one.
+    It adds no special tokens, unless a text has no other tokens, nor what a chat template puts around a single
+    message. settings: those of tokenizer_config.json, with the chat template if there is one.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """For a folder or a cached hub name; None if only transformers could tell.
+        """Find the tokenizer of a folder or a cached hub name; None if only transformers can load it.
 
         Raises ConfigError if there is no end-of-sequence token.
         """
@@ -74,20 +73,20 @@ class FileTokenizer:
         return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T], at most as many as the model's tokenizer makes."""
+        """Return tokens, int32 [T], at most as many as the model's tokenizer makes."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of the message alone."""
+        """Return the tokens, int32 [T], of the message alone."""
         return self.encode(text)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """By the chat template; the texts of the messages alone if there is none, or no transformers.
+        """Render messages by the chat template. Raises ConfigError if it refuses them.
 
-        Raises ConfigError if it refuses the messages.
+        Without a template, or without transformers, return the texts of the messages alone.
         """
         if not self.has_chat:
             return "".join(message["content"] for message in messages)
@@ -109,12 +108,12 @@ class FileTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether it can render a chat template."""
+        """Tell whether it can render a chat template."""
         return self._template is not None and find_spec("transformers") is not None
 
     @property
     def _template(self) -> str | None:
-        """The one for chats without tools, where several have names."""
+        """The chat template; of several with names, the one for chats without tools."""
         given = self._settings.get("chat_template")
         named = {one["name"]: one["template"] for one in given} if isinstance(given, list) else {}
         return named.get("default") if named else given
@@ -144,7 +143,7 @@ def _text(token: Any) -> Any:
 
 
 def _place(model: str, name: str) -> str | None:
-    """Path of a model's file, None if it is not here."""
+    """Return the path of a model's file, or None if it is not on this machine."""
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None

@@ -1,8 +1,8 @@
 """The store through which torch.distributed's ranks find each other, as files of a shared folder.
 
-torch's own FileStore appends to one file under a lock: file systems without locks refuse it, and where hosts
-cache a file's size (GlusterFS, NFS) they write over each other's entries, and wait forever. Here each entry
-is a file, complete when it is visible and never changed.
+torch's own FileStore appends to one file under a lock. File systems without locks refuse that. Where hosts
+cache a file's size (GlusterFS, NFS), they overwrite each other's entries and wait forever. Here each entry is
+a file, which is complete once it is visible, and never changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from tba_hpc.run.files import listing
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
-"""Seconds between two looks for an entry of another rank, which may still be starting."""
+"""Shortest and longest pause between two looks for an entry of another rank, which may be starting, s."""
 
 
 class FolderStore(dist.Store):
-    """Keys and values in ``folder``, which is empty at first. deadline: longest wait for a key, s."""
+    """Store of keys and values in ``folder``, at first empty. deadline: longest wait for a key, s."""
 
     def __init__(self, folder: Path, *, deadline: float) -> None:
         super().__init__()
@@ -35,23 +35,23 @@ class FolderStore(dist.Store):
         self._publish(_name(key), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """Wait for an entry."""
+        """Wait for an entry and return it."""
         self.wait([key])
         return (self.folder / _name(key)).read_bytes()
 
     def add(self, key: str, amount: int) -> int:
-        """Sum of what all ranks have added, this amount included."""
+        """Add to a number; return the sum of what all ranks have added so far, this amount included."""
         if amount:
             self._publish(f"{_name(key)}+{secrets.token_hex(8)}", str(amount).encode())
         added = [name for name in listing(self.folder) if name.startswith(f"{_name(key)}+")]
         return sum(int((self.folder / name).read_bytes()) for name in added)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all entries are there."""
+        """Tell whether all entries are there."""
         return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all entries. Raises torch's error of a store."""
+        """Wait for all entries. Raises torch's DistStoreError after ``timeout``, by default the deadline."""
         seconds = timeout.total_seconds() if timeout else self._deadline
         give_up, pause = time.monotonic() + seconds, FIRST_PAUSE
         while not self.check(keys):
@@ -61,7 +61,7 @@ class FolderStore(dist.Store):
             pause = min(2 * pause, LAST_PAUSE)
 
     def _publish(self, name: str, data: bytes) -> None:
-        # Not durable: after a crash of the machine nobody reads it.
+        # Not flushed: after a crash of the machine nobody reads it.
         temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)

@@ -1,6 +1,6 @@
 """Hugging Face models of the policy: tokenizer, weights, and log-probabilities of completions.
 
-The logits [tokens × vocabulary] of a whole batch are never held.
+The logits [tokens × vocabulary] of a whole batch are never in memory at once.
 
 Shape letters: A sampled tokens in all, T some of them, D hidden size, V vocabulary.
 """
@@ -41,13 +41,13 @@ RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
 )
-"""Settings by which some models change the logits after the output layer; see PolicyLogprobs."""
+"""Settings with which some models change the logits after the output layer; see PolicyLogprobs."""
 
 
 class HfTokenizer:
     """The Tokenizer port on a tokenizer of transformers.
 
-    day: for chat templates that write the day; None: today.
+    day: date for chat templates that write one; None: today.
     """
 
     def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
@@ -57,7 +57,7 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` at the start of a sequence, with a BOS if there is one; no EOS."""
+        """Return tokens, int32 [T], of ``text`` at the start of a sequence: with BOS if it exists, no EOS."""
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
@@ -67,9 +67,10 @@ class HfTokenizer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """The text of a conversation, by the chat template; ask: up to the model's next message.
+        """Render a conversation by the chat template. ask: up to the model's next message.
 
-        options: variables of the template. Raises ConfigError if there is none, or it refuses the messages.
+        options: variables of the template. Raises ConfigError if there is no template, or if it refuses the
+        messages.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
@@ -96,7 +97,7 @@ class HfTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether it has a chat template."""
+        """True if it has a chat template."""
         return self._tokenizer.chat_template is not None
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -111,9 +112,9 @@ class HfTokenizer:
 
 
 def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = None) -> HfTokenizer:
-    """Tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
+    """Load the tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
 
-    day: as HfTokenizer's. Raises ConfigError if there is none, or it has no end-of-sequence token.
+    day: as for HfTokenizer. Raises ConfigError if there is no tokenizer, or no end-of-sequence token.
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
@@ -122,17 +123,17 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """Let a GPU multiply float32 in TF32 (10 bits of mantissa) and add in float32, several times as fast."""
+    """Let a GPU multiply float32 in TF32 (10 bits of mantissa), several times as fast; it adds in float32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
 
 def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """Causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
+    """Load the causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
     Dropout is off because log-probabilities must be those of the policy that samples. in_parts: settings of
-    DeepSpeed; then every rank calls this, and ZeRO-3 shards parameters as they are made and read, on the
-    device where they are trained. Raises ConfigError if there is no such model.
+    DeepSpeed. If they are given, every rank calls this, and ZeRO-3 shards parameters as they are made and
+    read, on the device where they are trained. Raises ConfigError if there is no such model.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
@@ -151,8 +152,8 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
     """Give a sharded model the buffers of a whole one, such as the frequencies of positions.
 
-    ZeRO-3 makes every tensor in the dtype of the weights: frequencies in bfloat16, up to .4 % off. Buffers
-    that come with the weights stay as read.
+    ZeRO-3 makes every tensor in the dtype of the weights, and frequencies in bfloat16 are up to .4 % off.
+    Buffers that come with the weights stay as read.
     """
     with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
@@ -164,9 +165,9 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
 
 
 def stored_dtype(path: str) -> Dtype:
-    """The dtype that loses nothing of a model's weights, by its config.json: float32 for float16, too.
+    """Return the dtype that holds a model's weights exactly, by its config.json: for float16 it is float32.
 
-    Raises ConfigError.
+    Raises ConfigError if there is no such model.
     """
     return "bfloat16" if _from_pretrained(AutoConfig, path).dtype == torch.bfloat16 else "float32"
 
@@ -182,7 +183,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
 
 
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
-    """``kind.from_pretrained``; whatever it cannot find or read is a ConfigError."""
+    """Call ``kind.from_pretrained``. Raises ConfigError if anything cannot be found or read."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_a_folder and not Path(path).is_dir():
         raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
@@ -197,12 +198,12 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
 
 
 class PolicyLogprobs(nn.Module):
-    """log π of the sampled tokens of packed sequences, differentiable, in bounded memory.
+    """Module for log π of the sampled tokens of packed sequences, differentiable, in bounded memory.
 
-    Equal to ``log_softmax(model(tokens).logits / temperature)`` at the next tokens, but only positions
-    before sampled tokens pass the output layer, in chunks, and their logits are recomputed in the backward
-    pass. log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits are, too.
-    chunk_bytes: most float32 logits at once; None: CHUNK_BYTES.
+    The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But only
+    positions before sampled tokens pass the output layer, in chunks, and their logits are recomputed in the
+    backward pass. log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits are, too.
+    chunk_bytes: most bytes of float32 logits at once; None: CHUNK_BYTES.
 
     Raises ConfigError for models that change the logits after the output layer (soft caps, scales).
     """
@@ -226,14 +227,14 @@ class PolicyLogprobs(nn.Module):
 
     @classmethod
     def of(cls, model: PreTrainedModel, section: ModelSection) -> PolicyLogprobs:
-        """As a run's config has the policy."""
+        """Wrap a model as a run's config says."""
         made = cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
         if compiles(section):
             made.compile_layers()
         return made
 
     def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Have torch make a few large kernels of each layer when it first runs, for rows of any length."""
+        """Let torch compile each layer to a few large kernels when it first runs, for rows of any length."""
         stacks = [part for part in self.model.base_model.children() if isinstance(part, nn.ModuleList)]
         for layer in (layer for stack in stacks for layer in stack):
             layer.compile(backend=backend, dynamic=True, fullgraph=True)
@@ -241,13 +242,13 @@ class PolicyLogprobs(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """How sequences are to be packed for it, on the device where its weights are now."""
+        """Layout in which to pack sequences for this model, on the device where its weights are now."""
         if not self.shares_prompts:
             return "rectangle"
         return "varlen" if _has_varlen_kernel(self.model, self.head.weight) else "padded"
 
     def forward(self, packed: Packed) -> Tensor:
-        """float32 [A]: log π(token | all before it in its sequence) of the sampled tokens, in order.
+        """Return log π(token | all before it in its sequence) of the sampled tokens, float32 [A], in order.
 
         packed: tensors on the model's device, by ``core.packing.pack`` in this ``layout``, or as a rectangle.
         """
@@ -262,13 +263,13 @@ class PolicyLogprobs(nn.Module):
 
 
 def compiles(section: ModelSection) -> bool:
-    """Decide if layers are compiled on this machine."""
+    """Decide whether layers are compiled on this machine."""
     return torch.cuda.is_available() if section.compile is None else section.compile
 
 
 @contextmanager
 def _compilers_words() -> Iterator[None]:
-    """Say in a sentence that layers cannot be compiled. Raises ConfigError."""
+    """Turn the compiler's errors into a ConfigError that says in a sentence that it cannot compile."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -281,11 +282,11 @@ def _compilers_words() -> Iterator[None]:
 
 
 class LogprobHead(nn.Module):
-    """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
+    """A model's output layer as a function from hidden states to log-probabilities of given tokens.
 
     The policy is softmax(logits / temperature). fp32: logits are float32 from the start, whatever the dtype
-    of weights and hidden states, in which gradients are still computed. It is a module that owns the (shared)
-    parameters, so that ZeRO-3 gathers them around it, once for all chunks.
+    of weights and hidden states; gradients are still computed in that dtype. The (shared) parameters belong
+    to this module, so that ZeRO-3 gathers them around it, once for all chunks.
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class LogprobHead(nn.Module):
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
-        """float32 [T]."""
+        """Return the log-probabilities of ``token_T``, float32 [T]."""
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
         logprob_T: Tensor = _ChunkedLogprob.apply(
@@ -316,7 +317,10 @@ class LogprobHead(nn.Module):
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """log softmax(z/T)[token] with z = h·Wᵀ + b; d log p / dz = (onehot(token) − softmax(z/T))/T."""
+    """Function log p = log softmax(z/T)[token] with z = h·Wᵀ + b.
+
+    Its gradient is d log p / dz = (onehot(token) − softmax(z/T))/T.
+    """
 
     @staticmethod
     def forward(
@@ -366,10 +370,10 @@ class _ChunkedLogprob(torch.autograd.Function):
 def _output_layer(
     weight_VD: Tensor, bias_V: Tensor | None, temperature: float, fp32: bool
 ) -> Callable[[Tensor], Tensor]:
-    """From hidden states [T, D] to float32 logits [T, V], divided by the temperature.
+    """Make a function from hidden states [T, D] to float32 logits [T, V], divided by the temperature.
 
-    fp32: not rounded to the dtype of the factors. A GPU can return the float32 sums; a CPU cannot, so there
-    the factors are made float32, the weights once for all chunks.
+    fp32: logits are not rounded to the dtype of the factors. A GPU can return the float32 sums. A CPU cannot,
+    so there the factors are converted to float32, the weights once for all chunks.
     """
     exact = fp32 and weight_VD.dtype != torch.float32
     if exact and not weight_VD.is_cuda:
@@ -387,7 +391,7 @@ def _output_layer(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total``, float32, += left @ right, not rounded to the dtype of the two."""
+    """Add left @ right to ``total``, float32, without rounding to the dtype of the two."""
     if left.is_cuda and left.dtype != torch.float32:  # a CPU has no product in another dtype
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -399,7 +403,7 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
-    """Tell if torch's variable-length attention takes the model: FlashAttention, on GPUs since Ampere."""
+    """Tell whether torch's variable-length attention (FlashAttention, GPUs since Ampere) takes the model."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = weight.dtype in (torch.bfloat16, torch.float16)
@@ -407,9 +411,9 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 
 
 def _shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether ``position_ids`` say where each token is, and tokens meet in full attention only.
+    """Tell whether sequences may share prompts: positions are ``position_ids``, and all attention is full.
 
-    Not so with recurrent states, sliding windows or distances counted along the row.
+    Models with recurrent states, sliding windows or distances counted along the row cannot share them.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)
@@ -424,7 +428,7 @@ def _shares_prompts(model: PreTrainedModel) -> bool:
 
 
 def _require_plain_logits(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless the logits are the output layer's, which is linear."""
+    """Raise ConfigError unless the logits are the unchanged output of a linear output layer."""
     rescaled = [name for name in RESCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, False)]
     name = type(model).__name__
     if rescaled:

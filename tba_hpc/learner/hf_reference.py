@@ -1,4 +1,4 @@
-"""The reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
+"""The reference policy π_ref: a Hugging Face model that computes log-probabilities of finished completions.
 
 Shape letters: N distinct completions, T their tokens, A those of them that were sampled.
 """
@@ -23,17 +23,17 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cor
 from tba_hpc.learner.upload import upload
 
 Key = tuple[int, bytes, bytes]
-"""Identity of a completion: its group's number, its tokens, and which of them were sampled."""
+"""Identity of a completion: its group's number, its tokens, and the mask of those that were sampled."""
 
 
 class HfReference:
-    """A Reference port on a causal language model of transformers, for any one thread.
+    """The Reference port on a causal language model of transformers, for any one thread.
 
-    section: says how log-probabilities are computed. policy_of: loads the policy of a step, for a reference
-    that is reset; adapter_of: its adapter alone, if the policy is ``model`` with one.
+    section: determines how log-probabilities are computed. policy_of: loads the policy of a step, for a
+    reference that is reset. adapter_of: loads that policy's adapter alone, if it is ``model`` with one.
 
-    The model stays in host memory until log-probabilities are first asked for: an engine that is being built
-    counts all that disappears from its GPU as its own.
+    The model stays in host memory until log-probabilities are first asked for, because an engine that is
+    being built counts all memory that disappears from its GPU as its own.
     """
 
     has_model = True
@@ -63,10 +63,10 @@ class HfReference:
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
+        """Compute ``logprobs`` of every group under other weights of the same architecture and dtype.
 
-        They are swapped with the reference's own, tensor by tensor, without more memory; an adapter is put
-        beside the weights that it was made for. Afterwards the reference is bit by bit what it was.
+        The weights are swapped with the reference's own, tensor by tensor, without more memory. An adapter is
+        put beside the weights that it was made for. Afterwards the reference is bit for bit what it was.
         """
         with self._under(weights):
             return self.logprobs_of(groups)
@@ -98,19 +98,19 @@ class HfReference:
             theirs.copy_(before)
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each sampled token given all before it; 0 at others."""
+        """Return log π_ref of each sampled token given all before it, float32 [T] per completion; else 0."""
         return self.logprobs_of([group])[0]
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group, as many in a pass of the model as PASS_TOKENS allow.
+        """Compute ``logprobs`` of every group, with as many groups per pass as PASS_TOKENS allow.
 
-        Equal completions of a group are computed once: a trained policy repeats itself.
+        Equal completions of a group are computed once, because a trained policy repeats itself.
         """
         self._settle()
         return [rows for some in _in_passes(groups) for rows in self._in_one_pass(some)]
 
     def _settle(self) -> None:
-        """Move to the GPU, once; not in inference mode, whose tensors cannot be changed outside it."""
+        """Move to the GPU, once. Not in inference mode, whose tensors cannot be changed outside it."""
         if torch.cuda.is_available() and self.model.device.type == "cpu":
             self.model.cuda()
             use_tensor_cores(self.model.device)
@@ -142,7 +142,7 @@ class HfReference:
 
     @contextmanager
     def visiting(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
-        """The policy of ``step`` on a device for that time, on a trainer rank; its home is host memory."""
+        """Yield the policy of ``step`` on a device, for a trainer rank; it stays in host memory otherwise."""
         if step != self.step:
             self.load(step)
         if device.type == "cuda":
@@ -154,7 +154,7 @@ class HfReference:
 
 
 def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Neighbours together, as many as PASS_TOKENS allow."""
+    """Divide groups into runs of neighbours, each as long as PASS_TOKENS allow."""
     some, tokens = list[Group](), 0
     for group in groups:
         more = len(group.request.prompt.tokens) + sum(len(one.tokens) for one in group.completions)
@@ -168,7 +168,7 @@ def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
 
 @contextmanager
 def visiting(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Put copies of a model's tensors in the place of those that stay where they are."""
+    """Replace a model's tensors by copies within the block; the originals stay where they are."""
     tensors = _tensors(model)
     home = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -185,7 +185,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
-    """The reference that a run begins with. ``folder_of``: where the policy of a step is exported to."""
+    """Load the reference that a run begins with. ``folder_of``: folder of a step's exported policy."""
 
     def adapter_of(step: int) -> Adapter:
         return Adapter.load(folder_of(step) / FOLDER)

@@ -1,6 +1,6 @@
-"""LoRA by peft: an adapter beside the policy's linear layers, trained while their weights stay as they are.
+"""LoRA by peft: an adapter beside the policy's linear layers, trained while their own weights are frozen.
 
-No other module imports peft, which a run without LoRA does not load.
+No other module imports peft, so a run without LoRA does not load it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import write_atomic
 
 BASE_FILE = "base"
-"""Of a checkpoint: the identity of the weights that its adapter is for."""
+"""File of a checkpoint with the identity of the weights that its adapter is for."""
 
 
 class Lora:
     """An adapter that is put into ``policy``: A random by ``seed``, B zero, both in the policy's dtype.
 
-    adapter, base: parameters by name, the adapter's as they travel, the policy's as they are without it.
-    Raises ConfigError if ``section.targets`` match nothing.
+    adapter: the adapter's parameters under the names with which they are sent. base: the policy's parameters
+    under their names without an adapter. Raises ConfigError if one of ``section.targets`` matches nothing.
     """
 
     def __init__(self, policy: PreTrainedModel, section: LoraSection, *, path: str, seed: int) -> None:
@@ -65,7 +65,7 @@ class Lora:
 
     @contextmanager
     def off(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """``policy``, what wraps it, computing without the adapter."""
+        """Yield ``policy``, a wrapper of the adapted one, while it computes without the adapter."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -76,9 +76,9 @@ class Lora:
                 layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what ``from_pretrained`` loads, the adapter merged into it, and the adapter by itself.
+        """Write a model that ``from_pretrained`` loads, with the adapter merged in, and the adapter alone.
 
-        tensors: the values of ``adapter`` and ``base``.
+        tensors: values of ``adapter`` and ``base``, by name.
         """
         given = {name: tensors[name] for name in self.adapter}
         adapter = Adapter.of(given.items(), self.weights.scale)
@@ -96,7 +96,7 @@ class Lora:
         self._config.save_pretrained(str(folder / FOLDER))
 
     def note_base(self, checkpoint: Path) -> None:
-        """Write into a checkpoint which weights its adapter is for."""
+        """Write the identity of the weights that its adapter is for into a checkpoint."""
         write_atomic(checkpoint / BASE_FILE, self._identity)
 
     def require_base(self, checkpoint: Path) -> None:
@@ -110,9 +110,9 @@ class Lora:
 
 
 def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str) -> list[str]:
-    """Names of the linear layers that get an adapter. Raises ConfigError if a target names none.
+    """Return the names of the linear layers that get an adapter. Raises ConfigError if a target names none.
 
-    Not the output layer: LogprobHead uses its weights alone, and tied ones are the embedding's, too.
+    The output layer gets none: LogprobHead uses only its weights, and tied weights are the embedding's, too.
     """
     head = policy.get_output_embeddings()
     linear = [

@@ -1,6 +1,6 @@
-"""Files of tensors, numbers and a few plain classes, and of nothing else: written, proven readable, and read.
+"""Files that hold only tensors, numbers and a few plain classes: writes, verifies and reads them.
 
-torch's format is a pickle. Whoever may have written it, reading it executes nothing.
+torch's format is a pickle. Reading it here executes nothing, whoever has written it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tba_hpc.learner import plain_pickle
 from tba_hpc.run.checkpoints import StateError
 
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Variable that torch.load obeys before its arguments."""
+"""Environment variable that takes precedence over the arguments of torch.load."""
 
 
 def save(state: object, file: Any) -> None:
     """Write a tree of tensors and plain values, the same under every supported Python.
 
-    file: a path, or whatever has ``write`` and ``flush``.
+    file: a path, or an object with ``write`` and ``flush``.
     """
     torch.save(state, file, pickle_module=plain_pickle)
 
 
 def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
-    """Read files back that were just written, all but the bytes of their tensors.
+    """Read back files that were just written, all but the bytes of their tensors.
 
-    A resume reads them by the same code. Raises StateError for what it would refuse.
+    A resume reads them by the same code. Raises StateError for anything that a resume would refuse.
     """
     for path in paths:
         try:
@@ -50,7 +50,7 @@ def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
 
 @contextmanager
 def only_data(folder: Path, classes: list[type]) -> Iterator[None]:
-    """Have torch load data alone from ``folder``, and instances of ``classes``, whatever a library asks for.
+    """Make torch load only data and instances of ``classes`` from ``folder``, whatever a library asks for.
 
     Raises StateError, which names the type, if the folder holds anything else.
     """
@@ -76,10 +76,10 @@ def _only_data(classes: list[type]) -> Iterator[None]:
 
 
 def _member(owner: object, name: object) -> Enum:
-    """A member of an Enum by its name, as Python 3.11.0 to 3.11.4 wrote it.
+    """Return a member of an Enum by its name, as Python 3.11.0 to 3.11.4 wrote it.
 
-    Stands in for getattr. ``owner`` is a class that the reader allows, or a value. Raises UnpicklingError for
-    any other attribute.
+    This stands in for getattr. ``owner`` is a class that the reader allows, or a value. Raises
+    UnpicklingError for any other attribute.
     """
     if isinstance(owner, EnumType) and name in owner.__members__:
         return owner.__members__[str(name)]
@@ -87,7 +87,7 @@ def _member(owner: object, name: object) -> Enum:
 
 
 def _what(error: Exception) -> str:
-    """The type that torch refused, by its message; or else the message."""
+    """Return the type that torch refused, read from its message, or otherwise the message."""
     text = " ".join(str(error).split())
     refused = re.search(r"GLOBAL (getattr\(.*?\)|\S+)", text)
     return refused[1] if refused else text.partition("WeightsUnpickler error: ")[2] or text

@@ -1,4 +1,4 @@
-"""Pickles that every supported Python writes alike: what ``torch.save`` takes as its pickle module."""
+"""Pickle module for ``torch.save`` whose pickles are the same under every supported Python."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class Pickler(pickle.Pickler):
-    """Writes a member of an Enum as its class and value.
+    """Pickler that writes a member of an Enum as its class and value.
 
-    So does every Python but 3.11.0 to 3.11.4, which write ``getattr(class, name)`` (CPython issue 105332): a
-    reader of data alone refuses that.
+    Every Python does so except 3.11.0 to 3.11.4. These write ``getattr(class, name)`` (CPython issue 105332),
+    which a reader of plain data refuses.
     """
 
     def reducer_override(self, value: object) -> Any:
-        """How to write ``value``, or NotImplemented for pickle's own way."""
+        """Return how to write ``value``, or NotImplemented for pickle's own way."""
         return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented

@@ -1,8 +1,8 @@
-"""Host memory that CUDA copies to and from at the speed of the link, because it knows the pages.
+"""Host memory registered with CUDA, which then copies to and from it at the speed of the link.
 
-Registered pages stay the same until they are unregistered, even if their file is truncated and gets others:
-then a copy would go nowhere. Whoever truncates maps the file anew (``exchange.mpi_world.NodeMemory``), and
-the old map's pages are unregistered with it.
+Registered pages stay the same until they are unregistered, even if their file is truncated and gets other
+pages. A copy would then be lost. A process that truncates a file therefore maps it anew
+(``exchange.mpi_world.NodeMemory``), and the old map's pages are unregistered with it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tba_hpc.core.weight_files import WeightFile
 log = logging.getLogger(__name__)
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: whatever the device."""
+"""Flag cudaHostRegisterPortable: registered for every device."""
 
 MAPS_KEPT = 2
-"""A node's weights are in two files that take turns."""
+"""Number of maps that stay: a node's weights are in two files that take turns."""
 
 
 class RegisteredMemory:
-    """The pages that this process has registered. cudart: CUDA's runtime; None without a GPU."""
+    """The pages that this process has registered. cudart: CUDA's runtime; None: torch's, if it has a GPU."""
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart: Any = cudart or (torch.cuda.cudart() if torch.cuda.is_available() else None)
-        self._pages: set[int] = set()  # the first of each range
+        self._pages: set[int] = set()  # address of the first page of each range
         self._refused = False
 
     @property
     def works(self) -> bool:
-        """True with a GPU, as long as CUDA has refused no memory."""
+        """True if there is a GPU and CUDA has refused no memory so far."""
         return self._cudart is not None and not self._refused
 
     def register(self, memory: np.ndarray, start: int = 0, end: int | None = None) -> None:
         """Register the pages of bytes [start, end) of an array, uint8, for as long as it lives.
 
-        Does nothing the second time, so call it before each copy. If CUDA refuses, that is noted once, and
-        copies are made as without.
+        A second call does nothing, so call it before each copy. If CUDA refuses, that is logged once, and
+        copies are made without registered pages.
         """
         first = (memory.ctypes.data + start) // mmap.PAGESIZE * mmap.PAGESIZE
         last = memory.ctypes.data + (memory.nbytes if end is None else end)
@@ -55,7 +55,7 @@ class RegisteredMemory:
             self._give_up(nbytes, error)
             return
         self._pages.add(first)
-        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # the process ends them all
+        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # its end releases them all
 
     def _unregister(self, first: int) -> None:
         self._pages.discard(first)
@@ -68,32 +68,32 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # CUDA would tell it again to the next kernel: this one
+        with suppress(RuntimeError, AssertionError):  # the next kernel gets the error again: this one
             torch.ones(1, device="cuda").add_(1)
 
 
 class KeptMaps:
-    """Maps weight files; those of a node's memory stay mapped and registered until MAPS_KEPT others came."""
+    """Maps of weight files; in shared memory they stay mapped and registered until MAPS_KEPT others came."""
 
     def __init__(self, memory: RegisteredMemory) -> None:
         self._memory = memory
         self._maps: dict[tuple[int, int], np.ndarray] = {}
 
     def map(self, file: WeightFile) -> np.ndarray:
-        """uint8 [nbytes]: the weights, which must not be written to."""
+        """Map the weights of a file, uint8 [nbytes], which must not be written to."""
         if not (self._memory.works and file.in_shared_memory):
-            return file.map("c")  # torch wants memory that it could write to
+            return file.map("c")  # torch requires writable memory
         key = file.inode, file.generation
         found = self._maps.pop(key, None)
         if found is None:
-            found = file.map("r+")  # of a private map, registering would copy every page
+            found = file.map("r+")  # registering a private map would copy every page
         self._memory.register(found)
         self._maps = dict([*self._maps.items(), (key, found)][-MAPS_KEPT:])
         return found
 
 
 def _owner(memory: np.ndarray) -> np.ndarray:
-    """The array whose end unmaps the memory."""
+    """Return the array whose deletion unmaps the memory."""
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
     return memory

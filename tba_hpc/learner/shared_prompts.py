@@ -1,7 +1,7 @@
-"""Attention over one row of many sequences, prompts shared: each sequence sees itself alone.
+"""Attention over one row of many sequences with shared prompts, in which each sequence sees only itself.
 
-Everything in a model but attention looks at one token at a time. Attention gathers each sequence's keys and
-values from the row; sequences are causal, so the fast kernels apply, which a mask would rule out.
+Everything in a model except attention looks at one token at a time. Attention gathers each sequence's keys
+and values from the row. Sequences are causal, so the fast kernels apply; a mask would rule them out.
 
 Shape letters: N sequences, L padded length, R tokens of the row, H heads, d their size, F features.
 """
@@ -22,17 +22,17 @@ from transformers.masking_utils import sdpa_mask
 from tba_hpc.core.packing import Padded, Varlen
 
 ATTENTION = "by-sequence"
-"""Name of this attention among those of transformers. Without ``packed`` it is plain ``sdpa``."""
+"""Name under which transformers knows this attention. Without ``packed`` it is plain ``sdpa``."""
 
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Passed with ``packed``: transformers hands a mask of four axes on, and would make one of positions else."""
+"""Mask passed with ``packed``: transformers hands on a mask of four axes, and else makes one of positions."""
 
 CAUSAL = (-1, 0)
-"""Window of a kernel: all keys up to the query's own, the last query's being the last key."""
+"""Window of a kernel: all keys up to the query's own, where the last query's own is the last key."""
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index, with repeats, whose gradients are summed in float32.
+    """Function that takes rows by index, with repeats, and sums their gradients in float32.
 
     Autograd would round the sum to the dtype of the values after each term.
     """
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(value_RF: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The rows at ``places``, int64 of any shape, each [*shape, F]; differentiable."""
+    """Take the rows at each of ``places``, int64 of any shape, as [*shape, F]; differentiable."""
     gathered: tuple[Tensor, ...] = _Gather.apply(value_RF, *places)
     return gathered
 
@@ -69,7 +69,10 @@ def attend_by_sequence(
     packed: Varlen | Padded | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, R, H, d], and no weights. Keys and values may have fewer heads. packed: what lies in the row."""
+    """Compute attention, [1, R, H, d], without weights. Keys and values may have fewer heads.
+
+    packed: the sequences in the row; None: plain ``sdpa``.
+    """
     if packed is None:
         options["scaling"] = scaling
         return sdpa_attention_forward(module, query_1HRd, key_1HRd, value_1HRd, attention_mask, **options)
@@ -82,7 +85,7 @@ def attend_by_sequence(
 def _attend_varlen(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Varlen, scaling: float | None
 ) -> Tensor:
-    """[R, H, d] by the kernel for several lengths: nothing is padded, and queries stay where they are."""
+    """Compute attention, [R, H, d], by the kernel for several lengths, without padding or moving queries."""
     keys, values = (
         gather(of_RHd.flatten(1), [packed.key_S])[0].unflatten(1, of_RHd.shape[1:])
         for of_RHd in (key_RHd, value_RHd)
@@ -106,10 +109,10 @@ def _attend_varlen(
 def _attend_padded(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Padded, scaling: float | None
 ) -> Tensor:
-    """[R, H, d] by the kernel for rectangles, one for sequences of similar lengths."""
+    """Compute attention, [R, H, d], by the kernel for rectangles, one for each set of similar lengths."""
     each = query_RHd.shape[1] // key_RHd.shape[1]
     if each > 1 and query_RHd.is_cuda and query_RHd.dtype == torch.float32:
-        # No kernel for float32 takes fewer keys than queries but the one that keeps all L x L weights.
+        # The only float32 kernel that takes fewer key heads than query heads keeps all L x L weights.
         key_RHd, value_RHd = (of_RHd.repeat_interleave(each, 1) for of_RHd in (key_RHd, value_RHd))
     several = key_RHd.shape[1] < query_RHd.shape[1]
     sequences = zip(*(_rectangles(of_RHd, packed) for of_RHd in (query_RHd, key_RHd, value_RHd)), strict=True)
@@ -123,7 +126,7 @@ def _attend_padded(
 
 
 def _rectangles(value_RHd: Tensor, packed: Padded) -> list[Tensor]:
-    """[n, H, L, d] of each of ``packed.places``."""
+    """Gather a rectangle, [n, H, L, d], for each of ``packed.places``."""
     gathered = gather(value_RHd.flatten(1), packed.places)
     return [value_nLF.unflatten(2, value_RHd.shape[1:]).transpose(1, 2) for value_nLF in gathered]
 

@@ -1,4 +1,4 @@
-"""A copy of a trainer rank's state, trees of tensors, to be written while training goes on."""
+"""Copies of a trainer rank's state, trees of tensors, to be written while training goes on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tba_hpc.run.memory import free_memory
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
-"""Most of the free memory of a machine that the copies of its ranks may take."""
+"""Largest share of a machine's free memory that the copies of its ranks may take."""
 
 
 class Snapshot:
     """Copies in memory of the files of one rank, to be written later; what does not fit is written at once.
 
-    local_ranks: how many ranks of this machine do the same. gpu: whether the state is there.
+    local_ranks: number of ranks on this machine that do the same. gpu: whether the state is on a GPU.
     """
 
     def __init__(self, *, local_ranks: int, gpu: bool) -> None:
@@ -45,20 +45,20 @@ class Snapshot:
         self._files: list[Callable[[], SummedFile]] = []
 
     def add(self, state: dict[str, Any], path: str) -> None:
-        """Copy what is to be written to ``path``."""
+        """Copy a state that is to be written to ``path``."""
         file = Path(path)
         if self._has_room(file.name, state):
             self._files.append(partial(_write_file, file, partial(save, self._stager.stage(state))))
-        else:  # an error is raised by take's caller: here the other ranks would wait for this one
+        else:  # an error is raised later, by take's caller; here the other ranks would wait for this one
             self._files.append(at_once(partial(_write_file, file, partial(save, state))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
-        """What writes each file, as it was copied."""
+        """Return functions that write each file as it was copied, and forget these files."""
         files, self._files = self._files, []
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Whether a copy fits into memory; once it does, it always will, as that memory is kept."""
+        """Tell whether a copy fits into memory; once it does, it always will, because its memory is kept."""
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room
@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def _bytes(state: object) -> int:
-    """Of the memory behind all tensors in a tree, shared memory once."""
+    """Return the bytes of memory behind all tensors in a tree; shared memory counts once."""
     storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -1,6 +1,6 @@
-"""The trainer ranks as one group: they find each other, the leader (rank 0) commands, sums go over all.
+"""The trainer ranks as one group: they find each other, the leader (rank 0) commands, and all compute sums.
 
-Rendezvous goes through files in a private folder, so that no rank opens a port to strangers for it.
+They meet through files in a private folder, so that no rank opens a port to strangers for it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from tba_hpc.learner.folder_store import FolderStore
 from tba_hpc.run.listeners import own_listeners, stop_listening
 
 IDLE_DEADLINE = timedelta(days=2)
-"""Longest time between two commands: the leader may fill its first buffer for hours.
+"""Longest time between two commands. The leader may fill its first buffer for hours.
 
-Its death is noticed at once, by the closed connection.
+Its death is noticed at once, because its connection closes.
 """
 
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment of ranks that nobody outside their machine has to reach."""
+"""Environment of ranks that are all on one machine, so that no other machine needs to reach them."""
 
 SIZE = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the leader asks of every rank."""
+    """Command of the leader to every rank."""
 
     name: str
     arguments: tuple[float | str, ...] = ()
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, then safetensors."""
+        """Encode the command as a line of JSON followed by safetensors."""
         return json.dumps([self.name, *self.arguments]).encode() + b"\n" + wire.save(dict(self.arrays))
 
     @classmethod
@@ -59,14 +59,15 @@ class Command:
 
 
 class TrainerGroup:
-    """One rank's view of the group; one per process, because torch.distributed is.
+    """One rank's view of the group. There is one per process, because torch.distributed has one.
 
-    Made by meeting the other ranks in ``store``: an existing, private, shared folder, empty before this
-    attempt. start_deadline: longest wait for another rank there, s; deadline: in any collective, and by
-    default there. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
-    ExchangeError naming who is missing, ConfigError naming ranks that have one GPU.
+    The constructor meets the other ranks in ``store``, an existing, private, shared folder that was empty
+    before this attempt. It sets the variables by which libraries learn their rank (RANK, LOCAL_RANK …).
+    deadline: longest wait in any collective, s. start_deadline: longest wait for another rank in ``store``,
+    s; None: deadline. Raises ExchangeError naming who is missing, or ConfigError naming ranks that share a
+    GPU.
 
-    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine.
+    device: this rank's GPU, or the CPU. local_ranks: number of ranks of the group on this machine.
     """
 
     def __init__(
@@ -97,25 +98,26 @@ class TrainerGroup:
         stop_listening(less=self._others)  # before NCCL has sockets, which go on taking connections
 
     def refuse_strangers(self) -> None:
-        """Take no more connections at the ports that gloo has opened for other groups since.
+        """Accept no more connections at the ports that gloo has opened for other groups since.
 
-        It has all of its own, would keep a descriptor for each stranger, and abort for want of one.
+        gloo already has all connections that it needs. It would keep a descriptor for each stranger, and
+        abort once no descriptor is left.
         """
         if self.device.type == "cpu":
             stop_listening(less=self._others)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader."""
+        """True if this rank is the leader."""
         return self.rank == 0
 
     @property
     def _alone(self) -> bool:
-        """Whether there is nobody to talk to: gloo would still wait for its own threads to get a core."""
+        """True if there are no other ranks; gloo would even then wait for its own threads to get a core."""
         return self.ranks == 1
 
     def tell(self, command: Command) -> None:
-        """Leader: send a command to all followers. Raises ExchangeError if one of them is gone."""
+        """Send a command, as the leader, to all followers. Raises ExchangeError if one of them is gone."""
         if self._alone:
             return
         data = command.to_bytes()
@@ -124,28 +126,28 @@ class TrainerGroup:
             self._broadcast(data)
 
     def hear(self) -> Command:
-        """Follower: wait for the leader's next command. Raises ExchangeError if the leader is gone."""
+        """Wait, as a follower, for the leader's next command. Raises ExchangeError if the leader is gone."""
         with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
             (size,) = SIZE.unpack(self._broadcast(bytes(SIZE.size)))
             return Command.from_bytes(self._broadcast(bytes(size)))
 
     def _broadcast(self, data: bytes) -> bytes:
-        """The leader's ``data``; a follower passes as many bytes of anything."""
+        """Return the leader's ``data``; a follower passes the same number of bytes of anything."""
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(buffer, src=0, group=self._commands)
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
-        """Returns once the leader comes here, too, hours later perhaps. ExchangeError if it is gone."""
+        """Wait until the leader comes here, too, perhaps for hours. Raises ExchangeError if it is gone."""
         if not self._alone:
             with _lost(f"trainer rank {self.rank} waited for what the leader, trainer rank 0, does, but it"):
                 self._broadcast(b"\0")
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, none of them empty, by rank.
+        """Return the texts of all ranks, by rank; none may be empty.
 
-        One thread of each rank may be here while others command and sum: it has connections of its own.
-        Raises ExchangeError if another rank is gone, or does not come for the deadline.
+        One thread of each rank may be here while others command and sum, as it has connections of its own.
+        Raises ExchangeError if another rank is gone, or does not come within the deadline.
         """
         if self._alone:
             return [text]
@@ -159,26 +161,26 @@ class TrainerGroup:
             return [one.numpy().tobytes().rstrip(b"\0").decode() for one in texts]
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """float64 sums over all ranks."""
+        """Return the sums of ``values`` over all ranks, in float64."""
         sums = torch.from_numpy(values.astype(np.float64))
         if not self._alone:
             dist.all_reduce(sums)
         return sums.numpy()
 
     def spread(self, tensor: torch.Tensor, owner: int) -> None:
-        """Give all ranks what ``tensor`` is on ``owner``: contiguous, and of one shape and dtype."""
+        """Copy ``tensor`` from rank ``owner`` to all ranks; it is contiguous, and of one shape and dtype."""
         if not self._alone:
             dist.broadcast(tensor, src=owner)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what all ranks do at the same time. Raises ExchangeError if another dies meanwhile."""
+        """Enclose what all ranks do at the same time. Raises ExchangeError if another dies meanwhile."""
         other = f"trainer rank {1 - self.rank}" if self.ranks == 2 else "another trainer rank"
         with _lost(f"trainer rank {self.rank} cannot go on: {other}"):
             yield
 
     def barrier(self) -> None:
-        """Returns once all ranks have come here."""
+        """Wait until all ranks have come here."""
         self.total(np.zeros(1))
 
     def leave(self) -> None:
@@ -187,7 +189,7 @@ class TrainerGroup:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether torch.distributed lost a peer; gloo's RuntimeError is known by the source file it names."""
+    """Tell whether torch.distributed lost a peer; gloo's RuntimeError is known by its source file's name."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
@@ -204,7 +206,7 @@ def _lost(who: str) -> Iterator[None]:
 
 
 def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[str]:
-    """Host names of all ranks."""
+    """Wait for all ranks and return their host names. Raises ExchangeError naming those that are missing."""
     keys = [f"host of rank {other}" for other in range(ranks)]
     entries.set(keys[rank], socket.gethostname())
     try:
@@ -220,7 +222,7 @@ def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[
 
 
 def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> None:
-    """Raise ConfigError if another rank has the GPU of this UUID, too: at the first step NCCL would fail."""
+    """Raise ConfigError if another rank has the GPU of this UUID, too; NCCL would fail at the first step."""
     entries.set(f"GPU of rank {rank}", gpu)
     gpus = [entries.get(f"GPU of rank {other}").decode() for other in range(ranks)]
     if gpus.count(gpu) > 1:
@@ -232,7 +234,7 @@ def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> 
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
-    """What torch-based libraries read. MPI's own names count searchers too and would contradict them."""
+    """Set variables that torch-based libraries read; remove MPI's own, whose numbers include searchers."""
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
     os.environ |= {

@@ -1,4 +1,4 @@
-"""Arrays of the host as tensors of a device, in one copy."""
+"""Copies arrays of the host to tensors on a device, all in one copy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from tba_hpc.core.types import offsets_of
 
 ALIGNED = 64
-"""Bytes at whose multiples each array begins: more than any dtype needs."""
+"""Alignment of each array, in bytes: more than any dtype needs."""
 
 T = TypeVar("T")
 
 
 def upload(value: T, device: torch.device) -> T:
-    """The same value, a tensor on ``device`` in the place of each array in its dataclasses and tuples.
+    """Return the value with a tensor on ``device`` in place of each array in its dataclasses and tuples.
 
-    All arrays go there in one copy. To a GPU it is made from page-locked memory, and nobody waits for it.
+    All arrays are copied together. A copy to a GPU is made from page-locked memory, and is not waited for.
     """
     arrays: list[np.ndarray] = []
     _replace_arrays(value, lambda array: arrays.append(np.ascontiguousarray(array)))
@@ -35,7 +35,7 @@ def upload(value: T, device: torch.device) -> T:
 
 
 def _tensor(data: Tensor, start: int, array: np.ndarray) -> Tensor:
-    """A view of ``data``, uint8, with the dtype and the shape of ``array``."""
+    """Return a view of ``data``, uint8, with the dtype and the shape of ``array``."""
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return data[start : start + array.nbytes].view(dtype).view(array.shape)
 
