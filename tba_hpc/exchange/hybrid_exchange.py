@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HybridTrainerExchange:
-    """Both ends as one. Searchers of the MPI world evaluate, so elastic ones are not asked to.
+    """Both trainer's ends as one. Searchers of the MPI world evaluate, so elastic ones are not asked to.
 
     files: finds only shards of elastic searchers. attended: tells whether there are any; if not, nothing is
     copied.

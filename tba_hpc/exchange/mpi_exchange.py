@@ -381,7 +381,7 @@ class MpiSearcherExchange(_Peer):
         self._accepting = True
         self._stop = False
         self._unseen: WeightUpdate | None = None
-        self._holding = False  # main thread has weights and has not called since
+        self._holding = False  # whether the main thread has taken weights, and not called since
         self._last_call = 0.0
         super().__init__(world)
 
@@ -390,7 +390,7 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Queue a sealed shard for the next round; once the trainer closed, it stays for a resume."""
+        """Hand over a sealed shard. After the trainer's close it stays on disk for a resume."""
         assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
         with self._lock:

@@ -476,7 +476,10 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 
 
 def _check_threads() -> None:
-    """Raise ConfigError if MPI allows no second thread: the main thread joins, then the exchange's calls."""
+    """Raise ConfigError if MPI lets no second thread call it.
+
+    The main thread starts MPI and joins the world; from then on the exchange's thread calls MPI.
+    """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise ConfigError(
             f"this MPI library ({library_version()}) lets no second thread call it (MPI_THREAD_SERIALIZED): "

@@ -53,7 +53,7 @@ class DeltaMemory:
         self._sizes: list[int] | None = None  # bytes of each change since whole weights; None before them
 
     def changes(self) -> np.ndarray | None:
-        """Return the changes from the last to the incoming weights; None to publish these whole."""
+        """Return the changes from the last to the incoming weights; None if whole weights are better."""
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
         changes = find_changes(self.incoming, self._last)
@@ -87,7 +87,7 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Apply ``changes`` to ``out``, uint8 [nbytes]. If they do not fit, raises ValueError first."""
+    """Apply ``changes`` to ``out``, uint8 [nbytes]. Raises ValueError, and changes nothing, if they misfit."""
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
     counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
