@@ -87,7 +87,7 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Apply ``changes`` to ``out``, uint8 [nbytes]. Raises ValueError, and changes nothing, if they misfit."""
+    """Apply ``changes`` to ``out``, uint8 [nbytes]. If they misfit, raise ValueError and change nothing."""
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
     counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
