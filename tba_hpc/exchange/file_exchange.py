@@ -1,21 +1,21 @@
-"""The exchange of weights and shards over a shared file system: searchers come and go as they like.
+"""Exchange of weights and shards over a shared file system. Searchers may come and go at any time.
 
-Weights travel as safetensors files, shards are found where they were sealed, and one small file,
-``latest.json``, says the rest: which weights there are, which shards are merged, whether the run is over.
-Only the trainer writes it, and replaces it whole; so the death of a searcher costs nothing.
+Weights travel as safetensors files, and shards are found where they were sealed. One small file,
+``latest.json``, is the manifest: it lists the published weights and the merged shards, and says whether the
+run is over. Only the trainer writes it, and replaces it as a whole, so that a searcher's death costs nothing.
 
-Weights to be evaluated stay listed, and on disk, until their evaluation is complete, the newest few of them.
-A searcher takes those first, oldest first, and otherwise the newest.
+Weights to be evaluated stay listed, and on disk, until their evaluation is complete; if too many wait, the
+oldest go. A searcher takes these first, oldest first, and otherwise the newest weights.
 
-Other weights may be stored as what has changed since the publication before. A chain of such files begins
-with whole weights and stays as long as its end. A searcher follows it from what it has, or from its
-beginning. If a file of changes is damaged, the searcher keeps its weights until a new chain begins.
+Other weights may be stored as the changes since the previous publication. A chain of such files begins with
+whole weights, which stay on disk as long as the last link. A searcher applies it to the weights that it has,
+or starts at its beginning. If a file of changes is damaged, the searcher keeps its weights until a new chain.
 
-The file ``progress`` says how far the run is, to searchers that join. It is written before the list, with
-every change of the cursors: so no shard is pruned that it does not count.
+The file ``progress`` tells joining searchers how far the run is. It is written before the manifest, with
+every change of the cursors, so that no shard is pruned before ``progress`` counts it.
 
-A file system may forget an open file, show one late, or be full for a while: both ends retry until the
-timeout. What could not be flushed may be lost, and a second flush would not say so: it is written again.
+A file system may lose an open file, show one late, or be full for a while: both ends retry until the timeout.
+Data that could not be flushed may be lost, and a second flush would not report it, so they are written again.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 KEEP = 2
-"""Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
+"""Number of newest weights kept on disk in any case: a searcher may just be opening the last but one."""
 
 MOST_WAITING = 4
-"""Most weights kept for a validation that is not complete: that of a searcher that has died never will be."""
+"""Maximum number of weights kept for an incomplete validation: a dead searcher's is never completed."""
 
 POLL_SECONDS = 0.1
-"""Shortest time between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
+"""Minimum seconds between two reads of ``latest.json`` by a searcher; metadata servers are slow and shared.
 
-If it changes seldom, up to ten times as long: a fiftieth of the time since it did.
+The pause grows to a fiftieth of the time since the last change, at most tenfold.
 """
 
 STOP, HELD = "stop-", "held-"
-"""Prefixes of notes to the trainer, and of weights that a searcher reads."""
+"""Prefixes of the names of stop requests to the trainer, and of weights that a searcher reads."""
 
 PROGRESS = "progress"
 """Name of the file with the completed requests and the cursors."""
 
 WEIGHTS, CHANGES = ".safetensors", ".changes"
-"""Suffixes of whole weights, and of what has changed."""
+"""Suffixes of files with whole weights and with changes."""
 
 PAGE = 4096
 
@@ -86,7 +86,7 @@ PAGE = 4096
 class Entry:
     """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run.
 
-    changes: whether ``file`` holds what has changed since the sequence before; checksum: then its CRC-32.
+    changes: whether ``file`` holds changes since the previous sequence. checksum: CRC-32 of these changes.
     """
 
     sequence: int
@@ -98,9 +98,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of ``latest.json``. attempt: of the trainer that wrote it.
+    """Contents of ``latest.json``. attempt: that of the trainer that wrote it.
 
-    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first.
+    cursors: index of the next shard to merge, per searcher. entries: the weights on disk, oldest first.
     """
 
     attempt: str
@@ -110,7 +110,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a run, None before its first trainer has started."""
+        """Read the manifest of a run; None before its first trainer has started. Raises DamagedError."""
         try:
             return _DECODER.decode(read_regular(folder / "latest.json"))
         except FileNotFoundError:
@@ -119,27 +119,27 @@ class Manifest:
             raise DamagedError(f"{folder / 'latest.json'} is damaged: {error}") from None
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a run."""
+        """Write this manifest in place of the run's old one."""
         publish(folder / "latest.json", msgspec.json.encode(self))
 
     def chain(self, sequence: int) -> tuple[Entry, ...]:
-        """The entries that make the weights of a sequence: whole ones, and all changes from there on."""
+        """Return the entries that make up the weights of a sequence: whole weights, then all changes."""
         until = [entry for entry in self.entries if entry.sequence <= sequence]
         whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
         return tuple(until[whole:])
 
 
 _DECODER = msgspec.json.Decoder(Manifest)
-"""Made once: msgspec 0.22 crashes if two threads decode a dataclass for the first time at once."""
+"""Decoder made once, as msgspec 0.22 crashes if two threads first decode a dataclass at the same time."""
 
 
 class FileTrainerExchange:
-    """The leader's end.
+    """The leading trainer's end of the exchange.
 
-    folder: where weights go. attempt: its name; no two trainers of a run have the same. read_pending: all
-    readable shards at or beyond the cursors, in order. progress: how far the run is. evaluated: whether the
-    evaluation of a split with the weights of a version is complete. timeout: how long a full disk is waited
-    for, s.
+    folder: folder of the weights. attempt: name of the attempt, unique among the trainers of a run.
+    read_pending: returns all readable shards at or beyond the cursors, in order. progress: progress of the
+    run at the start. evaluated: tells whether the evaluation of a split with the weights of a version is
+    complete. timeout: seconds to wait while a disk is full.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class FileTrainerExchange:
         self._insist = partial(insist, seconds=timeout)
         self._memory = DeltaMemory(layout)
         self._remove_leftovers()
-        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
+        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # for the cursors below
         self._manifest = self._first_manifest(attempt, progress.cursors)
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -169,7 +169,7 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Copy the weights; see ports.TrainerExchange. A thread writes the file and lists it."""
+        """Copy the weights, see ports.TrainerExchange. A thread writes the file and lists it."""
         if not self.idle:
             return False
         write(self._memory.incoming)
@@ -177,13 +177,13 @@ class FileTrainerExchange:
         return True
 
     def pass_on(self, update: WeightUpdate) -> None:
-        """Like ``publish`` when ``idle``, of weights that the thread copies before it writes them."""
+        """Publish when ``idle``, but let the thread copy the weights before it writes them."""
         self._worker.submit(lambda: np.copyto(self._memory.incoming, update.data))
         self._round = self._worker.submit(self._write_and_sync, update.publication)
 
     @property
     def idle(self) -> bool:
-        """Whether no round is under way. Raises what went wrong in the last one."""
+        """Tell whether no round is under way. Raises the error of the last round."""
         if self._round is not None and self._round.done():
             self._round.result()
             self._round = None
@@ -200,7 +200,7 @@ class FileTrainerExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a searcher had asked to stop the run by the last round."""
+        """Tell whether a searcher had asked to stop the run by the last round."""
         return self._stop_requested
 
     def close(self) -> list[Shard]:
@@ -215,7 +215,7 @@ class FileTrainerExchange:
     # --- Weights ---
 
     def _write_and_sync(self, publication: Publication) -> None:
-        """Write the incoming weights, or what of them has changed, and make that visible."""
+        """Write the incoming weights, or only their changes, and run a round that lists them."""
         changes = None
         if publication.evaluate is None and not publication.final:  # those are kept or waited for, so whole
             changes = self._memory.changes()
@@ -236,7 +236,7 @@ class FileTrainerExchange:
     # --- A round ---
 
     def _sync(self, new: Entry | None) -> None:
-        """List new weights, find new shards, tell the searchers."""
+        """Run a round: list new weights, find new shards, and publish the manifest."""
         before = self._manifest
         if new is not None:
             self._manifest = replace(before, entries=(*self._still_needed(), new))
@@ -246,7 +246,7 @@ class FileTrainerExchange:
         if self._manifest != before:
             self._announce()
             self._remove_superseded()
-        # What cannot be seen now will be in another round.
+        # A folder that cannot be listed now will be in another round.
         names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
         self._stop_requested |= any(name.startswith(STOP) for name in names)
 
@@ -285,7 +285,7 @@ class FileTrainerExchange:
         return [entry for entry in entries if entry in needed]
 
     def _remove_superseded(self) -> None:
-        """Remove the weights that are not listed any more."""
+        """Delete the weights that are no longer listed."""
         needed = {entry.file for entry in self._manifest.entries}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
@@ -295,9 +295,9 @@ class FileTrainerExchange:
     # --- The beginning of an attempt ---
 
     def _remove_leftovers(self) -> None:
-        """What an earlier attempt has left: requests, files that a kill cut short, weights held by its ranks.
+        """Delete an earlier attempt's leftovers: stop requests, unfinished files, weights held by its ranks.
 
-        Elastic searchers may still be at work.
+        Weights held by elastic searchers stay, since these may still be at work.
         """
         for name in listing(self._folder):
             held = name.startswith(HELD) and not is_elastic(int(name.removeprefix(HELD).split("-")[0]))
@@ -305,9 +305,9 @@ class FileTrainerExchange:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
-        """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
+        """Write and return this attempt's manifest. The newest weights stay in it, so that sequences go on.
 
-        What they let searchers do, and their reference, may have been taken back since.
+        Their budget and reference are reset, since this attempt may have undone them.
         """
         try:
             before = self._insist(lambda: Manifest.read(self._folder))
@@ -324,17 +324,17 @@ class FileTrainerExchange:
 
 
 def _of_an_attempt_before(publication: Publication) -> Publication:
-    """Without what this attempt may have taken back: what searchers may do with the weights."""
+    """Reset fields that this attempt may have undone: evaluation, reference, budget and end of the run."""
     budget_end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
     return replace(publication, evaluate=None, reference=reference, budget_end=budget_end, final=False)
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: the trainer's, which need not exist yet. attempt: of both, as the trainer's.
+    """A searcher's end. folder: the trainer's, which need not exist yet. attempt: the trainer's attempt.
 
-    start_deadline: for it to start, s; deadline: a sixth of what it has between two rounds (and to start, by
-    default).
+    start_deadline: seconds for the trainer to start (default: ``deadline``). deadline: a sixth of the seconds
+    that it has between two rounds.
     """
 
     def __init__(
@@ -359,13 +359,13 @@ class FileSearcherExchange:
         self._own_sequence = -1
         self._offered: list[int] = []
         with suppress(OSError):  # the next trainer removes it
-            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by one of our number that was killed
+            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # left by a killed searcher of this number
                 left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
-        """How far the run is, once the trainer has started.
+        """Wait for the trainer to start, and return the progress of the run.
 
-        Nothing is done if the run ends meanwhile. Raises ExchangeError as ``poll`` does.
+        Returns an empty Progress if the run ends meanwhile. Raises ExchangeError like ``poll``.
         """
         while not self._ended:
             if self._has_started:
@@ -381,9 +381,9 @@ class FileSearcherExchange:
         self._offered.append(shard.index)
 
     def poll(self) -> WeightUpdate | None:
-        """Weights not seen before: the oldest that are to be evaluated, else the newest; mapped, read-only.
+        """Return unseen weights, mapped read-only: the oldest to evaluate, else the newest; None without any.
 
-        Raises ExchangeError if the trainer has not started within the deadline, or has then done nothing
+        Raises ExchangeError if the trainer has not started within its deadline, or has then changed nothing
         for IDLE_DEADLINES deadlines.
         """
         self._look()
@@ -392,7 +392,7 @@ class FileSearcherExchange:
             return None
         try:
             layout, file = self._patched(entry) if entry.changes else self._held(entry)
-        except OSError as error:  # superseded between two looks, or not visible yet
+        except OSError as error:  # superseded since the last read, or not visible yet
             _refuse_lasting(error)
             return None
         except DamagedError as error:
@@ -400,46 +400,46 @@ class FileSearcherExchange:
             self._seen = entry.sequence
             return None
         self._seen, data = entry.sequence, file.map("r")
-        data[::PAGE].max(initial=0)  # read from disk now: the engine would stand still meanwhile
+        data[::PAGE].max(initial=0)  # read from disk now, or the engine would wait for it later
         return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
-        """Weights that are stored as changes, put together. Raises DamagedError, OSError."""
+        """Assemble weights that are stored as changes. Raises DamagedError or OSError."""
         assert self._manifest is not None
         whole, *links = self._manifest.chain(entry.sequence)
         layout, file = self._held(whole)
         if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         missed = [link for link in links if link.sequence > self._own_sequence]
-        # All are read first: an engine that is rebuilt loads our copy, by the version it was given out as.
+        # Read all before applying any: a rebuilt engine loads our copy, by the version it was given out as.
         for link, changes in [(link, self._changes(link)) for link in missed]:
             apply_changes(changes, self._own.map("r+"))
             self._own_sequence = link.sequence
         return layout, self._own
 
     def _changes(self, link: Entry) -> np.ndarray:
-        """What a file of changes holds. Raises DamagedError, OSError."""
+        """Read a file of changes, uint8, and verify it. Raises DamagedError or OSError."""
         changes = np.frombuffer(read_regular(self._folder / link.file), np.uint8)
         if crc32(changes.data) != link.checksum:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
 
     def _held(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
-        """Weights by a name of our own. Raises DamagedError, OSError.
+        """Open weights under a hard link of our own. Raises DamagedError or OSError.
 
-        On NFS a mapped file that another host removes is lost: that name keeps it.
+        On NFS a mapped file is lost if another host deletes it; the link keeps it.
         """
         path = self._folder / entry.file
         require_regular(path)
         own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):  # a request that was served and repeated: only we give this name
+        with suppress(FileExistsError):  # NFS repeated a request; nobody else uses this name
             os.link(path, own)
         layout, file = read_weights(own)
         weakref.finalize(file, _remove_name, own)
         return layout, file
 
     def request_stop(self) -> None:
-        """Leave a note that the trainer finds in its next round; call it again until it is heard."""
+        """Leave a file that the trainer finds in its next round. Call it again until it is heard."""
         try:
             if self._folder.exists():
                 (self._folder / f"{STOP}searcher-{self._searcher:04d}").touch()
@@ -459,11 +459,11 @@ class FileSearcherExchange:
         return self._ended and self._next_entry() is None
 
     def close(self) -> None:
-        """Leave; nothing is held."""
+        """Do nothing: this end holds nothing open."""
 
     @property
     def _has_started(self) -> bool:
-        """Whether the trainer has; what it finds of an earlier attempt may have been taken back since."""
+        """Tell whether this attempt's trainer has started; an earlier manifest may have been undone since."""
         return self._manifest is not None and self._manifest.attempt == self._attempt
 
     @property
@@ -476,7 +476,7 @@ class FileSearcherExchange:
         return next(to_evaluate, unseen[-1] if unseen else None)
 
     def _look(self) -> None:
-        """Read the manifest again, not too often."""
+        """Read the manifest again, unless that was done just now. Raises ExchangeError after the timeout."""
         now = time.monotonic()
         pause = min(max(POLL_SECONDS, (now - self._changed) / 50), 10 * POLL_SECONDS)
         if now - self._looked < pause:
@@ -491,7 +491,7 @@ class FileSearcherExchange:
             )
 
     def _read_manifest(self) -> Manifest | None:
-        """As it is now, or as it was if that cannot be seen for the moment."""
+        """Read the manifest, or return the last one if it cannot be read at the moment."""
         try:
             return Manifest.read(self._folder) or self._manifest
         except (OSError, ValueError) as error:
@@ -502,16 +502,16 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Seconds that the trainer may go without a change: to start, or between two rounds."""
+        """Seconds that the manifest may stay unchanged: until the trainer starts, or between two rounds."""
         running = self._manifest is not None and not self._manifest.closed
         return self._deadline * IDLE_DEADLINES if running else self._start_deadline
 
 
 class ElasticSearcherExchange(FileSearcherExchange):
-    """The end of an elastic searcher: a stop is its own, and the trainer may be away for a while.
+    """The end of an elastic searcher. It stops for itself only, and outlives absences of the trainer.
 
-    timeout: for how long, s. leaving: whether this searcher is to leave. finished: whether the run is.
-    evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
+    timeout: seconds that the trainer may be away. leaving: tells whether this searcher is to leave. finished:
+    tells whether the run is finished. evaluates: tells whether this searcher is the one that evaluates.
     """
 
     _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
@@ -530,40 +530,40 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._finished = finished
         self._evaluates = evaluates
         self._run_is_over = False
-        self._away = ""  # the attempt whose trainer was reported to have stopped
-        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
+        self._away = ""  # attempt whose trainer was reported to have stopped
+        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: sequence and attempt
         super().__init__(folder, searcher, attempt="", deadline=timeout)
         if self._manifest is None:
             log.info("no trainer has started on this run yet: waiting up to %g s for one", timeout)
 
     @property
     def attempt(self) -> str:
-        """Which trainer process is at work; empty before the first."""
+        """Attempt of the trainer at work; empty before the first one."""
         self._look()
         return self._manifest.attempt if self._manifest else ""
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before; those to be evaluated first if it is this one that does."""
+        """Return the newest unseen weights, but first those to evaluate if this searcher evaluates."""
         update = super().poll()
         if update is not None and self._manifest and (split := update.publication.evaluate):
             self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
         return update
 
     def still_wants(self, split: Split, version: int) -> bool:
-        """Whether the trainer that has asked this searcher for an evaluation is the one at work now.
+        """Return whether the trainer that asked this searcher for an evaluation is still at work.
 
-        Another one may make other weights of that version.
+        Another trainer may make different weights of the same version.
         """
         self._manifest = self._read_manifest()
         _, attempt = self._asked[split, version]
         return self._manifest is not None and self._manifest.attempt == attempt
 
     def request_stop(self) -> None:
-        """Nothing: ``leaving`` says so already, and the run goes on."""
+        """Do nothing: ``leaving`` says so already, and the run goes on."""
 
     @property
     def closed(self) -> bool:
-        """Whether this searcher is to leave, or the run is finished."""
+        """Tell whether this searcher is to leave, or the run is finished."""
         self._look()
         return self._ended
 
@@ -600,18 +600,18 @@ class ElasticSearcherExchange(FileSearcherExchange):
 
 
 class DamagedError(ValueError):
-    """The list of weights, or weights, or changes of them, are not as they were written."""
+    """Error for a damaged manifest, file of weights or file of changes."""
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
-    """Raise an error that another look would meet again; half a file, or none, is one not visible yet."""
+    """Raise an error that would come again. A missing or incomplete file may only not be visible yet."""
     passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and passes(error))
     if isinstance(error, OSError | ConfigError) and not passing:
         raise error
 
 
 def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
-    """Layout and data of a safetensors file, verified by its library. Raises DamagedError, OSError."""
+    """Open a safetensors file, verified by its library. Raises DamagedError or OSError."""
     try:
         with safe_open(path, framework="numpy") as opened:
             lora = json.loads((opened.metadata() or {}).get("lora", "null"))
@@ -630,7 +630,7 @@ def _remove_name(path: Path) -> None:
 
 
 def safetensors_header(layout: WeightLayout, version: int) -> bytes:
-    """Length of the JSON as 8 bytes, then the JSON, padded with spaces so that the data are aligned."""
+    """Return a header: 8 bytes with the length of the JSON, then the JSON, padded to align the data."""
     tensors = {
         slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
         for slot in layout.slots

@@ -1,11 +1,12 @@
-"""Shards and arrays on disk as HDF5: sealed whole, verified whole. The only module that imports h5py.
+"""Shards and arrays on disk as HDF5, sealed and verified as a whole. The only module that imports h5py.
 
-A file is an HDF5 image behind a user block of 512 bytes with one line of text: what the file is, its schema,
-its size, and a BLAKE2b checksum of the rest. So a damaged file is refused before HDF5 parses a byte of
-it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 still reads it. Images are made and parsed
-in memory: a full disk fails one plain ``write``, and HDF5's file locks are never taken.
+A file is an HDF5 image behind a user block of 512 bytes. The block holds one line of text: kind of file,
+schema, size, and a BLAKE2b checksum of the rest. A damaged file is therefore refused before HDF5 parses a
+byte of it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can still read it. Images are made
+and parsed in memory: a full disk fails one plain ``write``, and HDF5's file locks are never taken.
 
-The checksum is no signature: only plain arrays that lie in the image are read, no links, no other files.
+The checksum is not a signature. Therefore only plain arrays inside the image are read: no links, no other
+files.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 SCHEMA = 3
-"""Version of the layout and of RECORD; readers refuse any other."""
+"""Version of the layout and of RECORD; readers refuse other versions."""
 
 HEADER_BYTES = 512
-"""Size of the user block (HDF5 allows powers of two from 512)."""
+"""Bytes of the user block (HDF5 allows powers of two from 512)."""
 
 LIBVER = ("earliest", "v110")
-"""Oldest format that holds the data, so that a site's HDF5 1.10 reads it."""
+"""Range of file formats, oldest possible first, so that a site's HDF5 1.10 can read the data."""
 
 EVERYBODY = range(1 << 20)
-"""All numbers that a searcher may have: as many as there are in a uid."""
+"""All possible numbers of searchers, limited by the bits in a uid."""
 
 SEARCHERS_AT_FULL_RATE = 64
-"""Searchers up to which each seals every ``exchange.seal_seconds``; more of them share that rate."""
+"""Maximum number of searchers that each seal every ``exchange.seal_seconds``; more share the same rate."""
 
 _DTYPES = dict(
     zip(COLUMNS, (RECORD, np.int32, np.int64, np.int32, np.int64, np.float32, np.float32), strict=True)
@@ -58,11 +59,11 @@ _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
 
 
 class ShardError(ValueError):
-    """A file cannot be used; the message is one sentence: truncated, corrupt, foreign, too new."""
+    """Error for an unusable file: truncated, corrupt, foreign or too new. The message is one sentence."""
 
 
 class AnotherVersionError(ShardError):
-    """A file is whole, but of another version of tba-hpc: it holds data that must not be set aside."""
+    """Error for an intact file of another version of tba-hpc; its data must not be set aside."""
 
 
 # --- Files ---
@@ -74,20 +75,20 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """What write_arrays wrote. Raises ShardError."""
+    """Read the arrays that write_arrays wrote. Raises ShardError."""
     return _decode(path, "arrays", _bytes(path))[1]
 
 
 def _bytes(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never return
         raise ShardError(f"{path} is no regular file: whoever made it, remove it")
     return path.read_bytes()
 
 
 def write_shard(path: Path, shard: Shard) -> None:
-    """Seal a shard: durable and visible when this returns. What is sealed is never replaced.
+    """Seal a shard: it is durable and visible when this returns, and is never replaced.
 
-    Raises ValueError (check), DiskFullError, and FileExistsError if ``path`` holds anything else.
+    Raises ValueError (``Trajectories.check``), DiskFullError, or FileExistsError if ``path`` has other data.
     """
     data = shard.image or with_image(shard).image
     assert data is not None
@@ -96,11 +97,11 @@ def write_shard(path: Path, shard: Shard) -> None:
     except FileExistsError:
         if path.read_bytes() != data:
             raise
-        fsync(path.parent)  # an error came after the name was given, and this is another try
+        fsync(path.parent)  # an earlier try failed after the file had its name
 
 
 def with_image(shard: Shard) -> Shard:
-    """The same shard with the bytes of its file. Raises ValueError (check)."""
+    """Return the shard with the bytes of its file. Raises ValueError (``Trajectories.check``)."""
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
@@ -109,12 +110,12 @@ def with_image(shard: Shard) -> Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard. Raises ShardError if it is truncated, corrupt, foreign, too new, inconsistent."""
+    """Read a shard. Raises ShardError if it is truncated, corrupt, foreign, too new or inconsistent."""
     return parse_shard(path, _bytes(path))
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:
-    """Like ``read_shard``, from the bytes of a file; ``path`` is what it is called in errors."""
+    """Read a shard from the bytes of a file, like ``read_shard``; errors call the file ``path``."""
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays
     wrong |= {n for n in _DTYPES.keys() & arrays if arrays[n].dtype != _DTYPES[n] or arrays[n].ndim != 1}
@@ -132,7 +133,7 @@ def parse_shard(path: Path, data: bytes) -> Shard:
 
 
 def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> memoryview:
-    """Bytes of a file: header and HDF5 image. The same values give the same bytes."""
+    """Return the bytes of a file, header and HDF5 image. The same values give the same bytes."""
     image = io.BytesIO()
     with h5py.File(image, "w", libver=LIBVER, userblock_size=HEADER_BYTES) as file:
         file.attrs.update({"format": f"tba-hpc {kind}", "schema": SCHEMA, **attributes})
@@ -144,7 +145,7 @@ def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.nd
 
 
 def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[str, np.ndarray]]:
-    """Numbers of a shard, and arrays of a file, verified first."""
+    """Verify a file; return its attributes (empty unless it is a shard) and arrays. Raises ShardError."""
     schema = _verify(path, kind, data)
     try:
         # The low-level interface takes .6 ms for a shard, h5py.File over the same bytes 1.1 ms.
@@ -158,7 +159,10 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """schema: of the first line, which has no checksum; sealed: of the body, whose checksum was right."""
+    """Compare the schema of the first line, which has no checksum, with the one ``sealed`` in the body.
+
+    Raises ShardError if they differ, and AnotherVersionError if they are not SCHEMA.
+    """
     if schema != sealed:
         raise ShardError(f"{path} is corrupt: its first line is damaged")
     if schema != SCHEMA:
@@ -169,13 +173,13 @@ def _require_schema(path: Path, schema: int, sealed: int) -> None:
 
 
 def _numbers(group: h5py.h5g.GroupID) -> dict[str, int]:
-    """Attributes of a shard; version 0.3.0 wrote no run."""
+    """Read the attributes of a shard; version 0.3.0 wrote no ``run``."""
     run = {} if h5py.h5a.exists(group, b"run") else {"run": 0}
     return run | {name: _number(group, name) for name in ("searcher", "index", "run") if name not in run}
 
 
 def _number(group: h5py.h5g.GroupID, name: str) -> int:
-    """An attribute, refused unless it is one number: h5py reads whatever there is into any array."""
+    """Read an attribute. Raises TypeError unless it is one integer, as h5py reads anything into any array."""
     attribute = h5py.h5a.open(group, name.encode())
     if attribute.shape != () or attribute.dtype.kind not in "iu":
         raise TypeError(f"attribute {name} is no number")
@@ -185,9 +189,9 @@ def _number(group: h5py.h5g.GroupID, name: str) -> int:
 
 
 def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
-    """A copy of an array; refused unless its numbers lie in this file of ``room`` bytes, in one piece.
+    """Copy an array. Raises TypeError unless its numbers lie in this file of ``room`` bytes, in one piece.
 
-    HDF5 would follow links to other files, and read arrays from files that are only named here.
+    HDF5 itself would follow links to other files, and read arrays from external files.
     """
     if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
         raise TypeError(f"{name.decode()} is a link")
@@ -212,7 +216,7 @@ def _header(kind: str, body: memoryview, schema: int) -> bytes:
 
 
 def _verify(path: Path, kind: str, data: bytes) -> int:
-    """Raise ShardError unless every byte of ``data`` is as it was written; returns its schema."""
+    """Raise ShardError unless every byte of ``data`` is as it was written; return its schema."""
     start = _START.match(data)
     if not data.startswith(_MAGIC[: len(data)]):
         raise ShardError(f"{path} is not a file of tba-hpc: another program wrote it; move it elsewhere")
@@ -234,16 +238,16 @@ def _verify(path: Path, kind: str, data: bytes) -> int:
 
 
 def seal_interval(config: Config) -> float:
-    """Longest wait of a completion to be sealed, s: a run of any size makes as many files a second."""
+    """Return a completion's longest wait to be sealed, s; it limits the files per second of large runs."""
     return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
 class ShardWriter:
-    """Collects a searcher's scored groups and seals them as shards: a trajectory is acknowledged by ``seal``.
+    """Collects a searcher's scored groups and seals them as shards. ``seal`` acknowledges a trajectory.
 
-    Indices go up by one and are never used twice in a run. ``first_index``: the trainer's cursor of this
-    searcher, since shards may have been merged, checkpointed and pruned; files on disk, those set aside
-    included, count as well. timeout: how long a full disk is waited for, s.
+    Indices go up by one and are never used twice in a run. They start beyond all files on disk, including
+    those set aside, and not before ``first_index``: the trainer's cursor of this searcher, as shards may have
+    been merged, checkpointed and pruned. timeout: seconds to wait while a disk is full.
     """
 
     def __init__(
@@ -257,7 +261,7 @@ class ShardWriter:
     ) -> None:
         folder = run.shard_folder(searcher)
         insist(lambda: make_folder(folder), seconds=timeout)
-        for stale in folder.glob(".*.tmp"):  # of a writer that was killed
+        for stale in folder.glob(".*.tmp"):  # left by a writer that was killed
             stale.unlink(missing_ok=True)
         self._run = run
         self._identity = run.identity
@@ -269,7 +273,7 @@ class ShardWriter:
         self._since = 0.0
 
     def __len__(self) -> int:
-        """Completions not yet sealed."""
+        """Return the number of completions not yet sealed."""
         return sum(len(scored.group.completions) for scored in self._open)
 
     @property
@@ -285,7 +289,7 @@ class ShardWriter:
         *,
         reference: int = 0,
     ) -> None:
-        """Add a ``ScoredGroup``; one without completions leaves no trace: a resume asks for it again."""
+        """Add a ``ScoredGroup``. A group without completions is not recorded: a resume asks for it again."""
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not group.completions:
             return
@@ -296,8 +300,8 @@ class ShardWriter:
     def seal(self) -> Shard | None:
         """Make the open shard durable and return it; None if it is empty.
 
-        Raises DiskFullError if the disk stays full; the groups then stay open, and a later call tries
-        again. Raises ExchangeError if another writer of this searcher has sealed the shard of that index.
+        Raises DiskFullError if the disk stays full. The groups then stay open, and a later call tries
+        again. Raises ExchangeError if another writer of this searcher has sealed a shard of that index.
         """
         if not self._open:
             return None
@@ -312,7 +316,7 @@ class ShardWriter:
         def write() -> None:
             end_if_superseded()  # the successor's shard of this index may be merged and deleted already
             write_shard(path, shard)
-            end_if_superseded()  # else whoever takes over from here on finds the shard
+            end_if_superseded()  # a successor from here on finds the shard
 
         try:
             insist(write, seconds=self._timeout)
@@ -327,7 +331,7 @@ class ShardWriter:
 
 
 def _next_free_index(run: RunDir, searcher: int) -> int:
-    """The first index beyond those taken: by the listing of the folder, and by name, as that may lag."""
+    """Return the first free index. It looks in the folder's listing, and for names, as listings may lag."""
     listed = [*run.shard_indices(searcher), *run.shard_indices(searcher, ".h5" + REFUSED)]
     index = max(listed, default=-1) + 1
     while (path := run.shard_file(searcher, index)).exists() or _aside(path).exists():
@@ -339,13 +343,13 @@ def _next_free_index(run: RunDir, searcher: int) -> int:
 
 
 class PendingShards:
-    """Reads the shards of a run that are not merged yet, in order per searcher, one in memory at a time.
+    """Reads the unmerged shards of a run, in order per searcher, one in memory at a time.
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
-    one before it. A file that others follow is waited for ``timeout`` seconds, and only then passed over,
-    with a warning, together with those of its searcher that do not exist at that time. A file that cannot be
-    used is set aside, logged, and left out; several ranks may read at once. searchers: looked for even if the
-    listing of their folders lags. among: no others are read.
+    one before it. If a file is missing and others follow, the reader waits ``timeout`` seconds. Then it logs
+    a warning and skips the file, together with those of its searcher that do not exist at that time. An
+    unusable file is set aside, logged and left out; several ranks may read at once. searchers: searchers that
+    are looked for even if the listing of their folders lags. among: range outside which no searcher is read.
     """
 
     def __init__(
@@ -360,15 +364,16 @@ class PendingShards:
         self._given_up: set[Path] = set()
 
     def read(self, cursors: Mapping[int, int]) -> Iterator[Shard]:
-        """Those at or beyond the cursors that can be read now."""
+        """Yield the shards at or beyond the cursors that can be read now."""
         for searcher in self._all_searchers(cursors):
             yield from self._read(searcher, cursors.get(searcher, 0))
 
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
-        """All at or beyond the cursors, of the given searchers or of all: waits for those that are missed.
+        """Yield all shards at or beyond the cursors, of the given searchers or of all; wait for missing ones.
 
-        For the beginning of an attempt, when only elastic searchers may be sealing: files are also looked for
-        by name, beyond the last one listed, and the listings are read until the others bring nothing new.
+        For the beginning of an attempt, when only elastic searchers may be sealing. Files are also looked for
+        by name beyond the last one listed. Listings are read until searchers that are not elastic bring
+        nothing new.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -386,7 +391,7 @@ class PendingShards:
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
-        """One searcher's, up to the first that is missed. beyond: look for more than is listed."""
+        """Yield one searcher's shards up to the first missing one. beyond: try names that are not listed."""
         end, has_waited = self._listed_end(searcher), False
         while end is not None and (index < end or beyond):
             path, shard = self._run.shard_file(searcher, index), None
@@ -408,7 +413,7 @@ class PendingShards:
             index += 1
 
     def _listed_end(self, searcher: int) -> int | None:
-        """The index after the last one listed; None if the listing is to be tried again."""
+        """Return the index after the last one listed; None if the listing must be tried again."""
         folder = self._run.shard_folder(searcher)
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
@@ -420,9 +425,9 @@ class PendingShards:
         return end
 
     def _load(self, path: Path) -> Shard | None:
-        """The shard; None if it is set aside. Raises AnotherVersionError; OSError if it is not readable."""
+        """Read a shard; None if it is set aside. Raises AnotherVersionError, or OSError if unreadable."""
         shard = None
-        for last in (False, True):  # twice: what a client has cached may lag behind what was sealed
+        for last in (False, True):  # twice: what a client has cached may be stale
             try:
                 shard = self._read_in_place(path)
                 break
@@ -453,9 +458,9 @@ class PendingShards:
         return shard
 
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
-        """Whether something has been missed for so long that the run continues without it.
+        """Return whether a path has been missing for so long that the run continues without it.
 
-        has_waited: it does not exist, and one before it was waited for just now.
+        has_waited: whether it does not exist, and the wait for an earlier one has just ended.
         """
         if path in self._given_up:
             return True
@@ -472,11 +477,11 @@ class PendingShards:
 
 
 def _aside(path: Path) -> Path:
-    """The name of a broken file that no reader meets again; its index stays taken."""
+    """Return the name of a broken file under which no reader finds it; its index stays taken."""
     return path.with_name(path.name + REFUSED)
 
 
 def _is_aside(path: Path) -> bool:
-    with contextlib.suppress(OSError):  # a file server that is away says neither
+    with contextlib.suppress(OSError):  # the file server may be away
         return _aside(path).exists()
     return False

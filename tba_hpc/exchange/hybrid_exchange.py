@@ -1,8 +1,7 @@
 """The trainer's end if some searchers share its MPI world and elastic ones come and go over files.
 
-Weights go to the MPI world first. Once they lie whole in the memory of the leader's node, the next call has
-them copied to the files, beside the loop: elastic searchers get them a moment later, and cost the others
-nothing.
+Weights go to the MPI world first. Once they are complete in the memory of the leader's node, the next call
+starts a copy to files in a thread. Elastic searchers get them a moment later, at no cost to the others.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class HybridTrainerExchange:
-    """Both ends as one. Those of the world evaluate; so elastic searchers are not asked to.
+    """Both trainer's ends as one. Searchers of the MPI world evaluate, so elastic ones are not asked to.
 
-    files: it finds no shards but those of elastic searchers. attended: whether there are any; if not, nothing
-    is copied.
+    files: finds only shards of elastic searchers. attended: tells whether there are any; if not, nothing is
+    copied.
     """
 
     def __init__(
@@ -33,8 +32,8 @@ class HybridTrainerExchange:
         self._world = world
         self._files = files
         self._attended = attended
-        self._newest: Publication | None = None  # to the world
-        self._passed_on: Publication | None = None  # what the files have, or get
+        self._newest: Publication | None = None  # published to the world
+        self._passed_on: Publication | None = None  # copied to the files, or being copied
         self._closed = False
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
@@ -44,7 +43,7 @@ class HybridTrainerExchange:
         return started
 
     def gather(self) -> bool:
-        """Look for shards on both sides; False if a round was under way on either."""
+        """Start a round on both sides. False if one was under way, or newer weights are not copied yet."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
         return all(started) and (self._passed_on is self._newest or not self._attended())
@@ -60,7 +59,7 @@ class HybridTrainerExchange:
     def close(self) -> list[Shard]:
         """End the run on both sides; elastic searchers find out by themselves whether it is finished.
 
-        The files first: the world may wait for memory that they still copy.
+        The file side closes first: the world may wait for memory that is still being copied to files.
         """
         self._closed = True
         elastic = self._files.close()

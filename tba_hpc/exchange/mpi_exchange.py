@@ -1,4 +1,4 @@
-"""The exchange of weights and shards over MPI, in rounds; MPI itself is ``mpi_world``'s.
+"""Exchange of weights and shards over MPI, in rounds. ``mpi_world`` wraps MPI itself.
 
 A round, started by the leader (trainer 0), runs on a communication thread at every rank:
 
@@ -9,14 +9,15 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it
                                      ◄──     confirmed
 
-Why two files of a node are enough. Write n goes to the file of write n − 2, once round n − 1 is over. Whoever
-may read weights has a reader of their file. A searcher gets it when it shows the weights to its main thread,
-in their own round, and drops the one before unless the main thread has taken that. So when round n − 1 is
-over nobody can begin to read write n − 2, and the node leader confirms round n − 1 only when nobody reads it
-any more. If somebody goes on, in an evaluation or with a slow engine, it takes the spare file instead. So
-nobody reads what is overwritten. A round with weights to evaluate is confirmed only once the main thread has
-taken them, so that no newer ones can replace them. A searcher that is slow to confirm delays the next round,
-never the trainer's steps.
+Two files per node are enough. Write n goes to the file of write n − 2, once round n − 1 is over. Every rank
+that may read weights holds a reader of their file. A searcher gets its reader in the round of these weights,
+when it shows them to its main thread. It then drops the reader of the previous weights, unless the main
+thread has taken those. Once round n − 1 is over, nobody can begin to read write n − 2. The node leader
+confirms round n − 1 only when nobody reads write n − 2 any more. If a rank goes on reading, in an evaluation
+or with a slow engine, the spare file takes the place of that file. So nobody reads what is overwritten.
+
+A round with weights to evaluate is confirmed only once the main thread has taken them, so that no newer ones
+can replace them. A searcher that is slow to confirm delays the next round, never the trainer's steps.
 """
 
 from __future__ import annotations
@@ -45,44 +46,44 @@ from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, LONGEST_PAUSE, MpiWorl
 log = logging.getLogger(__name__)
 
 IDLE_PAUSE = 2e-3
-"""Seconds between two looks at a peer that is not expected to answer soon."""
+"""Seconds between two checks of a peer that is not expected to answer soon."""
 
 LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
-"""Longest that a main thread busy with Python keeps the exchange's from its next look, during a round and
-otherwise: MPI moves data only while someone looks, and Python's own 5 ms are long for that."""
+"""Python's switch interval in seconds, during a round and otherwise: how long a busy main thread may delay
+the exchange thread. MPI moves data only while it is polled, and Python's own 5 ms are long for that."""
 
 
 class Purpose(IntEnum):
-    """What a round is for."""
+    """Purpose of a round."""
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
     CLOSE = 3  # the last shards in; nothing is accepted any more
-    END = 4  # let go
+    END = 4  # peers stop serving rounds
 
 
 class Status(IntEnum):
     """A peer's answer at the end of a round."""
 
     CONFIRMED = 1
-    BUSY = 2  # weights received, main thread alive but not done with the older ones
+    BUSY = 2  # weights received; the main thread lives, but still uses older ones
 
 
 HEADER = np.dtype(
     [
         ("purpose", "<i8"),
         ("round", "<i8"),
-        ("write", "<i8"),  # number of publishes before
+        ("write", "<i8"),  # number of earlier publishes
         ("publication", "S512"),  # its JSON text, empty if no weights travel
     ]
 )
 READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
-"""Whether the searcher was asked to stop the run, 1 or 0, and how many shards follow."""
+"""A peer's answer: 1 if the run is to stop, else 0, and how many shards follow."""
 
 
 @contextmanager
 def _attentive() -> Iterator[None]:
-    """While the block runs, this thread does not wait long for its turn."""
+    """Shorten Python's switch interval in the block, so that this thread does not wait long for its turn."""
     sys.setswitchinterval(LOOK_SECONDS)
     try:
         yield
@@ -91,25 +92,25 @@ def _attentive() -> Iterator[None]:
 
 
 class ExchangeThread:
-    """A thread that does one piece of work at a time. Once all ranks are connected it alone calls MPI."""
+    """Thread that does one piece of work at a time. Once all ranks are connected, only it calls MPI."""
 
     def __init__(self) -> None:
         self._finished = True
         self._error: ExchangeError | None = None
         self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        # One for all work: if every core is busy, the start of a thread may take half a second. A daemon:
-        # a process that ends by an error must not wait for a peer first.
+        # One thread for all work: if every core is busy, the start of a thread may take half a second. It is
+        # a daemon: a process that ends by an error must not wait for a peer first.
         threading.Thread(target=self._run, name="exchange", daemon=True).start()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begin; what was given before is finished."""
+        """Start ``work``. Earlier work must be finished."""
         self._finished = False
         self._given.put(work)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is under way. Raises ExchangeError if the last work failed."""
-        finished = self._finished  # first: an error is there before
+        """Tell whether no work is under way. Raises ExchangeError if the last work failed."""
+        finished = self._finished  # read first: an error is set before it
         self.check()
         return finished
 
@@ -119,7 +120,7 @@ class ExchangeThread:
             raise self._error
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises ExchangeError if the last work failed."""
+        """Wait until no work is under way. Raises ExchangeError if the last work failed."""
         while not self.finished:
             time.sleep(LONGEST_PAUSE)
 
@@ -137,9 +138,10 @@ class ExchangeThread:
 
 
 class MpiTrainerExchange:
-    """The leader's end. Of its calls only ``close`` waits; see the module for a round.
+    """The leader's end. Of its methods only ``close`` waits; the module's docstring explains a round.
 
-    It is made once all ranks are set up, and tells them ``progress``. Raises ExchangeError naming who is not.
+    Its constructor waits until all ranks are set up, and sends them ``progress``. It raises an ExchangeError
+    that names those that are not.
     """
 
     def __init__(
@@ -148,8 +150,8 @@ class MpiTrainerExchange:
         self._world = world
         self._memory = memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb)
         self._rounds = 0  # started so far
-        self._writes = 0  # of these, with new weights
-        self._published: Publication | None = None  # with the last of these
+        self._writes = 0  # rounds of these with new weights
+        self._published: Publication | None = None  # with the last write
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -174,7 +176,7 @@ class MpiTrainerExchange:
         return True
 
     def arrived(self) -> WeightUpdate | None:
-        """What was published last, whole, once its round is over; None during a round."""
+        """Return the weights published last, once their round is over; None during a round."""
         if not self._thread.finished or self._published is None:
             return None
         file = self._memory.reader(self._writes - 1)
@@ -192,7 +194,7 @@ class MpiTrainerExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a searcher has asked, in a round so far, to stop the run."""
+        """Tell whether a searcher has asked, in a round so far, to stop the run."""
         return self._stop_requested
 
     def close(self) -> list[Shard]:
@@ -213,7 +215,7 @@ class MpiTrainerExchange:
 
     @_attentive()
     def _round(self, purpose: Purpose) -> None:
-        """One whole round."""
+        """Run one whole round."""
         self._world.send_all(
             self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
@@ -234,7 +236,7 @@ class MpiTrainerExchange:
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
-        """The sizes of the shards that each rank is about to send."""
+        """Receive the sizes in bytes of the shards that each rank is about to send."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
@@ -245,9 +247,9 @@ class MpiTrainerExchange:
         return sizes
 
     def _confirmed(self, *, last: bool) -> None:
-        """Wait for every rank to confirm the round; one that says it is busy gets another deadline.
+        """Wait for every rank to confirm the round. A rank that reports BUSY gets a new deadline.
 
-        last: whether no weights will follow, which would need room.
+        last: whether no weights will follow, so that no room is needed.
         """
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
@@ -276,9 +278,9 @@ class MpiTrainerExchange:
 
 
 class _Peer:
-    """A rank that answers the leader's rounds; as it stands, one without shards that shows nothing.
+    """A rank that answers the leader's rounds. This base class sends no shards and shows no weights.
 
-    Made once it is ready for weights. progress: how far the run is. Raises ExchangeError.
+    Construct it once the rank is ready for weights. Raises ExchangeError.
     """
 
     def __init__(self, world: MpiWorld) -> None:
@@ -289,7 +291,7 @@ class _Peer:
         self._thread.start(self._serve)
 
     def _serve(self) -> None:
-        """Take part in the leader's rounds, to the end."""
+        """Take part in the leader's rounds until the last."""
         while (header := self._next_header())["purpose"] != Purpose.END:
             self._transfer(header)
             self._until_free(int(header["write"]) + 1, last=header["purpose"] == Purpose.CLOSE)
@@ -321,7 +323,7 @@ class _Peer:
     def _until_free(self, write: int, *, last: bool) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives.
 
-        last: whether none will.
+        last: whether no weights will follow.
         """
         reported = time.monotonic()
         while not (self._is_free() and (last or self._memory.has_room(write))):
@@ -336,30 +338,30 @@ class _Peer:
         self._world.wait_for([send], "did not take a confirmation")
 
     _last_call = float("inf")
-    """When the main thread last called, on the monotonic clock; a follower's always lives."""
+    """Time of the main thread's last call, on the monotonic clock; a follower's always counts as alive."""
 
     def _prepare(self, header: np.void) -> tuple[bool, list[np.ndarray]]:
-        """Whether to stop the run, and shards, as the bytes of their files."""
+        """Return whether to stop the run, and the shards as bytes of their files, uint8."""
         return False, []
 
     def _show(self, header: np.void) -> None:
-        """Let the main thread take the weights that have arrived."""
+        """Offer the weights that have arrived to the main thread."""
 
     def _handed_over(self) -> None:
-        """The shards of the round have been sent."""
+        """Note that the shards of the round have been sent."""
 
     def _is_free(self) -> bool:
-        """Whether newer weights may be shown to the main thread."""
+        """Return whether newer weights may be shown to the main thread."""
         return True
 
 
 class MpiTrainerFollower(_Peer):
-    """A trainer rank other than the leader: it writes its run of ``layout.parts`` and serves the rounds."""
+    """Trainer rank other than the leader: it writes its run of ``layout.parts`` and answers the rounds."""
 
     _writes = 0
 
     def slot(self) -> np.ndarray:
-        """uint8 [layout.nbytes]: where the next published weights go. Call once per publish of the leader."""
+        """Return the memory for the next published weights, uint8 [layout.nbytes]. Call once per publish."""
         self._thread.check()
         self._writes += 1
         return self._memory.slot(self._writes - 1)
@@ -370,7 +372,7 @@ class MpiTrainerFollower(_Peer):
 
 
 class MpiSearcherExchange(_Peer):
-    """A searcher's end. No call waits; each shows that the main thread lives."""
+    """A searcher's end. No call waits, and each shows that the main thread lives."""
 
     def __init__(self, world: MpiWorld) -> None:
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
@@ -384,11 +386,11 @@ class MpiSearcherExchange(_Peer):
         super().__init__(world)
 
     def progress(self) -> Progress:
-        """How far the run was when the ranks connected."""
+        """Return the progress of the run when the ranks connected."""
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Hand over a sealed shard; one offered after the trainer's close stays on disk for a resume."""
+        """Hand over a sealed shard. After the trainer's close it stays on disk for a resume."""
         assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
         with self._lock:
@@ -396,7 +398,7 @@ class MpiSearcherExchange(_Peer):
                 self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before, in the node's memory, read-only."""
+        """Return the newest unseen weights, read-only in the node's memory, or None."""
         self._called()
         with self._lock:
             update, self._unseen = self._unseen, None
@@ -420,7 +422,7 @@ class MpiSearcherExchange(_Peer):
             return self._thread.finished and self._unseen is None
 
     def close(self) -> None:
-        """Leave. MPI itself ends with the process, when all ranks do."""
+        """Leave. MPI itself ends with the process, once all ranks have left."""
         self._called()
 
     def _called(self) -> None:

@@ -1,14 +1,14 @@
-"""One MPI world: who is in it, and the weights in each node's memory.
+"""One MPI world: its ranks and their messages, and the weights in each node's memory.
 
 Only this module imports mpi4py; importing it starts MPI. Every process must be started with ``python -m
 mpi4py`` so that an uncaught exception on one rank ends the world.
 
-Messages go point to point so that a missing peer can be named; only the weights use a collective, and on a
+Messages go point to point so that a missing peer can be named. Only the weights use a collective, and on a
 world of one node they do not travel at all. Nothing blocks: Open MPI's blocking calls spin, and there may be
 fewer cores than ranks.
 
-When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and whatever started
-them starts them again.
+When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and their launcher
+restarts them all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Pending = tuple[int, MPI.Request]
 
 
 def library_version() -> str:
-    """What the MPI library calls itself: ``Open MPI v5.0.11``."""
+    """Return the MPI library's name and version: ``Open MPI v5.0.11``."""
     return first_words(MPI.Get_library_version())
 
 
@@ -54,30 +54,30 @@ LEADER = 0
 """World rank that starts every round."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between two looks at a peer that is about to answer."""
+"""Seconds between two checks of a peer that is about to answer."""
 
 BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
-"""Broadcasts under way at once, and the size of one, MiB (MPI counts end at 2 GiB)."""
+"""Number of concurrent broadcasts, and the size of each in MiB (MPI counts end at 2 GiB)."""
 
 SETTLING_SECONDS = 0.5
-"""Before the first message: Open MPI 5 may crash if that meets a rank, on another node, that has not left
-MPI_Init yet (open-mpi/ompi#12495)."""
+"""Seconds to wait before the first message. Open MPI 5 may crash if that reaches a rank on another node that
+is still in MPI_Init (open-mpi/ompi#12495)."""
 
 PAGE = 4096
 HOSTNAME = np.dtype("S256")
 
 FILES = 3
-"""Files of a node's weights: two in use, and a spare that takes no memory."""
+"""Number of files for a node's weights: two in use, and a spare that takes no memory."""
 
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
-"""Table that a node's ranks share: the files of even and odd writes; how often each gave memory back."""
+"""Table shared by a node's ranks: the files of even and odd writes, and how often each gave back memory."""
 
 RELEASE_SECONDS = 1.0
-"""Time that readers have to let go of weights before the spare is written instead."""
+"""Seconds that readers have to release weights before the spare file is written instead."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Deadlines that readers, of which some evaluate, have if there is no memory for the spare: the leader hears
-of it, and names who is missing, before the ranks that wait for its next round give up."""
+"""Number of deadlines that readers, some of which evaluate, have if there is no memory for the spare file.
+The leader then gives up, and names who is missing, before the ranks that wait for its next round do."""
 
 
 class Tag(IntEnum):
@@ -97,18 +97,18 @@ _BROADCAST_HANGS = "the network between the nodes, or a rank of another node, ha
 
 
 def finalize() -> None:
-    """Leave MPI for good, in the main thread; all ranks have to."""
+    """Finalize MPI, in the main thread. All ranks must call it."""
     if not MPI.Is_finalized():
         MPI.Finalize()
 
 
 def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The ranks that share this rank's memory."""
+    """Return a communicator of the ranks that share this rank's memory."""
     return cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
 
 
 class Welcome(msgspec.Struct):
-    """What the leader tells every rank once all are set up. progress: for searchers."""
+    """Message of the leader to every rank once all are set up. progress: for searchers."""
 
     layout: WeightLayout
     bucket_bytes: int
@@ -117,7 +117,7 @@ class Welcome(msgspec.Struct):
 
 @dataclass
 class MpiWorld:
-    """The ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``."""
+    """Ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``."""
 
     comm: MPI.Intracomm
     rank: int
@@ -130,9 +130,9 @@ class MpiWorld:
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
     offset: int = 0
-    """Where ``comm`` has world rank 0."""
+    """Rank in ``comm`` of world rank 0."""
     work_deadline: float | None = None
-    """The deadline once all ranks are set up, s; none: the same."""
+    """Deadline once all ranks are set up, s; None: ``deadline``."""
 
     @classmethod
     def join(
@@ -145,11 +145,12 @@ class MpiWorld:
         work_deadline: float | None = None,
         node_split: Callable[[MPI.Intracomm], MPI.Intracomm] = split_by_memory,
     ) -> MpiWorld:
-        """Check that this is one world with the roles as configured; call it before slow imports.
+        """Join the world, and check its size and roles against the config. Call it before slow imports.
 
-        deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
-        node_split: which ranks share memory. An environment variable says if MPI numbers searchers first.
-        Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
+        deadline: longest wait for another rank, s. work_deadline: the same once all are set up (default:
+        ``deadline``). node_split: returns the ranks that share memory. The environment variable
+        SEARCHERS_FIRST tells whether MPI numbers searchers first. Raises ConfigError for a wrong world, and
+        an ExchangeError that names who has not joined.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -160,18 +161,18 @@ class MpiWorld:
         world = cls(comm, rank, trainers, searchers, deadline, node_split, (), offset, work_deadline)
         time.sleep(SETTLING_SECONDS)
         hosts = world._meet()
-        # Both are collective, hence not before everybody is known to be there.
+        # Both are collective, so they must come after all ranks are known to be there.
         comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
         return replace(world, comm=comm, hosts=hosts, offset=0)
 
     @property
     def role(self) -> Role:
-        """This rank's role."""
+        """Role of this rank."""
         return "trainer" if self.rank < self.trainers else "searcher"
 
     @property
     def index(self) -> int:
-        """This rank's number within its role."""
+        """Number of this rank within its role."""
         return self.rank if self.rank < self.trainers else self.rank - self.trainers
 
     @property
@@ -181,37 +182,37 @@ class MpiWorld:
 
     @property
     def local_index(self) -> int:
-        """This rank's number among the ranks of any role on its host: which GPU is its own."""
+        """Number of this rank among all ranks on its host; it decides which GPU is its own."""
         return self.hosts[: self.rank].count(self.hostname)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """All but the leader."""
+        """World ranks of all but the leader."""
         return tuple(range(1, self.comm.size))
 
     def name(self, rank: int) -> str:
-        """For messages: ``searcher 1 (world rank 2 on node07)``."""
+        """Name a rank in messages: ``searcher 1 (world rank 2 on node07)``."""
         role = f"trainer {rank}" if rank < self.trainers else f"searcher {rank - self.trainers}"
         return f"{role} (world rank {rank}{f' on {self.hosts[rank]}' if self.hosts else ''})"
 
     # --- Messages ---
 
     def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start to send an array; the rank and the request, as ``wait_for`` takes them."""
+        """Start to send an array; return the rank and the request for ``wait_for``."""
         return rank, self.comm.Isend(message.view(np.uint8), self._place(rank), tag)
 
     def receive(self, out: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start to receive into an array."""
+        """Start to receive into an array; return the rank and the request for ``wait_for``."""
         return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
-        """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
+        """Send ``message`` to every other rank; an ExchangeError names those that do not take it."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
-        """The error that says who is missing (the first four), for how long, and what to do."""
+        """Make the error that names missing ranks (the first four), for how long, and what to do."""
         names = [self.name(rank) for rank in sorted(set(ranks))]
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return ExchangeError(f"{listed} {what} within {seconds:g} s: {remedy}")
@@ -226,10 +227,10 @@ class MpiWorld:
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
     ) -> None:
-        """Wait for requests that depend on the given ranks; past the deadline, name those not done.
+        """Wait for requests. After the deadline raises an ExchangeError that names the ranks they depend on.
 
-        pause, longest: first and last seconds between two looks. The leader, who sees most, is the first to
-        give up and name the culprit.
+        seconds: by default the deadline at the leader, twice that elsewhere. The leader, who sees most, thus
+        gives up first and names the culprit. pause, longest: first and longest seconds between two checks.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -240,7 +241,7 @@ class MpiWorld:
             pause = min(1.5 * pause, longest)
 
     def _place(self, rank: int) -> int:
-        """Where ``comm`` has a world rank."""
+        """Return the rank in ``comm`` of a world rank."""
         return (rank + self.offset) % self.comm.size
 
     # --- Coming together ---
@@ -248,9 +249,9 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """As the leader, wait until every rank is set up, and tell it ``progress``.
+        """Wait, as the leader, until every rank is set up, and send it ``progress``.
 
-        Raises ExchangeError naming who is not.
+        Raises an ExchangeError that names those that are not.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
@@ -263,7 +264,7 @@ class MpiWorld:
         return self._at_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
-        """Tell the leader that this rank is set up; receive the layout of the weights, and the progress."""
+        """Tell the leader that this rank is set up; receive the weights' layout and the progress."""
         hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
         size, what = np.empty(1, np.int64), "did not send the layout of the weights"
         self.wait_for(
@@ -275,13 +276,13 @@ class MpiWorld:
         return self._at_work(welcome), welcome.progress
 
     def _at_work(self, welcome: Welcome) -> NodeMemory:
-        """All ranks are set up: from here on another deadline holds."""
+        """Make the node's memory. All ranks are set up, so ``work_deadline`` holds from here on."""
         memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory
 
     def _meet(self) -> tuple[str, ...]:
-        """Host names of all ranks."""
+        """Exchange and return the host names of all ranks."""
         table = np.zeros(self.comm.size, HOSTNAME)
         table[self.rank] = socket.gethostname()
         not_there = (
@@ -300,11 +301,11 @@ class MpiWorld:
 
 
 class NodeMemory:
-    """The weights once per node, in two files in memory that take turns, and their way between nodes.
+    """One copy of the weights per node, in two files in memory that take turns, and transfers between nodes.
 
-    Making one is collective over the world. The lowest world rank of a node is its node leader. The files
-    have no names: each rank has them open, and they end with the last one. Weights that somebody still reads
-    are not overwritten: if their readers do not let go of them soon, a third file takes their place.
+    The constructor is collective over the world. The lowest world rank of a node is its node leader. The
+    files have no names: each rank has them open, and they vanish with the last one. Weights that somebody
+    still reads are not overwritten: if the readers do not release them soon, a third file is used instead.
     """
 
     def __init__(self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int) -> None:
@@ -315,19 +316,19 @@ class NodeMemory:
         self._files, table = self._open()
         self._order, self._generations = table["order"][0], table["generations"][0]
         self._maps = [file.map("r+") for file in self._files]
-        self._crowded: float | None = None  # since when readers delay the next write
+        self._crowded: float | None = None  # time since which readers delay the next write
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
 
     def slot(self, write: int) -> np.ndarray:
-        """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
+        """Return this node's memory for a write, uint8 [layout.nbytes]. It is reused two writes later."""
         self._map_anew()
         return self._map_of(write)
 
     def reader(self, write: int) -> WeightFile:
-        """The same for whoever reads them: they stay as they are while the object lives.
+        """Return a write's weights for reading; they do not change while the returned object lives.
 
-        To be called before ``has_room`` is for the write after the next.
+        Call it before ``has_room`` is called for the write after the next.
         """
         place = self._order[write % 2]
         reader = self._files[place].reader()
@@ -338,16 +339,16 @@ class NodeMemory:
         return self._maps[self._order[write % 2]]
 
     def _map_anew(self) -> None:
-        """Replace the maps of files that gave back memory: CUDA may know its pages, and forgets them so."""
+        """Replace the maps of files that gave back memory, so that CUDA forgets pages that it may know."""
         for place, generation in enumerate(self._generations.tolist()):
             if self._files[place].generation != generation:
                 self._files[place].generation = generation
                 self._maps[place] = self._files[place].map("r+")
 
     def has_room(self, write: int) -> bool:
-        """Whether weights of that number may be written; the node leader must ask until they may.
+        """Return whether the given write may begin. The node leader must ask until it may.
 
-        Raises ExchangeError if those that would be overwritten are read for READ_DEADLINES.
+        Raises ExchangeError if the weights to be overwritten are read for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
@@ -370,16 +371,16 @@ class NodeMemory:
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Take memory for a third copy, if there is enough."""
+        """Allocate memory for a third copy if there is enough; return whether there was."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
-        with suppress(OSError):  # others were faster
+        with suppress(OSError):  # another process has taken the memory
             self._files[spare].allocate()
             return True
         return False
 
     def _refuse_readers(self, seconds: float) -> None:
-        """Raise ExchangeError if they have delayed the next write for too long."""
+        """Raise ExchangeError if readers have delayed the next write for too long."""
         longest = READ_DEADLINES * self._world.deadline
         if seconds > longest:
             raise ExchangeError(
@@ -389,7 +390,7 @@ class NodeMemory:
             )
 
     def spread(self, write: int) -> None:
-        """Bring the weights from the trainers that wrote them into this node's slot."""
+        """Bring the weights from the trainers' nodes, where they were written, into this node's slot."""
         empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
             self._broadcast(write)
@@ -402,7 +403,7 @@ class NodeMemory:
             self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
 
     def _connect(self, node: MPI.Intracomm) -> None:
-        """Find the way to the ranks of this node and, from node leader to node leader, to the others."""
+        """Set up communicators within this node and between node leaders, and the broadcast's buckets."""
         self._node = node
         self._nodes = self._world.comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=self._world.rank)
         mine, leaders = np.array([self._world.rank]), np.empty(self._world.comm.size, np.int64)
@@ -415,7 +416,7 @@ class NodeMemory:
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
 
     def _open(self) -> tuple[list[WeightFile], np.ndarray]:
-        """The node's files, and its table, TABLE [1]."""
+        """Create or open the node's files and its table, TABLE [1]; return both."""
         name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, TABLE.itemsize]
         if self._node.rank == 0:
             _check_shared_memory(self.layout.nbytes)
@@ -434,7 +435,7 @@ class NodeMemory:
             WeightFile.open(folder / str(number), nbytes, write=True) for number, nbytes in enumerate(sizes)
         ]
         table = last.map("r+").view(TABLE)
-        self._node.Barrier()  # all have them open
+        self._node.Barrier()  # all ranks have the files open
         if self._node.rank == 0:
             shutil.rmtree(folder)
             table["order"] = 0, 1
@@ -446,7 +447,7 @@ class NodeMemory:
     # --- Between nodes ---
 
     def _broadcast(self, write: int) -> None:
-        """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
+        """Broadcast between node leaders, bucket by bucket. Does nothing in a world of one node."""
         slot = self._map_of(write)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:
@@ -456,13 +457,13 @@ class NodeMemory:
         self._finish_broadcast(under_way)
 
     def _finish_broadcast(self, buckets: Sequence[Pending]) -> None:
-        # MPI moves data only while we look, so look often.
+        # MPI moves data only while it is polled, so poll often.
         what = "could not finish the broadcast of the weights"
         self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """(start, end, root) of every broadcast; the owners take turns, so that all their links are busy."""
+    """List (start, end, root) of every broadcast. Owners take turns, so that all their links are busy."""
     queues = [
         [
             (start, min(start + bucket_bytes, run[-1].end), root)
@@ -475,7 +476,10 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 
 
 def _check_threads() -> None:
-    """The main thread starts MPI and meets the others; from then on the thread of the exchange calls it."""
+    """Raise ConfigError if MPI lets no second thread call it.
+
+    The main thread starts MPI and joins the world; from then on the exchange's thread calls MPI.
+    """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise ConfigError(
             f"this MPI library ({library_version()}) lets no second thread call it (MPI_THREAD_SERIALIZED): "
@@ -510,7 +514,7 @@ def _check_role(rank: int, role: Role, trainers: int) -> None:
 
 
 def _check_shared_memory(nbytes: int) -> None:
-    """Refuse what would end in a bus error at the first write. nbytes: of the weights."""
+    """Raise ConfigError if the first write would end in a bus error. nbytes: size of the weights."""
     free, host = shutil.disk_usage(SHARED_MEMORY).free, socket.gethostname()
     if free < 2 * nbytes:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The trainer's end of an exchange without searchers: it brings what another run has recorded, in its order.
+"""The trainer's end of an exchange without searchers: it replays another run's shards in their order.
 
-The trainer's metrics of a run say which shards each collection brought, before which step, and which weights
-were published by then. So a trainer that behaves the same gets the same trajectories at the same moments.
+The trainer's metrics of a run record which shards each collection brought, before which step, and which
+weights were published by then. So a trainer that behaves the same gets the same trajectories at the same
+moments.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tba_hpc.run.history import History, whole
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What one collection brought before a step: shards, after weights of version ``sync`` were published."""
+    """Shards that one collection brought before a step, after weights of version ``sync`` were published."""
 
     step: int
     sync: int
@@ -31,10 +32,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The past of a run, less what its resumes took back.
+    """History of a run, without what its resumes undid.
 
-    arrivals: in order. published: versions of the weights that were, None if all that are due are. steps:
-    optimizer steps done.
+    arrivals: in order. published: versions of the published weights; None if all that are due are published.
+    steps: optimizer steps done.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -43,7 +44,7 @@ class Recording:
 
     @classmethod
     def of(cls, run: RunDir) -> Recording:
-        """Read the trainer's metrics."""
+        """Read the recording from the trainer's metrics of ``run``."""
         history = History.read(run)
         arrivals = []
         for revision, together in groupby(history.merges, attrgetter("revision")):
@@ -54,26 +55,26 @@ class Recording:
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:
-        """Every shard that many steps later."""
+        """Return a recording in which every shard arrives ``steps`` later."""
         later = (replace(one, step=one.step + steps, sync=one.sync + steps) for one in self.arrivals)
         return replace(self, arrivals=tuple(later))
 
     def at_once(self) -> Recording:
-        """All shards before the first step."""
+        """Return a recording in which all shards arrive before the first step."""
         keys = tuple(key for one in self.arrivals for key in one.shards)
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
     def only(self, there: Iterable[ShardKey]) -> Recording:
-        """Without the shards that are not there."""
+        """Return a recording with only the shards in ``there``."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
 class RecordedShards:
-    """The shards of a run that are still there, waiting, merged or kept. Read when asked for.
+    """Reads shards of a run that still exist, whether waiting, merged or kept.
 
-    behaviour: whether the reference of a trajectory is to be what sampled it, whatever was recorded.
+    behaviour: use the policy that sampled a trajectory as its reference, whatever was recorded.
     """
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
@@ -82,10 +83,10 @@ class RecordedShards:
         self.places = run.sealed_files()
 
     def __call__(self, key: ShardKey) -> Shard:
-        """Raises ShardError if it is damaged, or gone by now; OSError if it cannot be read."""
+        """Read a shard. Raises ShardError if it is damaged or gone by now, OSError if it cannot be read."""
         try:
             shard = read_shard(self.places[key])
-        except FileNotFoundError:  # its run is at work, and may have kept it meanwhile
+        except FileNotFoundError:  # its run is at work, and may have moved it to the kept ones
             kept = self._run.kept_file(*key)
             if not kept.exists():
                 raise ShardError(
@@ -103,11 +104,11 @@ def _of_behaviour(shard: Shard) -> Shard:
 
 
 class ReplayExchange:
-    """A TrainerExchange. ``step`` gives the trainer's step, and must be set before it runs.
+    """TrainerExchange that replays a recording. Set ``step``, which returns the trainer's step, first.
 
-    If the trainer waits for more than was there at the time, as another config may have it, the next arrival
-    comes early; if nothing is left, a stop is requested. cursors: shards before these indices, by searcher,
-    were merged by an attempt before.
+    If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
+    the next arrival comes early. If nothing is left, a stop is requested. cursors: shards before these
+    indices, by searcher, were merged by an earlier attempt.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ReplayExchange:
         self.step: Callable[[], int] = lambda: 0
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Nobody gets the weights; put off if they were put off."""
+        """Note the version; return False if the recorded run postponed it. Nobody gets the weights."""
         version = publication.version
         if self._published is not None and version < self._steps and version not in self._published:
             return False
@@ -146,7 +147,7 @@ class ReplayExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the trainer waits for more than there is."""
+        """Tell whether the trainer waits for shards and none are left."""
         return self._waits and not self._left
 
     def close(self) -> list[Shard]:

@@ -1,12 +1,12 @@
-"""What has changed in a flat buffer of weights since another one, exact to the bit and in few bytes.
+"""Compact, bit-exact changes between two flat buffers of weights.
 
-A change is a word of 16 bits, whatever the dtype: in bfloat16 a number, of which an optimizer step at 1e-6
-alters one in a hundred; in float32 half of one, and nearly every lower half changes. As one uint8 array, of B
-blocks of 256 words and n changed ones:
+A change is a word of 16 bits, whatever the dtype. In bfloat16 it is one number, and an optimizer step at 1e-6
+changes one number in a hundred. In float32 it is half a number, and nearly every lower half changes. Changes
+are one uint8 array, of B blocks of 256 words and n changed words:
 
     counts   uint16 [B]   changed words of each block
-    values   uint16 [n]   their new bits
-    offsets  uint8 [n]    where each lies in its block
+    values   uint16 [n]   new bits of each changed word
+    offsets  uint8 [n]    index of each changed word in its block
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ import numpy as np
 from tba_hpc.core.types import WeightLayout
 
 WORD, BLOCK = 2, 256
-"""Bytes of a word; words of a block, so that a uint8 can say where one lies."""
+"""Bytes of a word, and words of a block; a uint8 can index a word in a block."""
 
 PIECE = 1 << 18
-"""Words that are compared at once: they stay in the cache."""
+"""Words compared at once; they fit in the cache."""
 
 BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
 
 SAMPLES, SAMPLE = 64, 4096
-"""Samples, and their words, that are compared before all are."""
+"""Number of samples, and words of each, that are compared before the whole."""
 
 MOST = 0.25
-"""Of the bytes of the weights: more changes are not worth their making."""
+"""Maximum size of changes, as a share of the bytes of the weights; larger ones are not worth making."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Most changes in a row, and most of their bytes, as a share of the weights': who joins reads them all."""
+"""Most links of a chain, and their bytes as a share of the weights'; a joining searcher reads all."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
-"""That look for changes together; numpy releases Python's lock."""
+"""Threads that compare weights in parallel; numpy releases Python's lock."""
 
 
 class DeltaMemory:
-    """What a trainer remembers of weights, so that the next can be given as what has changed.
+    """Memory of a trainer's last weights, so that the next can be published as changes.
 
-    incoming: memory for the next, uint8 [nbytes]. Float32 weights are always given whole: nearly all of them
-    change at every step.
+    incoming: memory for the next weights, uint8 [nbytes]. Float32 weights are always published whole, since
+    nearly all of them change at every step.
     """
 
     def __init__(self, layout: WeightLayout) -> None:
         self.incoming = np.zeros(layout.nbytes, np.uint8)
         halves = all(slot.dtype != "F32" for slot in layout.slots)
         self._last = np.zeros(layout.nbytes, np.uint8) if halves else None
-        self._sizes: list[int] | None = None  # of the changes since whole weights; None before these
+        self._sizes: list[int] | None = None  # bytes of each change since whole weights; None before them
 
     def changes(self) -> np.ndarray | None:
-        """What turns the last weights into the incoming ones, None if these are better given whole."""
+        """Return the changes from the last to the incoming weights; None if whole weights are better."""
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
         changes = find_changes(self.incoming, self._last)
@@ -62,16 +62,16 @@ class DeltaMemory:
         return changes
 
     def keep(self, changes: np.ndarray | None) -> None:
-        """Remember the incoming weights, which have been written, whole or as changes."""
+        """Remember the incoming weights as the last; ``changes`` is None if they were written whole."""
         if self._last is not None:
             self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
             self.incoming, self._last = self._last, self.incoming
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """uint8: the changes that turn ``old`` into ``new``, both uint8 [nbytes]; None if they are too many.
+    """Return, as uint8, the changes that turn ``old`` into ``new``, both uint8 [nbytes]; None if too many.
 
-    A sample is judged first, so that it costs next to nothing to find that all has changed.
+    A sample is compared first, so that it costs almost nothing to find that everything has changed.
     """
     new, old = new.view(np.uint16), old.view(np.uint16)
     most = MOST * WORD * len(new)
@@ -87,7 +87,7 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Change ``out``, uint8 [nbytes]. Raises ValueError, with nothing changed, if they cannot be of it."""
+    """Apply ``changes`` to ``out``, uint8 [nbytes]. If they misfit, raise ValueError and change nothing."""
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
     counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
@@ -106,9 +106,9 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts, values and offsets of a piece. Four words are compared at a time: few of these differ.
+    """Return counts, values and offsets of a piece. Four words are compared at a time: few of these differ.
 
-    The lowest eight bits of an index say where the word lies in its block.
+    The lowest eight bits of a word's index are its offset in its block.
     """
     whole = len(new) // 4 * 4
     new_4, old_4 = new[:whole].view(np.uint64), old[:whole].view(np.uint64)

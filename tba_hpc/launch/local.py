@@ -118,7 +118,10 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
-    """Return mpiexec's own name. Raises LaunchError unless it is Open MPI's: options and signals differ."""
+    """Return mpiexec's own name. Raises LaunchError unless it is Open MPI's.
+
+    Others differ in options, signals and ranks.
+    """
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
     said = subprocess.run(command, env=around, capture_output=True, text=True, timeout=60).stdout

@@ -51,8 +51,8 @@ class Container(Section):
     """Path of the image, readable on every node, or its name if the runtime knows images by name. Not with
     ``plain``."""
     binds: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders to mount inside, for models and data. The run directory is mounted by itself,
-    except with ``plain``, and with ``shifter``, which mounts file systems that its administrators chose."""
+    """``SOURCE:TARGET`` folders to mount inside, for models and data. The run directory is mounted without
+    being named, except with ``plain``, and with ``shifter``, which mounts what its administrators chose."""
     arguments: tuple[str, ...] | None = None
     """Further arguments of the runtime. None: those that bring in NVIDIA's driver on nodes with GPUs:
     ``--nv`` (on AMD's GPUs, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""

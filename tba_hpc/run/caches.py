@@ -1,4 +1,4 @@
-"""Folder in which engines and compilers cache code on a node. Only its owner may write there: it is run."""
+"""Folder where engines and compilers cache code on a node. It is executed, so only its owner may write it."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity of the answers under the reference, exp(−Σ log π_ref ÷ tokens); it grows with their KL.
+        """Perplexity of the answers under the reference, exp(−Σ log π_ref ÷ tokens).
 
-        None without a reference model, or without tokens.
+        It grows with the KL to the reference. None without a reference model, or without tokens.
         """
         if self.ref_logprob is None or self.tokens == 0:
             return None

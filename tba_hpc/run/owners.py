@@ -215,7 +215,7 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
 def end_if_superseded() -> None:
     """End this process if another has taken over one of its names, or if it belongs to an earlier attempt.
 
-    Call it before anything that this process wrote takes effect. Raises OSError if the disk cannot tell.
+    Call it before anything that this process wrote counts. Raises OSError if the file system cannot tell.
     """
     for mine in list(_ours):
         run = RunDir(mine.parent.parent)

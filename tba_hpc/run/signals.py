@@ -1,4 +1,4 @@
-"""Signals: a flag for stop requests, and ends of processes with their parent or their session."""
+"""Signals: a flag for stop requests, and ways to end processes with their parent or session."""
 
 from __future__ import annotations
 
