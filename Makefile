@@ -1,8 +1,8 @@
 # What to type: `make quickstart` (teach a tiny model, see it learn); for work in progress `make check`, a few minutes;
-# before a change is handed in `make test`; `make storm` for an hour of faults. To install otherwise: docs/install.md.
-# What is needed of the machine, tools/preflight.sh asks. SEED=1 for another run; PYTHON=… for another interpreter than
-# the newest suitable one; WORKERS=1 for one test after the other (of six at a time four may compute, which fills two
-# cores; the others wait for Slurm); TESTS='-m root' for some of the tests.
+# before a change is handed in `make test`; `make nightly` for the rest of the tests, `make storm` for an hour of faults.
+# To install otherwise: docs/install.md. What is needed of the machine, tools/preflight.sh asks. SEED=1 for another run;
+# PYTHON=… for another interpreter than the newest suitable one; WORKERS=1 for one test after the other (of six at a
+# time four may compute, which fills two cores; the others wait for Slurm); TESTS='-m root' for some of the tests.
 
 SHELL  := /bin/bash -o pipefail
 SEED   ?= 0
@@ -45,7 +45,7 @@ PyPI's own build, with 3 GB of CUDA libraries, by TORCH=torch==2.13.0"
 INSTALL_TORCH = $(if $(TORCH),$(CONSTRAINTS) | $(1) --constraint /dev/stdin '$(TORCH)',$(call FROM_LOCK,$(1)))
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
-.PHONY: quickstart install wheelhouse test check storm lint format docs clean
+.PHONY: quickstart install wheelhouse test nightly check storm lint format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed $(SEED) --out $(MODEL)
@@ -54,11 +54,15 @@ quickstart: $(STAMP)
 install: $(STAMP)
 
 test: $(VENV)/with-test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly' $(TESTS)
+
+# Once a day: storms, what developers' tools do, whole trainings; what TESTS names of it.
+nightly: $(VENV)/with-test
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) -m nightly $(TESTS)
 
 # For work in progress: all that needs no engine, DeepSpeed group, MPI world or daemon.
 check: $(VENV)/with-test lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system or nightly)'
 
 # A hundred faults over a run of real engines, more on hosts that share a network and a folder alone, and nodes that
 # come and go, on a Slurm cluster on this machine; as root.

@@ -32,7 +32,7 @@ from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.files import DiskFullError, refused_file
 from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 
@@ -281,7 +281,7 @@ def search(run: RunPath, index: Index = None) -> None:
     from tba_hpc.loops.elastic import NoSlotError
 
     try:
-        runtime.search(_open(run), index)
+        runtime.search(_open(run, "searcher", index), index)
     except NoSlotError as error:
         print(f"tba: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(Exit.NO_SLOT) from None
@@ -428,7 +428,8 @@ def greet(verb: str, run: RunPath) -> None:
     """Run one rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
-    run_dir, role = _open(run), VERBS[verb]
+    role = VERBS[verb]
+    run_dir = _open(run, role, None)
     try:
         rank.greet(run_dir, role)
     except (ConfigError, ExchangeError) as error:
@@ -570,12 +571,12 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Read RUN's completions: prompt, text, reward, and what became of them."""
-    from tba_hpc.report.samples.select import Query, run_tokenizer, select
+    from tba_hpc.report.samples.select import Query, run_decoder, select
     from tba_hpc.report.samples.show import print_samples, write_page
 
     run_dir = RunDir.open(run)
     query = Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
-    decode = run_tokenizer(run_dir).decode
+    decode = run_decoder(run_dir)
     selection = select(run_dir, query, decode)
     if html:
         write_page(html, run_dir, selection, decode)
@@ -611,7 +612,7 @@ def train(run: RunPath, index: Index = None) -> None:
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
-    runtime.train(_open(run), index)
+    runtime.train(_open(run, "trainer", index), index)
     gc.freeze()  # else the interpreter scans hundreds of MB of modules at its end, for seconds
 
 
@@ -639,19 +640,28 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     return config
 
 
-def _open(path: Path) -> RunDir:
+def _open(path: Path, role: Role, index: int | None) -> RunDir:
     """Open the run directory of a rank, whose log goes to stderr."""
+    from tba_hpc.launch.rank import noting
+
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    return RunDir.open(path)
+    with noting(RunDir(path), role, index):  # another version than the launcher's may have been installed
+        return RunDir.open(path)
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write and print the summary; write the report if it is missing or ``anew``. Return the steps done."""
+    """Print the summary and return the steps done.
+
+    Writes it, and the report if that is missing or ``anew``, unless the run is another user's.
+    """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
-    if anew or not run_dir.report.exists():
+    if not os.access(run_dir.path, os.W_OK):
+        print(f"{run_dir.path} is not yours to write: no file of it is renewed", file=sys.stderr)
+        summary = summarise(run_dir)
+    elif anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
         summary = write_report(run_dir)
@@ -675,9 +685,12 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(Exit.REFUSED)
     except OSError as error:
-        if not output_is_lost():
+        if output_is_lost():
+            if not isinstance(error, BrokenPipeError):  # its reader has seen enough
+                place = "give it another place, or free space there"
+                print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
+            sys.exit(Exit.FAILED)
+        if not (sentence := refused_file(error)):
             raise
-        if not isinstance(error, BrokenPipeError):  # its reader has seen enough and closed the pipe
-            place = "give it another place, or free space there"
-            print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
-        sys.exit(Exit.FAILED)
+        print(f"{name}: {printable(sentence)}", file=sys.stderr)
+        sys.exit(Exit.REFUSED)

@@ -30,6 +30,7 @@ from tba_hpc.core.ports import (
     Task,
     TrainerExchange,
     Victim,
+    decoder,
 )
 from tba_hpc.core.prompts import (
     Progress,
@@ -71,6 +72,7 @@ from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest
 from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.background import in_background
+from tba_hpc.run.bounded_output import bound_output
 from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
@@ -80,6 +82,7 @@ from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.run.stacks import watched
+from tba_hpc.run.underway import Underway
 from tba_hpc.tasks import load_task
 
 if TYPE_CHECKING:
@@ -276,6 +279,7 @@ def search(run: RunDir, index: int | None) -> None:
     Without index, MPI and launcher it is elastic. Raises NoSlotError if no slot is free for it.
     """
     config = run.config()
+    bound_output()
     if comes_by_itself(config, index):
         _search_for_a_while(run, config)
         return
@@ -340,6 +344,7 @@ class SearchParts:
     task: Task
     metrics: MetricsWriter
     reference: Reference
+    underway: Underway
     decode: Callable[[np.ndarray], str] | None = None
 
     @classmethod
@@ -347,6 +352,7 @@ class SearchParts:
         """Load models and task. Raises ConfigError."""
         if file := find_file(config.model.path, "config.json", os.environ):
             hold_to_model(run, config.model.path, file.parent)
+        underway = Underway(run, index)
         backend = make_backend(run, config)
         # The generator comes first, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
@@ -357,12 +363,13 @@ class SearchParts:
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
         tokenizer = backend.tokenizer()  # another thread uses the task's own
+        decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
         if isinstance(task, Conversing):
             generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
-        return cls(run, config, index, generator, task, metrics, reference, tokenizer.decode)
+        return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 
     def searcher(
         self,
@@ -384,6 +391,8 @@ class SearchParts:
                 _shard_writer(run, config, self.index, progress),
                 seal_seconds=seal_interval(config),
                 temperature=section.temperature,
+                call_seconds=config.launch.silence_seconds,
+                underway=self.underway,
             ),
             requests=requests,
             evaluator=evaluator,

@@ -53,6 +53,7 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         _mark_root(item)
+        _mark_nightly(item)
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
         items[:] = _interleaved(items)
@@ -96,6 +97,26 @@ class Scheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return _scope(nodeid)
+
+
+# --- Tests of make nightly ---
+
+NIGHTLY = (
+    "tests/slurm/test_storms.py",
+    "tests/test_experiments.py",
+    "tests/test_frozen_runs.py",
+    "tests/test_gpu_tools.py",
+    "tests/test_lockstep_model.py",
+    "tests/test_storm_history.py",
+    "tests/test_tiny_model.py",
+    "tests/test_vllm_generator.py::test_models_of_other_families_follow_their_training[gpt",
+)
+"""Tests of tools for developers, storms, and repetitions at length; by what their names begin with."""
+
+
+def _mark_nightly(item: pytest.Item) -> None:
+    if item.nodeid.startswith(NIGHTLY):
+        item.add_marker(pytest.mark.nightly)
 
 
 AT_ONCE = 4

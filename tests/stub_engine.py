@@ -53,9 +53,9 @@ class Behaviour(msgspec.Struct):
 
 def main() -> None:
     """Serve the rank that started this process until it hangs up."""
-    settings, parent, descriptor = sys.argv[1:]
+    parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
-    asked = EngineSettings.model_validate_json(settings)
+    asked = EngineSettings.model_validate_json(sys.stdin.read())
     behaviour = msgspec.convert(asked.generator.engine, Behaviour)
     behaviour.graphs = asked.graphs or behaviour.graphs
     channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)

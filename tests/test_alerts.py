@@ -131,11 +131,22 @@ WRONG: dict[str, Case] = {
     "2 of 80 optimizer steps skipped, the last at step 60: .* train.learning_rate.peak=1e-05": case(
         {"train/skipped_steps": lambda step: (step >= 50) + (step >= 60)}
     ),
+    "1 of 80 optimizer steps skipped, .* rewards are as large as 1e[+]30, so .* Bound them": case(
+        {"train/skipped_steps": lambda step: step >= 60, "search/reward": after(60, 1e30, 0.5)}
+    ),
     "Log-ratio of 4 nats per completion at the first step: .* not the model that the run began": case(
         {"train/log_ratio": lambda step: 4.0 - step / 40}
     ),
     "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers": case(
         {"search/reward": always(0.0), "search/flat_groups": always(1.0)}, evaluated({10: 0.0})
+    ),
+    "Reward 0 for every one of 16,200 completions, 100 % .* ends no completion.* tba doctor": case(
+        {
+            "search/reward": always(0.0),
+            "search/flat_groups": always(1.0),
+            "search/truncated_share": always(0.996),
+        },
+        evaluated({10: 0.0}),
     ),
     r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k": case(
         {"search/rejected": lambda step: 10 * step}
@@ -244,6 +255,23 @@ def test_the_share_of_correct_answers_of_a_graded_reward_is_no_score() -> None:
     ]
     assert alerted(EXPLORING, scores) == []
     assert "fell from 100 %" in alerted(EXPLORING, evaluated({10: 1.0, 40: 0.0}))[0]
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "effect", "other"),
+    [
+        ("train/log_ratio", "Log-ratio of 4", "search/kl", "KL of"),
+        ("search/reward_share", "The reward takes 90 %", "train/wait_share", "Trainer has waited"),
+    ],
+)
+def test_what_follows_from_something_else_is_not_blamed(
+    cause: str, words: str, effect: str, other: str
+) -> None:
+    """A distance to a reference that is another model, and a wait for a slow reward."""
+    values = {"train/log_ratio": 4.0, "search/reward_share": 0.9, "search/kl": 40.0, "train/wait_share": 0.7}
+    both = alerted({name: always(values[name]) for name in (cause, effect)})
+    assert any(words in sentence for sentence in both) and not any(other in sentence for sentence in both)
+    assert any(other in sentence for sentence in alerted({effect: always(values[effect])}))
 
 
 def test_a_line_has_room_for_the_three_worst() -> None:

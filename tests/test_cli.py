@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
@@ -53,6 +57,53 @@ def test_status_tells_how_a_run_stands(run: RunDir) -> None:
     assert (shown["last_step"]["train/reward"], shown["summary"]["figures"]["buffer/size"]) == (0.25, 1234)
     table = tba("status", run.path, "--once")
     assert table.returncode == 0 and "7/80" in table.stdout
+
+
+def test_somebody_elses_run_is_summed_up() -> None:
+    """As far as its files may be read; nothing is written."""
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+        tba("create", CONFIG, "--set", "model.path=org/model", "--set", f"run.root={root}")
+        run = RunDir.open(Path(root) / "quickstart-seed0")
+        assert tba("report", run.path).stderr == ""
+        run.summary.unlink()
+        run.report.unlink()
+        for path in (Path(root), run.path, *run.path.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        with somebody_else(run.path):
+            shown = tba("report", run.path, "--json")
+        assert shown.returncode == 0 and json.loads(shown.stdout)["steps"] == 0, shown
+        assert shown.stderr == f"{run.path} is not yours to write: no file of it is renewed\n"
+        assert not run.summary.exists() and not run.report.exists()
+
+
+@contextmanager
+def somebody_else(folder: Path) -> Iterator[None]:
+    """Act as a user who cannot write there."""
+    if os.geteuid():
+        folder.chmod(0o555)
+        yield
+        folder.chmod(0o755)
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_a_file_without_room_is_a_sentence(tmp_path: Path) -> None:
+    """A limit on files, which the copy of the user's own code is the first to meet."""
+    (tmp_path / "own.py").write_text("#" * 100_000)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "c.yaml").write_text(
+        "model: {path: org/model}\ntask: {name: jsonl, train_file: rows.jsonl, reward: 'own:right'}\n"
+    )
+    program = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+    program += "runpy.run_module('tba_hpc', run_name='__main__')"
+    command = [sys.executable, "-c", program, "create", "c.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("tba: ") and done.stderr.count("\n") == 1, done
+    assert "own.py cannot be written (File too large): free space, or raise the quota" in done.stderr
 
 
 def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: Path) -> None:

@@ -434,6 +434,19 @@ def test_an_engine_argument_that_a_key_sets_is_refused(name: str) -> None:
         parse_config({"model": {"path": "a"}}, [f"generator.engine.{name}=7"])
 
 
+@pytest.mark.parametrize("name", ["hf_token", "model_loader_extra_config.s3_secret_access_key", "api_key"])
+def test_a_secret_is_neither_kept_nor_shown(name: str) -> None:
+    engine: object = "hunter2"
+    for key in reversed(name.split(".")):
+        engine = {key: engine}
+    with pytest.raises(
+        ConfigError, match=rf"^generator\.engine\.{name} would be kept in .* export"
+    ) as raised:
+        parse_config({"model": {"path": "m"}, "generator": {"engine": engine}})
+    assert "hunter2" not in str(raised.value)
+    parse_config({"model": {"path": "m"}, "generator": {"engine": {"hf_token": True, "max_num_seqs_": 8}}})
+
+
 @pytest.mark.parametrize(
     "key", [*OWN_DEEPSPEED_SETTINGS, "bf16.enabled", "optimizer.params.lr", "zero_optimization"]
 )

@@ -116,7 +116,7 @@ def test_a_rank_that_was_suspended_with_its_engine_does_not_blame_it(
     engine.resume()
 
 
-def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(
+def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda_and_shows_no_setting(
     made: list[VllmGenerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -124,7 +124,9 @@ def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(
     generator = make(made)
     while not generator._engine.ready:
         generator.step()
-    environment = psutil.Process(generator._engine.pid).environ()
+    process = psutil.Process(generator._engine.pid)
+    assert "tiny" not in " ".join(process.cmdline())  # every user of the node can read arguments
+    environment = process.environ()
     assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert not any(name.startswith("OMPI_") for name in environment)
@@ -177,12 +179,16 @@ def test_its_last_word_is_told_and_what_helps_against_it(made: list[VllmGenerato
 
 
 def test_an_engine_that_never_starts_in_one_and_the_same_way_is_given_up(made: list[VllmGenerator]) -> None:
-    """After the second one; where it is known what it lacks, after the first."""
-    reason = "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'"
-    generator = make(made, die=reason)
-    with pytest.raises(EngineError, match=rf"died 2 times .*\(the last one failed: {reason}\)"):
+    """After the second one; where that is sure to be said again, or it is known what it lacks, the first."""
+    generator = make(made, die="RuntimeError: no such thing")
+    with pytest.raises(EngineError, match=r"died 2 times .*\(the last one failed: RuntimeError: no such"):
         until_ended(generator)
     assert generator.rebuilds == 1
+    reason = "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'"
+    generator = make(made, die=reason)
+    with pytest.raises(ConfigError, match=rf"cannot start on .*: it failed: {reason}, as any .*; see the tr"):
+        until_ended(generator)
+    assert generator.rebuilds == 0
     no_compiler = make(made, die="RuntimeError: Failed to find C compiler")
     with pytest.raises(ConfigError, match=r"^vLLM cannot start on .*: it failed: .*; apt-get install gcc"):
         until_ended(no_compiler)
@@ -205,6 +211,21 @@ def test_an_engine_that_never_starts_in_one_and_the_same_way_is_given_up(made: l
 )
 def test_what_another_engine_may_not_meet_is_tried_again(failure: str, final: bool) -> None:
     assert is_final(failure) == final
+
+
+@pytest.mark.parametrize("lacking", ["torch", "vllm"])
+def test_a_module_that_cannot_be_imported_is_final_and_named(
+    made: list[VllmGenerator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """By the real process of an engine, before and while it is built."""
+    monkeypatch.setattr(vllm_generator, "ENGINE", "tba_hpc.engine.engine_process")
+    (tmp_path / f"{lacking}.py").write_text("import no_such_part\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made.append(VllmGenerator(ModelSection(path="tiny"), GeneratorSection(), seed=0))
+    said = r"^vLLM cannot start on .*: No module named 'no_such_part'; install the pinned versions"
+    with pytest.raises(ConfigError, match=said):
+        until_ended(made[-1])
+    assert made[-1].rebuilds == 0
 
 
 def test_building_has_a_limit_of_its_own(made: list[VllmGenerator]) -> None:
@@ -243,7 +264,9 @@ def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None
     assert misfit.version == 0
 
 
-def test_log_probabilities_that_are_not_numbers_cost_graphs_and_no_group(made: list[VllmGenerator]) -> None:
+def test_log_probabilities_that_are_not_numbers_cost_graphs_and_no_group(
+    made: list[VllmGenerator], caplog: pytest.LogCaptureFixture
+) -> None:
     """While the weights are sound, CUDA graphs are suspected: first those of attention, then all."""
     graphs = {"graphs": "FULL_AND_PIECEWISE", "nan": {"FULL_AND_PIECEWISE": 99, "PIECEWISE": 1}}
     generator = make(made, request_seconds=0.05, **graphs)
@@ -254,6 +277,7 @@ def test_log_probabilities_that_are_not_numbers_cost_graphs_and_no_group(made: l
     assert sorted(group.request.id for group in groups) == [0, 1, 2] and generator.in_flight == 0
     assert {float(row) for group in groups for one in group.completions for row in one.logprobs} == {-0.5}
     assert (generator.rebuilds, generator._graphs) == (2, "NONE") and generator.nan_groups >= 2
+    assert "generator.engine={compilation_config: {cudagraph_mode: NONE}} goes without" in caplog.text
 
 
 def test_without_graphs_a_request_is_sampled_again_a_few_times(made: list[VllmGenerator]) -> None:
@@ -263,7 +287,9 @@ def test_without_graphs_a_request_is_sampled_again_a_few_times(made: list[VllmGe
     assert group.request.id == 7 and (generator.nan_groups, generator.rebuilds) == (3, 0)
     hopeless = make(made, nan={"NONE": 4})
     hopeless.submit(request(7))
-    with pytest.raises(EngineError, match=r"prompt 7 are not numbers in 4 tries, .*: leave the prompt out"):
+    with pytest.raises(
+        EngineError, match=r"prompt 7 are not numbers in 4 tries, the last without CUDA .*: leave the"
+    ):
         until_ended(hopeless)
 
 

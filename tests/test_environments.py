@@ -67,6 +67,10 @@ class Till:
         """Lose the till."""
         raise OSError("no\\nmatches" + "!" * 1000)
 
+    def leave(self):
+        """Run away with the till."""
+        raise SystemExit(3)
+
     async def later(self) -> str:
         return "later"
 
@@ -95,6 +99,11 @@ class Ready(Guess):
     @classmethod
     def prepare(cls):
         cls.prepared += 1
+
+class Unready(Ready):
+    @classmethod
+    def prepare(cls):
+        raise SystemExit("no server")
 
 class Bad(Till):
     def reset(self, bad=None, **row):
@@ -169,7 +178,7 @@ def session(**row: object) -> Session:
 
 def test_tools_are_described_as_transformers_describes_them() -> None:
     found = {schema["function"]["name"]: schema for schema in contract().schemas}
-    assert [*found] == ["burn", "count", "later", "put", "wait"]
+    assert [*found] == ["burn", "count", "later", "leave", "put", "wait"]
     import own_worlds
 
     expected = get_json_schema(own_worlds.Till().put)
@@ -200,10 +209,11 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
         (Call("put", {}), "error: coins: Missing required argument"),
         (Call("put", {"coins": "two"}), "error: coins: Input should be a valid integer"),
         (Call("put", {"coins": 1, "self": 0, "colour": 1}), "error: colour: Unexpected keyword argument"),
-        (Call("steal", {}), "error: there is no tool 'steal', but burn, count, later, put, wait"),
+        (Call("steal", {}), "error: there is no tool 'steal', but burn, count, later, leave, put, wait"),
         (Call("_hidden", {}), "error: there is no tool '_hidden'"),
         (Call("reset", {"coins": 100}), "error: there is no tool 'reset'"),
         (Call("burn", {}), "error: OSError: no matches!!!"),
+        (Call("leave", {}), "error: SystemExit: 3"),
     ],
 )
 def test_every_call_gets_a_result(call: Call, result: str) -> None:
@@ -702,6 +712,11 @@ def test_a_class_is_prepared_once_by_a_searcher(stage: Callable[..., Stage]) -> 
     import own_worlds
 
     assert own_worlds.Ready.prepared == 1
+
+
+def test_a_class_that_ends_the_process_in_its_preparation_is_named(stage: Callable[..., Stage]) -> None:
+    with pytest.raises(ConfigError, match=r"Unready: prepare\(\) raised SystemExit: no server: correct it"):
+        stage("Unready", ["four"], {"secret": "four"})
 
 
 def test_the_class_is_kept_with_the_run(own: Path, tmp_path: Path) -> None:

@@ -234,6 +234,22 @@ def test_shared_memory_that_is_too_full_for_mpi_is_told_before_the_start(
     assert not read_events(run)
 
 
+def test_shared_memory_that_fills_up_is_told_where_ranks_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(config_of(tmp_path))
+
+    def attempt(*_: object) -> int:
+        run.metrics_file("trainer").write_text('{"step": 1}\n')
+        monkeypatch.setattr(local, "RANK_MEMORY", 1 << 60)
+        return Exit.FAILED
+
+    monkeypatch.setattr(local, "_attempt", attempt)
+    monkeypatch.setattr(local, "RANK_MEMORY", 0)
+    with pytest.raises(local.LaunchError, match=r"/dev/shm has \d+ MiB free, and MPI needs"):
+        local.launch(run, run.config())
+
+
 @pytest.mark.parametrize("transport", [MPI, "files"])
 def test_a_run_that_finishes(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "finish", transport)

@@ -161,13 +161,19 @@ def make_searcher(
     stop_asked: Callable[[], bool] = never,
     pending_shards: int = 64,
     most_rejected: int = 10,
+    call_seconds: float = math.inf,
 ) -> Searcher:
     """The only searcher of a run, on the tabular policy."""
     task = task or TabularTask(TABLE)
     return Searcher(
         generator=generator or TabularGenerator(TABLE),
         scorer=Scorer(
-            task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01, most_rejected=most_rejected
+            task,
+            TabularReference(TABLE),
+            ShardWriter(run, 0),
+            seal_seconds=0.01,
+            call_seconds=call_seconds,
+            most_rejected=most_rejected,
         ),
         exchange=exchange,
         requests=training_requests(config, task, 0, CompletedRequests()),

@@ -70,7 +70,7 @@ def test_the_target_that_is_named_counts_more_than_the_machine(
     assert "TARGET=rocm is neither cpu nor gpu" in make(venv, "install", "TARGET=rocm", status=2)
 
 
-@pytest.mark.parametrize("goal", ["quickstart", "test", "check", "storm", "lint", "format"])
+@pytest.mark.parametrize("goal", ["quickstart", "test", "nightly", "check", "storm", "lint", "format"])
 def test_every_goal_installs_first(venv: Path, goal: str) -> None:
     text = make(venv, goal, "TARGET=gpu")
     assert installs(text) == "gpu" and text.index("-m venv") < text.index("'.[gpu,wandb]'")

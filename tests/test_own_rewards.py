@@ -21,6 +21,8 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 from tiny_models import make_random_model
 
+from tba_hpc.checks.config_checks import check_task
+from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, RewardSection, TaskSection, load_config, may_change, parse_config
 from tba_hpc.core.types import Group, Request, Sampling
 from tba_hpc.loops.search_log import Sums
@@ -62,6 +64,8 @@ def named(completion):
     THREADS.append(threading.current_thread() is threading.main_thread())
     return 1.0
 def leaves(completion): sys.exit(3)
+def hangs(completion):
+    threading.Event().wait(60)
 """
 BROKEN = {
     "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
@@ -179,6 +183,7 @@ CONFIG_FAULTS: list[tuple[Any, str]] = [
     ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 of a reward by function would be ignored"),
     ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
     ({"a": {"url": "file:///etc/passwd"}}, "is no address: begin it with http"),
+    ({"a": {"url": "http://x:80000/v1"}}, "has the port 80000: ports go from 1 to 65535"),
     ({"a": {"url": "http://x", "model": "m", "prompt": "hm"}}, "write {completion} there"),
     ({"a": {"functoin": "m:f"}}, "unknown config key 'task.reward.a.functoin': did you mean"),
 ]
@@ -236,6 +241,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status in (301, 307):
             self.send_header("Location", "/elsewhere")
+        if status == 429:
+            self.send_header(
+                "Retry-After", "7" if len(self.server.asked) % 2 else "Wed, 21 Oct 2026 07:28:00 GMT"
+            )
         self.end_headers()
         self.wfile.write(json.dumps(said).encode())
 
@@ -300,6 +309,29 @@ def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> Non
     assert rating(said) == number
 
 
+@pytest.mark.parametrize(
+    ("choice", "number"),
+    [
+        ({"message": {"content": [{"type": "text", "text": "Score: "}, {"type": "text", "text": "8"}]}}, 8),
+        ({"message": {"content": "Of the 3 steps"}, "finish_reason": "length"}, math.nan),
+        ({"message": {"content": "Of the 3 steps all are right: 9"}, "finish_reason": "stop"}, 9),
+        ({"message": {"content": None, "reasoning_content": "3?"}}, math.nan),
+    ],
+)
+def test_a_message_comes_in_parts_too_and_one_that_was_cut_off_rates_nothing(
+    choice: dict[str, Any], number: float
+) -> None:
+    with serving(lambda n, body: (200, {"choices": [choice]})) as server:
+        section = RewardSection(url=server.url, model="m", prompt="{completion}")
+        assert Judge("r", section)([({}, "a")]) == pytest.approx([number], nan_ok=True)
+
+
+@pytest.mark.parametrize("said", [10**400, {"reward": None}, [[1.0]], {"choices": [{"message": "8"}]}])
+def test_a_judge_that_gives_no_number_is_quoted(said: Any) -> None:
+    with serving(lambda n, body: (200, said)) as server, pytest.raises(JudgeError, match="holds no reward"):
+        Judge("r", RewardSection(url=server.url))([({}, "a")])
+
+
 def test_a_plain_judge_gets_the_row_and_answers_with_a_number(own: Path) -> None:
     with serving(lambda n, body: (200, {"reward": body["size"]} if n % 2 else body["size"])) as server:
         task = make(own, {"judge": {"url": server.url}})
@@ -323,6 +355,10 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
     with serving(lambda n, body: (503, 0) if n < 3 else (200, 4)) as server:
         assert judge(server)([({}, "a")]) == [4.0]
         assert (len(server.asked), pauses) == (3, [0.5, 1.0])
+    pauses.clear()
+    with serving(lambda n, body: (429, 0) if n < 3 else (200, 4)) as server:
+        assert judge(server)([({}, "a")]) == [4.0]
+        assert pauses == [7.0, 1.0]  # as the server asks, who may write a date
     for status, times in ((503, 3), (401, 1), (307, 1), (301, 1)):
         with serving(lambda n, body, status=status: (status, 0)) as server:
             with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
@@ -447,14 +483,36 @@ def test_a_function_is_tried_in_a_thread_and_may_raise_anything(own: Path) -> No
     assert threaded.THREADS == [False]
 
 
+def test_a_function_that_hangs_on_an_empty_completion_is_refused_with_its_line(own: Path) -> None:
+    (own / "threaded.py").write_text(THREADED)
+    sentence = r"threaded:hangs ran for 0\.2 s on an empty completion, last at threaded\.py:9 in hangs: give"
+    with pytest.raises(ConfigError, match=sentence):
+        make(own, "threaded:hangs").try_rewards(0.2)
+
+
+def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may load a model."""
+    (own / "threaded.py").write_text(THREADED)
+    monkeypatch.setattr("tba_hpc.tasks.rewards.TRIAL_SECONDS", 0.2)
+    make(own, "threaded:hangs").try_rewards(300)
+    assert "hangs still runs after 0.2 s on an empty completion, at threaded.py:9 in hangs: after 300 s" in (
+        caplog.text
+    )
+
+
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
-    with serving(lambda n, body: ({2: 401, 3: 422}.get(n, 200), 1)) as server:
+    with serving(lambda n, body: ({2: 401, 3: 422, 4: 307, 5: 405}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
         with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
             task.try_rewards()
         task.try_rewards()  # it is there, and takes no empty completion
+        for status in (307, 405):  # it has moved; its page takes no POST
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}\): start"):
+                task.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone
 
@@ -641,6 +699,90 @@ def test_the_example_of_a_real_model_counts_words(monkeypatch: pytest.MonkeyPatc
     texts = ["Rain falls on old roofs.", " It rains. ", "Rain, rain, rain", "It rains. It still rains."]
     rewards = task.rewards(prompt, [completion(text) for text in texts])
     assert list(rewards) == pytest.approx([1.0, 0.2, 0.0, 0.0])
+
+
+READING = """
+from os.path import dirname, join
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WORDS = HERE.joinpath("words.txt").read_text().split()
+MORE = (HERE / "lists" / "more.txt").read_text() + open(join(dirname(__file__), "lists", "most.txt")).read()
+OUTSIDE = "../outside.txt", ".env", "/etc/passwd", "lists", "nothing.txt", "x" * 9999, "no\\0name", "big.bin"
+def f(completion): return float(sum(word in completion for word in WORDS))
+def lazy(completion, name="words"): return float(HERE.joinpath(f"{name}.txt").read_text() in completion)
+"""
+
+
+def test_files_that_a_module_names_go_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not those of other folders, hidden ones, and large ones."""
+    here = tmp_path / "here"
+    (here / "lists").mkdir(parents=True)
+    (here / "reading.py").write_text(READING)
+    for name in (
+        "words.txt",
+        "lists/more.txt",
+        "lists/most.txt",
+        "lists/others.txt",
+        ".env",
+        "../outside.txt",
+    ):
+        (here / name).write_text("good")
+    with (here / "big.bin").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    task = {"name": "jsonl", "reward": "reading:f"}
+    config = parse_config({"run": {"root": str(tmp_path)}, "model": {"path": "m"}, "task": task})
+    run = RunDir.create(config)
+    modules.keep(run, config, here)
+    kept = {str(path.relative_to(run.modules)) for path in run.modules.rglob("*") if path.is_file()}
+    assert kept == {"reading.py", "words.txt", "lists/more.txt", "lists/most.txt"}
+    assert (
+        "big.bin, which code of the run names, is 64 MiB, and files beyond 64 MiB" in capsys.readouterr().err
+    )
+    read = "import reading; print(reading.f('good'))"
+    copied = subprocess.run([sys.executable, "-c", read], cwd=run.modules, capture_output=True, text=True)
+    assert copied.stdout == "1.0\n", copied
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "sentence"),
+    [
+        ("Path(__file__).with_name('words.txt').read_text()", 0, ""),
+        (
+            "Path(__file__).with_name(f'{\"words\"}.txt').read_text()",
+            2,
+            "words.txt' in {here}/reading.py, line 2): name the file by its whole path, or as it lies",
+        ),
+        ("''\ndef f(completion): open('wor' + 'ds.txt')", 0, "f raised FileNotFoundError: "),
+    ],
+)
+def test_code_is_tried_as_the_run_keeps_it(tmp_path: Path, code: str, status: int, sentence: str) -> None:
+    """A file that lies beside it, but not beside the copy, is lacking before the start."""
+    make_random_model(tmp_path / "m", tied=True)
+    here = tmp_path / "deep"
+    here.mkdir()
+    (here / "words.txt").write_text("good")
+    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    text = f"def f(completion): return 0.0\nfrom pathlib import Path; WORDS = {code}\n"
+    (here / "reading.py").write_text(text)
+    options = {"validation_prompts": 1}
+    task = {
+        "train_file": str(here / "rows.jsonl"),
+        "reward": "reading:f",
+        "name": "jsonl",
+        "options": options,
+    }
+    config = parse_config(
+        {
+            "model": {"path": str(tmp_path / "m"), "context_length": 128},
+            "generator": {"max_tokens": 40},
+            "buffer": {"initial_completions": 400},
+            "task": task,
+        }
+    )
+    found = list(check_task(Facts(config=config, beside=here, seconds=200)))
+    assert [one.level for one in found] == [["warning"] * bool(sentence), [], ["problem"]][status]
+    assert all(sentence.format(here=here) in one.found for one in found), found
 
 
 def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: Path) -> None:

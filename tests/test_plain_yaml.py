@@ -47,6 +47,29 @@ def test_a_key_may_replace_one_that_is_merged_in() -> None:
     assert read_yaml(text)["c"] == {"x": 3, "y": 4}
 
 
+def test_a_section_whose_lines_are_all_commented_out_has_its_defaults(tmp_path: Path) -> None:
+    text = "evaluate:\n  # every: 5\ntask:\n  options:\n  reward:\ngenerator:\n  stop:\n"
+    text += "train:\n  learning_rate:\n"
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{path: a, lora: null}}\nbuffer: {{reward_temperature: }}\n{text}"
+    )
+    config = load_config(tmp_path / "c.yaml")
+    expected = parse_config(with_model(buffer={"reward_temperature": None}))
+    assert config == expected and config.model.lora is config.buffer.reward_temperature is None
+    with pytest.raises(ConfigError, match="'model' is missing"):
+        parse_config({"model": None})
+
+
+def test_the_keys_of_one_reward_need_no_name() -> None:
+    keys = {"url": "http://a/b", "weight": 0.5}
+    one = parse_config(with_model(task={"reward": keys})).task.reward
+    assert one == parse_config(with_model(task={"reward": {"reward": keys}})).task.reward
+    several = parse_config(
+        with_model(task={"reward": {"url": {"function": "a:b"}, "other": "c:d"}})
+    ).task.reward
+    assert list(several) == ["url", "other"]
+
+
 # --- Numbers ---
 
 
@@ -74,6 +97,49 @@ def test_a_number_needs_no_point(text: str, number: object) -> None:
     assert found == number and type(found) is type(number)
     assert read_yaml(write_yaml({"a": found})) == {"a": found}
     assert read_yaml(value_text(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("010", "8"), ("-0_17", "-15"), ("1:30", "90"), ("1:20:00", "4800"), ("1:30.5", "90.5")],
+)
+def test_a_number_in_another_base_is_refused(tmp_path: Path, text: str, number: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"model: {{path: a}}\ntrain:\n  steps: {text}\n")
+    with pytest.raises(ConfigError, match=rf"{text} in line 3 would be read as {number}: write a number"):
+        load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("text", ["0", "-0", "0.5", "00.5", "0x1f", "0b11", "1_000", "08", "a:80"])
+def test_numbers_that_mean_what_they_look_like_are_read(text: str) -> None:
+    assert read_yaml(text) in (0, 0.5, 31, 3, 1000, "08", "a:80")
+
+
+def test_a_date_is_a_text() -> None:
+    assert parse_config(with_model(), ["run.name=2026-11-28"]).run.name == "2026-11-28"
+    assert read_yaml(write_yaml("2026-11-28")) == "2026-11-28"
+
+
+def test_a_number_for_a_text_is_told_its_quotes() -> None:
+    with pytest.raises(ConfigError, match=r"'run\.name' has the value 2026, but .* string: put it in quotes"):
+        parse_config(with_model(run={"name": 2026}))
+
+
+@pytest.mark.parametrize(
+    "key", ["train.steps", "exchange.max_staleness", "model.lora.rank", "checkpoint.every"]
+)
+@pytest.mark.parametrize("said", ["off", "yes"])
+def test_a_number_is_not_switched_on_or_off(key: str, said: str) -> None:
+    """``max_staleness: off`` would be 0, which is on-policy: the opposite of what it says."""
+    value = said == "yes"
+    with pytest.raises(ConfigError, match=f"'{key}' has the value {value}, but|{value}, but input should be"):
+        parse_config(with_model(exchange={"sync_every": 1}), [f"{key}={said}"])
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize("key", ["train.learning_rate.peak", "train.gradient_clip", "launch.timeout_seconds"])
+def test_numbers_are_finite(key: str, number: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' has the value .*(nan|inf), but input should be a finite"):
+        parse_config(with_model(), [f"{key}={number}"])
 
 
 def test_numbers_are_numbers_everywhere(tmp_path: Path) -> None:

@@ -228,7 +228,12 @@ def test_shipped_sites_load(path: Path) -> None:
         ("mpi: cray_shasta", "mpi: cray_shasta knows no het jobs: set hetjob: false"),
         ("{time: '10', signal_seconds: 540}", "signal_seconds=540 leaves nothing of time=10 to train in"),
         ("signal_seconds: 20", "signal_seconds"),
-        ("time: 1:20:00", "time=4800 is a number, as YAML reads 1:20:00, too: quote it, as '1:20:00'"),
+        (
+            "time: 1:20:00",
+            "1:20:00 in line 1 would be read as 4800: write a number without leading zeros or "
+            "colons, and a text in quotes",
+        ),
+        ("time: 80", "time=80 is a number: quote it, as '1:20:00'"),
         ("{time: '10:00', signal_seconds: 900}", "signal_seconds=900 leaves nothing of time=10:00"),
         ("{container: {image: a.sif}, venv: /v}", "container and venv exclude each other"),
         ("- a", "must hold keys and values, not a list"),

@@ -154,6 +154,7 @@ def test_files_of_other_kinds_are_refused_with_the_reason(tmp_path: Path, data: 
         (None, "'prompt' is null"),
         (float("nan"), "'prompt' is NaN"),
         ("", "'prompt' is empty"),
+        (" \n\u3000", "'prompt' is empty"),
     ],
 )
 def test_a_prompt_that_is_no_text_is_refused_with_line_and_field(

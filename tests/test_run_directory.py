@@ -2,8 +2,10 @@
 
 import errno
 import json
+import logging
 import math
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from tba_hpc.cli import _open
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.launch.rank import placed
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import changes
 from tba_hpc.run.checkpoints import (
@@ -25,7 +29,7 @@ from tba_hpc.run.checkpoints import (
     latest_checkpoint,
     read_state,
 )
-from tba_hpc.run.directory import FORMAT, KEPT_ATTEMPTS, RunDir
+from tba_hpc.run.directory import ATTEMPT, FORMAT, KEPT_ATTEMPTS, RunDir
 from tba_hpc.run.evaluations import (
     Evaluation,
     discard_evaluations,
@@ -36,6 +40,7 @@ from tba_hpc.run.evaluations import (
 )
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.notes import first_note
 from tba_hpc.run.signals import StopFlag
 
 
@@ -216,6 +221,37 @@ def test_a_config_that_was_edited_or_damaged_is_refused(run: RunDir) -> None:
                 refused()
     run.config_file.write_bytes(before)
     assert run.config() == config_in(run.path.parent)
+
+
+def test_an_edit_while_a_run_trains_can_be_undone(run: RunDir) -> None:
+    """Its last start has a copy, and nobody is told to choose another name."""
+    run.begin_attempt()
+    run.config_file.write_bytes(run.config_file.read_bytes().replace(b"steps: 1000", b"steps: 1001"))
+    for refused in (run.config, lambda: RunDir.create(config_in(run.path.parent))):
+        with pytest.raises(ConfigError, match=r"; undo that \(cp \S+ \S+\), and change keys") as caught:
+            refused()
+        assert "run.name" not in str(caught.value)
+    command = re.search(r"\((cp .*)\)", str(caught.value))
+    assert command
+    subprocess.run(command[1].split(), check=True)
+    assert run.config() == config_in(run.path.parent)
+
+
+@pytest.mark.parametrize("what", ["format", "config"])
+def test_a_rank_that_meets_another_version_or_config_leaves_its_sentence(
+    run: RunDir, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade, or an edit, while the run trains: its launcher shows the note."""
+    monkeypatch.setenv(ATTEMPT, run.begin_attempt().name)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # this process has its own log
+    if what == "format":
+        run.format_file.write_text("99\n")
+    else:
+        run.config_file.write_bytes(run.config_file.read_bytes() + b"# a remark\n")
+    with pytest.raises(SystemExit), placed(_open(run.path, "searcher", 1), "searcher", 1):
+        pass
+    said = {"format": "holds a run of format 99, and", "config": "config.yaml was edited or damaged"}
+    assert said[what] in str(first_note(run.attempt, "refused"))
 
 
 def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,7 @@ class Faulty(TabularTask):
         super().__init__(TABLE)
         self._fault = fault
         self.groups = 0
+        self.last = -1
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """As the fault says."""
@@ -48,11 +52,15 @@ def raise_at_prompt_1(prompt: Prompt, rewards: list[float], groups: int) -> list
     return rewards
 
 
-def search(folder: Path, task: TabularTask, *, wanted: int = 200, limit: int = 10) -> RunDir:
+def search(
+    folder: Path, task: TabularTask, *, wanted: int = 200, limit: int = 10, seconds: float = math.inf
+) -> RunDir:
     config = make_config(folder)
     run = RunDir.create(config)
     exchange = OneShot(wanted=wanted)
-    make_searcher(config, run, exchange, task=task, pending_shards=1000, most_rejected=limit).run()
+    make_searcher(
+        config, run, exchange, task=task, pending_shards=1000, most_rejected=limit, call_seconds=seconds
+    ).run()
     return run
 
 
@@ -157,12 +165,137 @@ def test_whatever_python_can_raise_costs_its_group_alone(
 
 
 @pytest.mark.parametrize(("end", "told"), ENDS.items())
+def test_parts_that_raise_cost_their_group_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[], None], told: str
+) -> None:
+    class Parted(Faulty):
+        def reward_parts(self) -> dict[str, list[float]]:
+            if self.last == 1:
+                end()
+            return {"all": [1.0] * S}
+
+    def note(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        task.last = prompt.id
+        return rewards
+
+    task = Parted(note)
+    run = search(tmp_path, task)
+    records = [read_shard(path).trajectories.record for path in run.shard_files().values()]
+    assert set(np.concatenate(records)["prompt_id"]) == {0, 2, 3}
+    assert "rewards() of prompt 1 " in caplog.text and f"raised {told}" in caplog.text
+
+
+@pytest.mark.parametrize(("end", "told"), ENDS.items())
 def test_an_answer_over_which_a_judge_ends_counts_as_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[], None], told: str
 ) -> None:
     judged = judge(tmp_path, Unjudged({2}, end), 3)
     assert [one.correct for one in judged] == [True, True, False, True] * 3
     assert f"prompt 2 raised {told}" in caplog.text
+
+
+class Stuck(Faulty):
+    """Rewards of prompt 1 wait for ever, so often; notes the thread of each call, and when it is let go."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(self._wait)
+        self.left = times
+        self.threads: list[threading.Thread] = []
+        self.released = threading.Event()
+
+    def _wait(self, prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        self.threads.append(threading.current_thread())
+        if prompt.id == 1 and self.left > 0:
+            self.left -= 1
+            self.released.wait()
+        return rewards
+
+
+@pytest.fixture
+def stuck() -> Iterator[Callable[[float], Stuck]]:
+    """Makes such tasks, and lets their threads go at the end."""
+    made: list[Stuck] = []
+
+    def make(times: float) -> Stuck:
+        made.append(Stuck(times))
+        return made[-1]
+
+    yield make
+    for task in made:
+        task.released.set()
+
+
+def test_a_reward_that_hangs_is_set_aside_with_its_line_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stuck: Callable[[float], Stuck]
+) -> None:
+    task = stuck(1)
+    run = search(tmp_path, task, seconds=1.0)
+    (line,) = [record.message for record in caplog.records if "last at" in record.message]
+    number = inspect.getsourcelines(Stuck._wait)[1] + 4
+    assert re.match(
+        r"rewards\(\) of prompt 1 \(request \d+\) ran for 1 s, last at "
+        rf"test_scorer\.py:{number} in _wait; these trajectories are set aside",
+        line,
+    )
+    assert rejected(run) == S and len(set(task.threads)) == 2  # one for all calls, until one hangs
+    task.released.set()
+    for thread in set(task.threads):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_searcher_whose_rewards_hang_again_and_again_ends_in_time_with_their_line(
+    tmp_path: Path, stuck: Callable[[float], Stuck]
+) -> None:
+    """Before others give up on it, who wait twice as long as the first call may take."""
+    sentence = (
+        rf"^the task {__name__}:Stuck had 3 calls that do not end, now rewards\(\) of prompt 1 "
+        r"\(request \d+\) ran for 0\.5 s, last at test_scorer\.py:\d+ in _wait: give what it waits for a "
+        r"timeout, or raise launch\.timeout_seconds, half of which a call may take$"
+    )
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=sentence):
+        search(tmp_path, stuck(math.inf), wanted=10_000, seconds=2.0)
+    assert 3.5 <= time.monotonic() - start < 20
+
+
+def test_a_task_may_take_its_own_time(tmp_path: Path) -> None:
+    """Where its calls load models, say."""
+
+    class Slow(Faulty):
+        longest_call = math.inf
+
+    def slow(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        time.sleep(0.2)
+        return rewards
+
+    assert not rejected(search(tmp_path, Slow(slow), wanted=20, seconds=0.01))
+
+
+def test_a_searcher_whose_reward_hangs_still_takes_weights_and_begins_no_more_than_it_can_score(
+    tmp_path: Path, stuck: Callable[[float], Stuck]
+) -> None:
+    task = stuck(1)
+    run = RunDir.create(make_config(tmp_path))
+    scorer = Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60)
+    for group in answers("train", 0, task.prompts("train")) * 16:
+        assert not scorer.full
+        scorer.submit(group)
+    start = time.monotonic()
+    while not scorer.full:  # until what came before the one that hangs is taken
+        scorer.submit(group)
+    assert not sum(len(scorer.finished()) for _ in range(3)) and time.monotonic() - start < 20
+    task.released.set()
+    scorer.close()
+
+
+def test_a_process_ends_while_a_reward_hangs() -> None:
+    script = (
+        "import threading; from tba_hpc.loops.task_calls import TaskCalls\n"
+        "TaskCalls('m:T', 0.1)('rewards()', threading.Event().wait)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "OverranError: ran for 0.1 s, last at threading.py" in ended.stderr
 
 
 @pytest.mark.parametrize("unusable", [math.nan, 1e300], ids=["NaN", "more than float32 holds"])

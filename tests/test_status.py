@@ -18,6 +18,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.launch import slurm_queue
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
+from tba_hpc.report.summary import summary_of
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import Owner, owned
@@ -224,6 +225,26 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     run.mark_finished()
     assert run_state(monitor).words.startswith("finished at step 10")
     assert "test 41.0 % → 90.0 %" in plain_line(monitor)
+
+
+def test_a_clock_that_was_set_back_changes_no_word_and_no_rate(run: RunDir) -> None:
+    """By an hour, ten steps of a second into the run, which had begun a minute before them."""
+    before = time.time() + 3600 - 30  # as the clock was
+    happen(run, before - 60, "start", attempt="attempt-001", trainers=1, searchers=2)
+    ticks = [*(before + s for s in range(10)), *(time.time() - 10 + s for s in range(10))]
+    started = {"event": "started", "step": 0}
+    write(run.metrics_file("trainer"), [{**started, "time": before - 1}])
+    write(run.metrics_file("trainer"), [step(s, at, seconds=1.0) for s, at in enumerate(ticks, start=1)])
+    for index in (0, 1):
+        write(run.metrics_file("searcher", index), [{**started, "time": before - 1}])
+        write(run.metrics_file("searcher", index), [search(at, 50, 50.0) for at in ticks])
+    monitor = look(run)
+    assert run_state(monitor).words == "training" and monitor.rates == [50.0, 50.0]
+    found = summary_of(monitor)
+    assert found.searcher_seconds == pytest.approx(2 * 19, abs=0.1)  # the second of the jump is unknown
+    assert found.train_seconds == pytest.approx(19, abs=0.1) and found.goodput == 0
+    happen(run, time.time(), "finished")
+    assert summary_of(look(run)).ettr is None
 
 
 def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:

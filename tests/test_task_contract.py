@@ -10,7 +10,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.task_contract import checked_correct, checked_rewards
+from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_parts, checked_rewards
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.rows import RightOrWrong
@@ -168,3 +168,34 @@ def test_correct_is_a_truth_value_for_each_completion(
         ConfigError, match=r"Own: correct\(\) gave .*, but 2 completions need True or False each"
     ):
         checked_correct(task, prompts, completions)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parts", "grades"),
+    [({"a": [1.0, 2]}, [0.5, np.nan]), ({}, [1, 0])],
+)
+def test_parts_and_grades_are_a_number_for_each_completion(
+    monkeypatch: pytest.MonkeyPatch, parts: object, grades: list[float]
+) -> None:
+    monkeypatch.setattr(Own, "reward_parts", lambda self: parts, raising=False)
+    monkeypatch.setattr(Own, "grades", lambda self: grades, raising=False)
+    assert checked_parts(Own(None), 2) == parts  # type: ignore[arg-type]
+    assert np.array_equal(checked_grades(Own(None), 2), grades, equal_nan=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [None, [1.0, 2.0], {"a": [1.0]}, {"a": [1.0, 2.0], "b": ["1", "2"]}, {"a": 3}]
+)
+def test_parts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setattr(Own, "reward_parts", lambda self: given, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"Own: reward_parts\(\) gave .*, but 2 completions need a number each"
+    ):
+        checked_parts(Own(None), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, [1.0], ["1", "2"]])
+def test_grades_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setattr(Own, "grades", lambda self: given, raising=False)
+    with pytest.raises(ConfigError, match=r"Own: grades\(\) gave .*, but 2 completions need a number each"):
+        checked_grades(Own(None), 2)  # type: ignore[arg-type]

@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
-from tba_hpc.config import ConfigError, dump_config, is_local
+from tba_hpc.config import Config, ConfigError, dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
+from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
 
 MADE_BY = {
@@ -120,18 +122,26 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
 def check_task(facts: Facts) -> Iterator[Finding]:
     """Check whether the ranks would refuse the task, as far as that shows within ``facts.seconds``.
 
-    The check runs in its own process (``task_check.py``), since a task's code is the user's.
+    The check runs in its own process (``task_check.py``), since a task's code is the user's. It uses a copy
+    of that code, as a run does.
     """
     if facts.config is None or facts.in_container:
         return
+    with TemporaryDirectory(prefix="tba-check-") as folder:
+        if facts.beside:
+            modules.copy(modules.needed(facts.config, facts.beside)[0], facts.beside, Path(folder))
+        yield from _of_task(facts, facts.config, folder)
+
+
+def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
+    """Run the check. folder: holds the copy of the task's code."""
     around = {**facts.environment, "CUDA_VISIBLE_DEVICES": ""}
-    if facts.beside:
-        around["PYTHONPATH"] = f"{facts.beside.absolute()}:{around.get('PYTHONPATH', '')}".rstrip(":")
+    around["PYTHONPATH"] = f"{folder}:{around.get('PYTHONPATH', '')}".rstrip(":")
     words = [facts.fetched_by] if facts.fetched_by else []
     try:
         done = subprocess.run(
             [facts.python, "-P", "-m", "tba_hpc.checks.task_check", *words],
-            input=dump_config(facts.config),
+            input=dump_config(config),
             env=around,
             capture_output=True,
             text=True,
@@ -139,7 +149,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
         )
     except (OSError, subprocess.TimeoutExpired):  # the ranks will find out
         return
-    said = done.stdout.strip().splitlines()
+    said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
     yield from (warning("task", line, "") for line in said)
     yield from (problem("task", line, "") for line in refused)

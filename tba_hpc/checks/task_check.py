@@ -11,14 +11,17 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import yaml
 
-from tba_hpc.checks.resources import missing, missing_sentence
+from tba_hpc.checks.chat_ends import is_chat, look_at_chat
+from tba_hpc.checks.resources import find_file, missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
+from tba_hpc.core.model_files import fault
 from tba_hpc.core.own_code import find_function, is_own
-from tba_hpc.core.ports import Tokenizer, Victim
+from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
@@ -27,6 +30,8 @@ from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
+
+log = logging.getLogger("tba_hpc.checks.task_check")  # also where this module is the program
 
 
 def check(config: Config, *, try_rewards: bool = False) -> None:
@@ -40,11 +45,14 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         return
+    if is_chat(config) and getattr(tokenizer, "has_chat", False):
+        for sentence in look_at_chat(config, cast(ChatTokenizer, tokenizer)):
+            log.warning(sentence)
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
     if try_rewards and isinstance(task, Jsonl):
-        task.try_rewards()
+        task.try_rewards(config.launch.silence_seconds)
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
@@ -69,12 +77,15 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if a folder that is to be the model holds none."""
+    """Raise ConfigError if a folder that is to be the model holds none, or not all of it."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
             "save_pretrained wrote"
         )
+    config = find_file(path, "config.json", os.environ)
+    if config and (found := fault(config.parent)):
+        raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model anew")
 
 
 def _serve(*_: object, **__: object) -> Victim:

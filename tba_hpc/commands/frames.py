@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tba_hpc.config import Config
 from tba_hpc.report.data import read_evaluations
 from tba_hpc.report.estimates import wilson
-from tba_hpc.report.samples.select import Query, run_tokenizer, select
+from tba_hpc.report.samples.select import Query, run_decoder, select
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import MetricsTail, read_metrics
@@ -77,8 +77,7 @@ class RunFrames:
     @cached_property
     def samples(self) -> DataFrame:
         """One row per trajectory still on disk, oldest weights first, as in ``tba samples --json``."""
-        decode = run_tokenizer(self.run).decode
-        found = select(self.run, Query(order="oldest", limit=None), decode)
+        found = select(self.run, Query(order="oldest", limit=None), run_decoder(self.run))
         return _frame([sample.values() for sample in found.samples], ["uid", "reward"])
 
 

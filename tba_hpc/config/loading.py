@@ -50,9 +50,11 @@ def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Co
     for override in overrides or []:
         _override(tree, override)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from None
+    _refuse_switches(tree, config)
+    return config
 
 
 def dump_config(config: Config) -> str:
@@ -95,6 +97,16 @@ CHOICES = frozenset(
 """Keys whose value is a choice by name, with keys of its own."""
 
 
+def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
+    """Raise ConfigError where a number is switched on or off, which pydantic takes for 1 or 0."""
+    numbers = {key for key, value in flat(config.model_dump()).items() if type(value) in (int, float)}
+    for key, value in flat(tree).items():
+        if isinstance(value, bool) and key in numbers:
+            raise ConfigError(
+                f"config key {key!r} has the value {value}, but is a number: write that, or null"
+            )
+
+
 def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
@@ -134,6 +146,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
         given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
         return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
     rule = problem["msg"][0].lower() + problem["msg"][1:]
+    if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+        rule += ": put it in quotes"
     return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
 
 

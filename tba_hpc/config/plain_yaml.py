@@ -1,6 +1,7 @@
 """YAML as configs and site files are written in it, and the paths in them.
 
-Otherwise than PyYAML has it, a number needs no point (``1e-2``), and a key stands once in a mapping.
+Otherwise than PyYAML has it, a number needs no point (``1e-2``), none is read in base 8 or 60 (``010``,
+``1:30``), dates are texts, and a key stands once in a mapping.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ _NUMBER = "!number"
 _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 """How they look."""
 
+_OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
+"""How numbers begin that YAML 1.1 reads in base 8 or 60."""
+
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows numbers without a point, and refuses a key that is given twice."""
+    """Knows numbers without a point; refuses those in base 8 or 60, and a key that is given twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Make a mapping's node, as the base class. Raises YAMLError."""
@@ -47,9 +51,28 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    """A number as YAML 1.1 reads it, which must be as people read it. Raises YAMLError."""
+    read = loader.construct_yaml_int if node.tag.endswith("int") else loader.construct_yaml_float
+    number: int | float = read(node)
+    if _OTHER_BASE.match(node.value):
+        raise yaml.YAMLError(
+            f"{node.value} in line {node.start_mark.line + 1} would be read as {number}: write a number "
+            "without leading zeros or colons, and a text in quotes"
+        )
+    return number
+
+
+def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return str(loader.construct_scalar(node))
+
+
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(_NUMBER, _WRITTEN, [*"-+.0123456789"])
 _Loader.add_constructor(_NUMBER, _number)
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+_Loader.add_constructor("tag:yaml.org,2002:float", _decimal)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _text)
 
 
 def read_yaml(text: str) -> Any:

@@ -42,6 +42,9 @@ OWN_ENGINE_ARGUMENTS = {
 }
 """vLLM's arguments that generator.engine may not hold, and what to do instead, or why."""
 
+SECRET = re.compile(r"hf_token|auth_token|api_key|access_key|secret|password")
+"""In the names of arguments whose texts a run must not keep, or show."""
+
 OWN_DEEPSPEED_SETTINGS = {
     "train_batch_size": "train.prompts_per_step and train.completions_per_prompt",
     "train_micro_batch_size_per_gpu": "train.tokens_per_micro_batch",
@@ -209,10 +212,16 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError if generator.engine holds an argument that another key sets."""
+    """Raises ValueError if generator.engine holds an argument that another key sets, or a secret."""
     for name in OWN_ENGINE_ARGUMENTS.keys() & engine:
         given, instead = value_text(engine[name]), OWN_ENGINE_ARGUMENTS[name]
         raise ValueError(f"generator.engine.{name}={given} cannot be passed on to vLLM: {instead}")
+    for name, value in flat(engine).items():
+        if isinstance(value, str) and SECRET.search(name):
+            raise ValueError(
+                f"generator.engine.{name} would be kept in the run's config.yaml: leave it out, and export "
+                "the secret where ranks start, such as HF_TOKEN"
+            )
     return engine
 
 
@@ -256,6 +265,9 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
     scheme, _, rest = (reward.url or "http://_").partition("://")
     if scheme not in ("http", "https") or not rest:
         yield f"{reward.url!r} of task.reward is no address: begin it with http:// or https://"
+    port = re.search(r":(\d+)$", rest.partition("/")[0])
+    if port and not 0 < int(port[1]) < 1 << 16:
+        yield f"{reward.url!r} of task.reward has the port {port[1]}: ports go from 1 to 65535"
     if "@" in rest.partition("/")[0]:
         yield (
             "a user and password in the url of task.reward would be written into the run's files: set "

@@ -56,7 +56,7 @@ class RunSection(Section):
     """Name of the run; its directory is NAME-seedN."""
     root: MayChange[UserPath] = "runs"
     """Folder of run directories. In paths, ``~`` and ``$NAME`` are expanded."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
 
 
@@ -144,18 +144,30 @@ class TaskSection(Section):
     """JSONL with training problems. null: the task's own source."""
     test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
+    special_tokens: bool = False
+    """Whether rewards, judges, programs, environments and samples see a completion's special tokens, such as
+    answer tags, all but the end-of-sequence token at its end. Else they are left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 
     @field_validator("reward", mode="before")
     @classmethod
     def _by_name(cls, reward: object) -> object:
-        """``module:function`` is short for one reward, and for one of several."""
-        if isinstance(reward, str):
+        """``module:function`` is short for one reward, as are its keys, and for one of several."""
+        if isinstance(reward, str) or _is_one_reward(reward):
             reward = {"reward": reward}
         if isinstance(reward, dict):
             return {name: {"function": it} if isinstance(it, str) else it for name, it in reward.items()}
         return reward
+
+
+def _is_one_reward(reward: object) -> bool:
+    """Whether these are the keys of a reward, not rewards by their names."""
+    return (
+        isinstance(reward, dict)
+        and reward.keys() <= RewardSection.model_fields.keys()
+        and not all(isinstance(value, dict) for value in reward.values())
+    )
 
 
 class GeneratorSection(Section):
@@ -438,7 +450,7 @@ class LaunchSection(Section):
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; then the run ends and names it. Ranks and engines may take three
     times as long to start; elastic searchers wait six times as long for a queued trainer. After half of it a
-    silent engine is replaced, or a full disk given up on."""
+    silent engine is replaced, a full disk given up on, or a call of a reward set aside."""
 
     @property
     def start_seconds(self) -> float:
@@ -452,7 +464,7 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work; then it is killed and rebuilt."""
+        """Longest silence of an engine at work, then it is killed and rebuilt; longest call of a reward."""
         return self.timeout_seconds / 2
 
     @property

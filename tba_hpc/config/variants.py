@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tba_hpc.config.plain_yaml import UserPath
 
@@ -21,9 +21,23 @@ OWN = "module:function"
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, attribute docstrings as descriptions."""
+    """Base of all sections: frozen, no unknown keys, finite numbers, attribute docstrings as descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, given: Any) -> Any:
+        """Give the defaults to sections and lists whose lines are all commented out: YAML has null there."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value is not None or not cls._holds_more(key)}
+
+    @classmethod
+    def _holds_more(cls, key: str) -> bool:
+        """Whether a key has keys or items of its own in any case, so that null says nothing."""
+        kind = cls.model_fields[key].annotation if key in cls.model_fields else None
+        return get_origin(kind) in (dict, tuple) or (isinstance(kind, type) and issubclass(kind, Section))
 
 
 # --- Objectives ---
@@ -208,7 +222,7 @@ class LaggedReference(Section):
     name: Literal["lagged"] = "lagged"
     """Approximation, to first order and without a model, of a moving average of the policy's weights: per
     token log π_ref = log π_θ − c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in
-    steps (π_θ if 0)."""
+    steps, at least 4 (π_θ if it is 0)."""
     decay: Fraction = 0.9
     """Share of the average that each step keeps. It lags decay/(1 − decay) steps behind."""
 

@@ -1,1 +1,1 @@
-"""Values, the replay buffer and the interfaces that everything else is built on."""
+"""Values, the replay buffer and the interfaces on which everything else is built."""

@@ -1,4 +1,4 @@
-"""Whole groups of a batch: split over ranks and into micro-batches by tokens, and sent as plain arrays.
+"""Splits the groups of a batch over ranks and into micro-batches by tokens, and packs them as plain arrays.
 
 Imports no torch.
 """
@@ -16,10 +16,10 @@ from tba_hpc.core.types import LIVE_RECORD, TrajectoryBatch
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
-    """Per rank, the groups that it gets, int64 [B / ranks], in the batch's order.
+    """Return the groups that each rank gets, int64 [B / ranks], in the batch's order.
 
-    Equally many groups each, and about equally many tokens: the longest group goes first, always to
-    the rank with the fewest tokens among those that still have room.
+    Every rank gets the same number of groups and about the same number of tokens. Groups are dealt longest
+    first, each to the rank with the fewest tokens among those that still have room.
     """
     assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
     completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
@@ -35,9 +35,10 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Whole groups of a batch, int64, and the micro-batches that compute them: rows of the batch, int64 each.
+    """Some whole groups of a batch and the micro-batches that compute them.
 
-    Together the micro-batches hold every row of the groups once.
+    groups: int64. micro_batches: rows of the batch, int64 each; together they hold every row of the groups
+    exactly once.
     """
 
     groups: np.ndarray
@@ -45,7 +46,8 @@ class Part:
 
 
 READS = 4
-"""Most tokens that attention reads of shared prompts, in budgets: their keys and values are kept, too."""
+"""Limit on the tokens that attention reads if prompts are shared, as a multiple of a micro-batch's budget.
+Their keys and values are kept in memory, too."""
 
 
 def plan(
@@ -57,16 +59,17 @@ def plan(
     share_prompts: bool,
     enough: int = 0,
 ) -> list[Part]:
-    """What a rank computes: as many parts, and as many micro-batches in each, as every other rank.
+    """Plan what a rank computes: as many parts, and as many micro-batches in each, as every other rank.
 
-    ZeRO moves weights and gradients between the ranks in every micro-batch, so they compute in step.
-    A micro-batch has at most ``budget`` tokens, padding included; None: as many as the largest group, or
-    ``enough`` if that is more. With ``share_prompts`` there is no padding, and a group's completions share
-    its prompt; attention reads that prompt once per completion, at most READS times the budget in all.
+    ZeRO moves weights and gradients between the ranks in every micro-batch, so the ranks compute in step.
+    A micro-batch has at most ``budget`` tokens, padding included. None allows as many as the largest group
+    has, or ``enough`` if that is more. With ``share_prompts`` there is no padding, and a group's completions
+    share its prompt. Attention then reads that prompt once per completion, at most READS times the budget
+    in all.
 
     Groups that exceed the budget come first, in one part of several micro-batches; ranks with fewer of them
-    add smaller ones. Each further part is one micro-batch of whole groups, of about as many tokens as the
-    others, the largest first, so that a lack of memory shows at once.
+    add smaller groups. Each further part is one micro-batch of whole groups. These have about equal tokens
+    and come largest first, so that a lack of memory shows at once.
     Raises ConfigError if a single sequence exceeds the budget.
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
@@ -109,7 +112,7 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Each rank's groups, dealt into the least number of sets, the same on all ranks, that all fit."""
+    """Deal each rank's groups into sets that all fit: the fewest possible, and equally many on all ranks."""
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
         if all(fit(one) for of_rank in sets for one in of_rank):
@@ -118,7 +121,7 @@ def _packed(
 
 
 def _dealt(tokens_B: np.ndarray, share: np.ndarray, number: int) -> list[np.ndarray]:
-    """Groups, the largest first, in sets of about equal tokens: each goes to the one with the fewest."""
+    """Deal groups, sorted largest first, into sets of about equal tokens, each to the set with the fewest."""
     sets: list[list[int]] = [[] for _ in range(number)]
     load = np.zeros(number)
     for group in share.tolist():
@@ -139,7 +142,7 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Runs of pieces of a batch's rows, in order, each of as many as fit."""
+    """Divide pieces of a batch's rows, in order, into runs that each hold as many pieces as fit."""
     runs: list[list[np.ndarray]] = []
     for piece in pieces:
         if runs and fits(np.concatenate([*runs[-1], piece])):
@@ -150,7 +153,7 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
 
 def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
-    """The same, in as many runs on every rank: with fewer, the longest of them are halved."""
+    """Give every rank the same number of runs: where a rank has fewer, its longest runs are halved."""
     number = max(len(runs) for runs in runs_of_ranks)
     for runs in runs_of_ranks:
         while len(runs) < number:
@@ -161,30 +164,31 @@ def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[lis
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
-    """The same batch with the reference π_ref^power, which need not add up to 1: log Ẑ absorbs its sum."""
+    """Return the batch with the reference π_ref^power, which need not sum to 1: log Ẑ absorbs its sum."""
     return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))
 
 
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
-    """The given groups, whole, in the given order."""
+    """Return the given groups, whole, in the given order."""
     return batch.take(rows_of(groups, batch.group_size))
 
 
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
-    """int64: the rows of the given groups, of ``size`` rows each, in the given order."""
+    """Return the rows, int64, of the given groups of ``size`` rows each, in the given order."""
     return (groups[:, None] * size + np.arange(size)).ravel()
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
-    """int32 [N]: optimizer steps between the weights that sampled a trajectory and ``version``.
+    """Return the optimizer steps, int32 [N], between each trajectory's sampling weights and ``version``.
 
-    A shard that survived a crash may come of weights ahead of ``version``, whose steps the resume took back.
+    A shard that survived a crash may come from weights ahead of ``version``, whose steps the resume took
+    back. Their distance is also positive.
     """
     return np.abs(version - batch.version_N)
 
 
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
-    """The batch as named contiguous arrays of numbers, as safetensors takes them."""
+    """Return the batch as named contiguous arrays of numbers, as safetensors takes them."""
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}
     form = np.array([batch.group_size, batch.step], np.int64)
     return {**arrays, "record": arrays["record"].view(np.uint8), "form": form}

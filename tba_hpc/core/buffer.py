@@ -1,9 +1,9 @@
-"""The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
+"""The replay buffer: a bounded number of completions per prompt, sampled as groups (MOP). Imports no torch.
 
-Imports no torch. It stores groups: the completions that one request brought. A group is immutable: if some of
-it leave or are used, a new one takes its place, so a snapshot is the list of groups. A group is a bare tuple
-of the columns of its ``Trajectories``, which the garbage collector does not look into: collecting the objects
-of a million trajectories would hold up the loop.
+The buffer stores groups: the completions that one request brought. A group is immutable. If some of its
+completions leave or are used, a new group takes its place, so a snapshot is the list of groups. A group is a
+bare tuple of the columns of its ``Trajectories``, which the garbage collector does not look into: collecting
+the objects of a million trajectories would hold up the loop.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from tba_hpc.core.types import (
 _REPLAY = int.from_bytes(b"replay")  # keeps this random stream apart from others of the same seed
 
 UNIFORM_MIX = 0.1
-"""Share of uniform probability mixed into the softmax over reward."""
+"""Share of the uniform distribution mixed into the softmax over reward."""
 
 Embed = Callable[[Ragged], np.ndarray]
-"""Embeddings of what the policy sampled (int32 tokens), float32 [N, D], rows of length 1."""
+"""Function from the tokens that the policy sampled (int32) to embeddings, float32 [N, D], rows of norm 1."""
 
 ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
-"""log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
+"""Function that returns log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
 
 KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
-"""The fields of RECORD by which a trajectory becomes stale."""
+"""Fields of RECORD that decide when a trajectory becomes stale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge did.
+    """Result of a merge, in numbers of trajectories.
 
-    added: trajectories merged less the duplicates. duplicates: old or new ones, dropped for one that is equal
-    or near. evicted: old or new ones that left for want of room.
+    added: trajectories merged less the duplicates. duplicates: old or new ones dropped in favour of an equal
+    or near one. evicted: old or new ones that left for lack of room.
     """
 
     added: int
@@ -62,10 +62,10 @@ class Merged:
 
 
 def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
-    """float32 [N]: V̂ = β·log mean exp(r/β) over all completions of the request; 0 if ``beta`` is None.
+    """Return V̂ = β·log mean exp(r/β) over all completions of each request, float32 [N]; 0 without ``beta``.
 
-    V̂ goes from the highest reward (β → 0) to the mean (β → ∞). The trajectories are of whole requests, as a
-    shard's are.
+    V̂ goes from the highest reward (β → 0) to the mean (β → ∞). The trajectories must hold whole requests, as
+    those of a shard do.
     """
     if beta is None:
         return np.zeros(len(trajectories), np.float32)
@@ -78,12 +78,12 @@ def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
 
 
 class ReplayBuffer:
-    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
+    """Live trajectories of a run. Each one merged is counted once: merged = live + duplicates + evicted.
 
     queue: whether the oldest are taken first. value_beta: β of the ``soft_values`` that are stored at the
-    merge; None: none are. embed: for duplicates by embeddings; each completion is embedded once, when it
-    comes. duplicates, evicted: so far. replay_ratio: mean over the distinct trajectories of the last batch of
-    the steps that have learned from each, that batch included; 1: all were new.
+    merge; None: none are stored. embed: embeds completions to find duplicates, each once, when it arrives.
+    duplicates, evicted: numbers so far. replay_ratio: mean number of steps that have learned from each
+    distinct trajectory of the last batch, that batch included; 1: all were new.
     """
 
     def __init__(
@@ -109,66 +109,66 @@ class ReplayBuffer:
         self._clear()
 
     def _clear(self) -> None:
-        self._groups: dict[int, Columns] = {}  # by number, oldest first, each beside its prompt alone
+        self._groups: dict[int, Columns] = {}  # by number, oldest first, each with its own prompt alone
         self._numbers, self._serials = count(), count()
-        self._live: dict[int, dict[int, int]] = {}  # per prompt: completion to group, oldest first
-        self._kinds = Counter[tuple[int, int]]()  # trajectories of each
-        self._used_up: set[int] = set()  # groups with trajectories that are; some may have left
+        self._live: dict[int, dict[int, int]] = {}  # per prompt: completion's key to group, oldest first
+        self._kinds = Counter[tuple[int, int]]()  # number of trajectories of each KIND
+        self._used_up: set[int] = set()  # groups with used-up trajectories; some groups may have left
         self._everyone, self._recent = _Draw(), _Draw()
 
     def __len__(self) -> int:
-        """Live trajectories."""
+        """Return the number of live trajectories."""
         return self._merged - self.duplicates - self.evicted
 
     @property
     def prompts(self) -> int:
-        """Prompts that have live trajectories."""
+        """Number of prompts that have live trajectories."""
         return len(self._live)
 
     @property
     def requests(self) -> int:
-        """Requests that have live trajectories."""
+        """Number of requests that have live trajectories."""
         return len(self._groups)
 
     @property
     def unlearned(self) -> int:
-        """Requests with live trajectories of which none was ever in a batch; looks at every live one."""
+        """Number of requests whose live trajectories were never in a batch; reads every live record."""
         record = self._record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """KIND [M]: the distinct ones of the live trajectories."""
+        """Distinct kinds of the live trajectories, KIND [M]."""
         return np.array(list(self._kinds), KIND)
 
     @property
     def added(self) -> int:
-        """Trajectories merged so far, less the duplicates."""
+        """Number of trajectories merged so far, less the duplicates."""
         return self._merged - self.duplicates
 
     def _record(self) -> np.ndarray:
-        """LIVE_RECORD [N] of all live trajectories, oldest first."""
+        """Return LIVE_RECORD [N] of all live trajectories, oldest first."""
         return joined([columns[0] for columns in self._groups.values()] or [_NOTHING[0]])
 
     def _group(self, number: int) -> Trajectories:
         return Trajectories.of(self._groups[number])
 
     def _numbers_of(self, prompt: int) -> list[int]:
-        """Of the groups of a prompt, oldest first."""
+        """Return the numbers of a prompt's groups, oldest first."""
         return list(dict.fromkeys(self._live.get(prompt, {}).values()))
 
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
-        """Add what arrived in ``revision``; neither it nor ``sync`` may decrease.
+        """Add the trajectories that arrived in ``revision``; neither it nor ``sync`` may decrease.
 
-        sync: numbers what arrives between two publishes; None: each revision is one. The live trajectories of
-        the last sync that brought any are the "most recent" ones. A completion equal to a live one of its
-        prompt replaces it, and is as young as it arrived, unless duplicates are kept. If they are found by
-        edits or embeddings, one that is near to live ones of its prompt replaces them if its reward is higher
-        than all of theirs, and else is not stored. Then the oldest leave: of a prompt above
-        ``capacity_per_prompt``, and of all above ``capacity``.
+        sync: number shared by all that arrives between two publications; None: each revision is one. The live
+        trajectories of the last sync that brought any are the "most recent" ones. Unless duplicates are kept,
+        a completion equal to a live one of its prompt replaces it and counts as newly arrived. If duplicates
+        are found by edits or embeddings, a completion near to live ones of its prompt replaces them if its
+        reward is higher than all of theirs; otherwise it is not stored. Then the oldest leave: those of a
+        prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         """
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
@@ -186,13 +186,13 @@ class ReplayBuffer:
         return Merged(len(trajectories) - duplicates, duplicates, self.evicted - before)
 
     def _live_record(self, arrived: Trajectories) -> np.ndarray:
-        """Their record in the buffer; with embeddings if these are compared."""
+        """Make the buffer's record of trajectories that arrived; with embeddings if these are compared."""
         dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
         if self._embed:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Now: of a request's equal or evicted completions there will be no trace.
+            # Computed now, because later there is no trace of a request's equal or evicted completions.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sync}.items():
@@ -200,7 +200,7 @@ class ReplayBuffer:
         return record
 
     def _split(self, arrived: Trajectories) -> Iterator[Trajectories]:
-        """Completions of one request each, beside its prompt alone."""
+        """Split trajectories into groups of one request each, each with its own prompt alone."""
         record = arrived.record
         changes = (np.diff(record["request_id"]) != 0) | (np.diff(record["prompt_id"]) != 0)
         starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
@@ -214,9 +214,9 @@ class ReplayBuffer:
             yield group
 
     def _prompt(self, prompt: int, text: np.ndarray) -> Ragged | None:
-        """The prompt beside its live trajectories, if it has any.
+        """Return the prompt as stored with its live trajectories, if it has any.
 
-        If it had another text, its data have changed since: what answered that is evicted.
+        If the stored text differs, the data have changed since: completions of the old text are evicted.
         """
         live = self._live.get(prompt)
         if not live:
@@ -229,7 +229,7 @@ class ReplayBuffer:
         return None
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a group less duplicates; returns how many trajectories, new or old, were dropped."""
+        """Store a group less duplicates; return how many trajectories, new or old, were dropped."""
         prompt, keys = _prompt_of(group), self._keys(group)
         live = self._live.get(prompt, {})
         dropped = 0
@@ -252,9 +252,10 @@ class ReplayBuffer:
         self._note_used_up(number)
 
     def _keys(self, group: Trajectories) -> list[int]:
-        """A number per completion: equal if its tokens are (or with probability 2⁻⁶⁴), unless all are kept.
+        """Return a key per completion; equal tokens have equal keys, unless the config keeps duplicates.
 
-        Python's salted hash of bytes: a quarter of the time of a cryptographic one.
+        Different tokens share a key with probability 2⁻⁶⁴. The key is Python's salted hash of bytes, which
+        takes a quarter of the time of a cryptographic one.
         """
         if self._config.deduplicate is False:
             return list(islice(self._serials, len(group)))
@@ -264,7 +265,7 @@ class ReplayBuffer:
         ]
 
     def _resolve(self, group: Trajectories, keys: Sequence[int]) -> tuple[np.ndarray, int]:
-        """Rows of a new group that stay, int64; and how many trajectories, new or old, were dropped."""
+        """Remove duplicates; return the new rows that stay, int64, and how many, new or old, were dropped."""
         live = self._live.get(_prompt_of(group), {})
         numbers = self._numbers_of(_prompt_of(group))
         older = [self._group(number) for number in numbers]
@@ -290,9 +291,9 @@ class ReplayBuffer:
         return np.flatnonzero(stays[first:]), int((~stays).sum())
 
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
-        """bool [M, N]: which of the group are near which of all live ones of its prompt, the group included.
+        """Tell, bool [M, N], which of the group are near which live ones of the prompt, the group included.
 
-        By edit distance below a share of both lengths together, or by cosine above a limit.
+        Near means an edit distance below a share of both lengths together, or a cosine above a limit.
         """
         together, first = [*older, group], sum(map(len, older))
         match self._config.duplicates:
@@ -311,7 +312,7 @@ class ReplayBuffer:
     # --- Leaving ---
 
     def _remove(self, number: int, leaves: np.ndarray) -> int:
-        """Remove the trajectories of a group that bool [K] marks; returns how many."""
+        """Remove the trajectories of a group that ``leaves``, bool [K], marks; return how many."""
         gone = leaves.nonzero()[0].tolist()
         if not gone:
             return 0
@@ -334,7 +335,7 @@ class ReplayBuffer:
         return len(gone)
 
     def _evict_excess(self, touched: Iterable[int]) -> None:
-        """Evict the oldest: of every touched prompt that is too full, then of all."""
+        """Evict the oldest trajectories of every touched prompt that is too full, then the oldest of all."""
         limit = self._config.capacity_per_prompt
         for prompt in touched:
             if (excess := len(self._live.get(prompt, ())) - limit) > 0:
@@ -343,7 +344,7 @@ class ReplayBuffer:
         self._evict_oldest(list(islice(self._groups, excess)), excess)
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
-        """Evict ``excess`` trajectories, the first of the first groups."""
+        """Evict ``excess`` trajectories, beginning with the first of the first group."""
         for number in numbers:
             gone = self._remove(number, np.arange(len(self._groups[number][0])) < excess)
             self.evicted += gone
@@ -352,7 +353,10 @@ class ReplayBuffer:
                 return
 
     def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
-        """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
+        """Evict the live trajectories that ``unwanted`` marks; return how many.
+
+        unwanted: function from LIVE_RECORD [N] of all live trajectories to bool [N].
+        """
         unwanted_N = unwanted(self._record())
         offsets = offsets_of(len(columns[0]) for columns in self._groups.values())
         found = np.searchsorted(offsets, np.flatnonzero(unwanted_N), "right") - 1
@@ -363,16 +367,16 @@ class ReplayBuffer:
         )
 
     def _evict(self, leaving: Iterable[tuple[int, np.ndarray]]) -> int:
-        """Evict trajectories: numbers of groups, and which of each; returns how many."""
+        """Evict trajectories, given numbers of groups and a mask, bool [K], for each; return how many."""
         gone = sum(self._remove(number, leaves) for number, leaves in leaving)
         self.evicted += gone
         return gone
 
     def evict_used_up(self, group_size: int) -> int:
-        """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
+        """Evict the trajectories that ``replay_limit`` steps have learned from; return how many were evicted.
 
-        Also what is left of their prompts if fewer than ``group_size``: a few leftovers, repeated, would
-        teach little. The cost depends on the batches since the last call alone.
+        What is left of their prompts goes, too, if fewer than ``group_size`` remain: a few leftovers,
+        repeated, would teach little. The cost depends only on the batches since the last call.
         """
         touched = {_prompt_of(self._group(number)) for number in self._used_up if number in self._groups}
         self._used_up.clear()
@@ -397,19 +401,20 @@ class ReplayBuffer:
     def sample(
         self, step: int, *, groups: int, group_size: int, reference: ReferenceLogprobs | None = None
     ) -> TrajectoryBatch:
-        """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
+        """Sample B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
-        With probability ``most_on_policy`` a group's prompt is drawn among those with most recent
+        With probability ``most_on_policy`` a group's prompt is drawn among those with "most recent"
         trajectories, and its completions uniformly among these. Otherwise the prompt is drawn among all, and
         its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of uniform. Completions
-        are distinct while there are K, else all of them and repeats by the same weights. Each of the two
-        draws takes every prompt once before any again, and a batch has a prompt twice only if there are fewer
-        than B; a recent draw that has run out goes on among all prompts. In a ``queue`` prompts come
-        by the weights of their oldest trajectory, and then by when it came.
+        are distinct if there are K of them. If not, all are taken, and repeats are drawn by the same weights.
+        Each of the two draws takes every prompt once before it takes any again. A batch has a prompt twice
+        only if there are fewer than B prompts. When no recent prompt is left, the draw goes on among all
+        prompts. In a ``queue``, prompts are ordered by the weights that sampled their oldest trajectory, then
+        by its arrival.
 
-        Being in a batch is one use of a trajectory, however often, see ``evict_used_up``. Randomness depends
-        on (seed, step) alone; the cost on B, K and the trajectories of the drawn prompts. ``reference``
-        computes log-probabilities of groups with unknown ones; they are kept in the buffer.
+        Being in a batch, however often, is one use of a trajectory; see ``evict_used_up``. Randomness depends
+        on (seed, step) alone. The cost depends on B, K and the trajectories of the drawn prompts.
+        ``reference`` computes the log-probabilities of groups that lack them; the buffer keeps them.
         """
         assert self._live, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
@@ -420,7 +425,7 @@ class ReplayBuffer:
         return batch if reference is None else self._refer(rows, batch, reference)
 
     def _gather(self, rows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
-        """Rows of groups as arrays, without embeddings."""
+        """Collect (group, row) pairs as arrays, without embeddings."""
         numbers = list(dict.fromkeys(number for number, _ in rows))
         groups = [self._groups[number] for number in numbers]
         starts = offsets_of(len(record) for record, *_ in groups)[:-1].tolist()
@@ -431,7 +436,7 @@ class ReplayBuffer:
     def _refer(
         self, rows: Sequence[tuple[int, int]], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """The batch with the reference's log-probabilities where they were unknown; they are kept."""
+        """Fill in the reference's log-probabilities where they are unknown, in the batch and the buffer."""
         offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs) & batch.action_T)
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
@@ -451,7 +456,7 @@ class ReplayBuffer:
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts by MOP, and whether the group is of most recent ones; lazily, as ``rng`` is shared."""
+        """Draw prompts by MOP, each with whether its group is "most recent"; lazy, as ``rng`` is shared."""
         taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
             if len(taken) == len(self._live):
@@ -465,7 +470,7 @@ class ReplayBuffer:
             yield prompt, recent
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts of a queue, the oldest first."""
+        """Take prompts from a queue, the oldest first."""
         record = self._record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
@@ -486,16 +491,17 @@ class ReplayBuffer:
         self.replay_ratio = float(np.mean(uses))
 
     def _is_recent(self, prompt: int) -> bool:
-        """Whether the youngest live trajectory of a prompt is of the most recent sync."""
+        """Tell whether the most recent sync brought a prompt's youngest live trajectory."""
         live = self._live.get(prompt)
         return live is not None and self._group(next(reversed(live.values()))).record["sync"][0] == self._sync
 
     def _choose(
         self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool
     ) -> list[tuple[int, int]]:
-        """K trajectories of a prompt, as (group, row).
+        """Draw ``count`` trajectories of a prompt, as (group, row).
 
-        Gumbel top-k: the largest log weight + Gumbel noise are a draw without replacement by weight.
+        By Gumbel top-k, those with the largest log weight + Gumbel noise are a draw without replacement by
+        weight.
         """
         numbers = self._numbers_of(prompt)
         groups = [self._group(number) for number in numbers]
@@ -514,7 +520,7 @@ class ReplayBuffer:
         return [rows[place] for place in chosen.tolist()]
 
     def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
-        """float64 [N]: probability of each trajectory of a prompt, by reward unless ``equal``."""
+        """Return the probability of each trajectory of a prompt, float64 [N], by reward unless ``equal``."""
         uniform = np.full(len(reward_N), 1 / len(reward_N))
         temperature, mix = self._config.reward_temperature, UNIFORM_MIX
         if equal or temperature is None:
@@ -525,13 +531,13 @@ class ReplayBuffer:
     # --- Saving ---
 
     def state(self) -> dict[str, np.ndarray]:
-        """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
+        """Return plain arrays from which ``restore`` makes a buffer that behaves exactly like this one."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
-        """What makes the ``state`` of this moment, in any thread, while the buffer goes on.
+        """Return a function that makes the ``state`` of this moment, in any thread, while the buffer changes.
 
-        Copies little now, but keeps the memory of what leaves the buffer until then.
+        Little is copied now, but what leaves the buffer keeps its memory while the function exists.
         """
         counters = np.array([self._merged, self.duplicates, self.evicted], np.int64)
         newest = np.array([self._revision, self._sync], np.int64)
@@ -549,7 +555,7 @@ class ReplayBuffer:
         return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Become the buffer whose ``state`` the arrays are. Raises ConfigError if another version made it."""
+        """Become the buffer whose ``state`` is given. Raises ConfigError if its record fields differ."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
         fields = [field for field in stored.record.dtype.descr if field[0] != "embedding"]
@@ -581,16 +587,16 @@ def _kinds(record: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _words(rows: Ragged) -> list[str]:
-    """Tokens as characters, for edit distances."""
+    """Encode rows of tokens as strings, one character per token, for edit distances."""
     text = rows.values.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
     return [text[start:end] for start, end in pairwise(rows.offsets.tolist())]
 
 
 class _Draw:
-    """Prompts in random order, each once per pass, in constant time.
+    """Prompts in random order, each drawn once per pass, in constant time.
 
-    waiting: not yet drawn in this pass. drawn: the others. Useless prompts are dropped when a draw meets
-    them.
+    waiting: prompts not yet drawn in this pass. drawn: the others. A draw drops the useless prompts that it
+    meets.
     """
 
     def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:
@@ -599,20 +605,20 @@ class _Draw:
         self._members = {*self._waiting, *self._drawn}
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """The arguments of an equal draw, as NAME_waiting and NAME_drawn."""
+        """Return the arguments that make an equal draw, as NAME_waiting and NAME_drawn."""
         return {
             f"{name}_waiting": np.array(self._waiting, np.int64),
             f"{name}_drawn": np.array(self._drawn, np.int64),
         }
 
     def add(self, prompt: int) -> None:
-        """Let a prompt take part from this pass on."""
+        """Add a prompt, which takes part from this pass on."""
         if prompt not in self._members:
             self._members.add(prompt)
             self._waiting.append(prompt)
 
     def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
-        """The next useful prompt that is not taken, or None; taken ones keep their turn."""
+        """Draw the next useful prompt that is not taken, or None; taken ones keep their turn."""
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
             self._drawn += self._waiting  # only taken prompts still wait: the next pass begins
@@ -624,7 +630,7 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Remove a random prompt from a pile that is useful and not taken, and all useless ones met."""
+        """Take a random prompt that is useful and not taken out of a pile, and drop the useless ones met."""
         passed_over, found = [], None
         while pile and found is None:
             place = int(rng.integers(len(pile)))

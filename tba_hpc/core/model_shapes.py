@@ -1,4 +1,4 @@
-"""Shapes of models from the fields of their config.json, and what a token costs in them. Imports no torch."""
+"""Shapes of models from the fields of their config.json, and the memory a token needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a weight."""
+"""Bytes of a weight, by dtype."""
 
 UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
 """Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
 
 LEARNED_POSITIONS = {"gpt2", "bert", "roberta"}
-"""Models with a table of positions; their output layer is tied unless config.json says otherwise."""
+"""Models with an embedding table of positions; output layers are tied unless config.json says otherwise."""
 
 GPT2_FIELDS = {
     "n_embd": "hidden_size",
@@ -28,10 +28,10 @@ GPT2_FIELDS = {
 class Shape:
     """Dimensions of a decoder or a text encoder.
 
-    query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert if there are
-    several. matrices: weights of a layer's linear maps, all experts together. mixture: whether there are
-    several. table: embeddings, learned positions included. head: weights of an untied output layer.
-    vocabulary: 0 if no logits are computed. disk_bytes: of a weight in the model's files.
+    query, key_value: width of all heads together. inner: hidden width of an MLP, or of one expert if there
+    are several. matrices: weights of a layer's linear maps, all experts together. mixture: whether there are
+    experts. table: weights of the embeddings, learned positions included. head: weights of an untied output
+    layer. vocabulary: 0 if no logits are computed. disk_bytes: bytes of a weight in the model's files.
     """
 
     kind: str
@@ -52,25 +52,25 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights but norms and biases, which are some hundredths of a percent of large models."""
+        """Number of weights without norms and biases, a few hundredths of a percent of a large model."""
         return self.layers * self.matrices + self.table + self.head
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values, fewer than ``heads`` under grouped-query attention."""
+        """Number of key and value heads; fewer than ``heads`` under grouped-query attention."""
         return self.heads * self.key_value // self.query
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """KV cache per token."""
+        """Return the bytes of KV cache per token."""
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:
-        """The same as a classifier or an embedder: no logits over the vocabulary."""
+        """Return the shape as a classifier or an embedder, which computes no logits over the vocabulary."""
         return replace(self, head=0, vocabulary=0)
 
     @property
     def linear_layers(self) -> dict[str, int]:
-        """Inputs plus outputs of a layer's nn.Linear modules by name; experts and GPT-2 have none."""
+        """Inputs plus outputs of a layer's nn.Linear modules, by name; experts and GPT-2 have none."""
         hidden, wide = self.hidden, self.hidden + self.inner
         if self.kind == "gpt2":
             return {}
@@ -84,7 +84,7 @@ class Shape:
 
 
 def shape_of(fields: Mapping[str, Any]) -> Shape:
-    """From the fields of a config.json. KeyError names one that is missing."""
+    """Derive a shape from the fields of a config.json. Raises KeyError naming a field that is missing."""
     fields = {**fields, **fields.get("text_config", {})}
     kind = fields["model_type"]
     if kind == "gpt2":
@@ -120,9 +120,10 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
 
 
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
-    """Bytes that a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
+    """Return the bytes per token that a layer keeps for the backward pass, without activation checkpointing.
 
-    RMSNorm keeps float32 copies; LayerNorm keeps its input; GPT-2's GELU keeps steps of its formula.
+    They hold for transformers with SDPA. RMSNorm keeps float32 copies, LayerNorm keeps its input, and GPT-2's
+    GELU keeps intermediate steps of its formula.
     """
     heads = 3 * shape.query + 2 * shape.key_value
     if shape.gated:
@@ -135,7 +136,7 @@ def activation_bytes(shape: Shape, weight_bytes: int) -> float:
 
 
 def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float:
-    """Activations of all layers that a token keeps for the backward pass."""
+    """Return the bytes of activations per token that all layers together keep for the backward pass."""
     layer = activation_bytes(shape, weight_bytes)
     if checkpointing:
         return weight_bytes * shape.hidden * shape.layers + 1.5 * layer
@@ -143,17 +144,17 @@ def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float
 
 
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""Most float32 logits that are held at once, by kind of device; large products keep a GPU busy."""
+"""Bytes of float32 logits that may be held at once, by kind of device; large products keep a GPU busy."""
 
 PASS_TOKENS = 16 << 10
-"""Most tokens of several groups that a pass of a searcher's reference computes; one group may have more."""
+"""Most tokens per pass of a searcher's reference over several groups; a single group may have more."""
 
 ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
-"""Activations that a micro-batch may keep by default, bytes by kind of device, and its most tokens: enough
-that a GPU computes while the next layers are launched."""
+"""Bytes of activations that a micro-batch may keep by default, by kind of device. MOST_TOKENS also limits its
+tokens. Both are enough that a GPU computes while the next layers are launched."""
 MOST_TOKENS = 32 << 10
 
 
 def default_micro_batch(token_bytes: float, device: str) -> int:
-    """Tokens of a micro-batch whose ``kept_bytes`` of a token these are."""
+    """Return the default number of tokens in a micro-batch. token_bytes: ``kept_bytes`` of a token."""
     return min(MOST_TOKENS, int(ROOM[device] / token_bytes))

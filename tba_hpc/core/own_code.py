@@ -1,24 +1,39 @@
-"""Functions and classes of the user's that a config names as ``module:function``."""
+"""Users' own functions and classes, which a config names as ``module:function``."""
 
 from __future__ import annotations
 
 import importlib
+import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
+LONGEST_WORDS = 300
+"""Characters of an error that are told."""
+
+OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
+"""The remedy for a file that code of the user's does not find: a run keeps a copy of both."""
+
+LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}/",
+)
+"""Folders of code that is not the user's, unless it is installed."""
+
 
 def is_own(name: str) -> bool:
-    """Whether ``name`` is of that kind, and no path."""
+    """Tell whether ``name`` has the form ``module:function`` and is not a path."""
     return ":" in name and not is_local(name)
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:
-    """The function behind ``name``; ``key``: what it is called in errors. Raises ConfigError."""
+    """Import the function that ``name`` refers to; ``key``: what errors call it. Raises ConfigError."""
     module_name, _, function = name.partition(":")
     module = import_own(key, module_name)
     found = getattr(module, function, None)
@@ -30,7 +45,7 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def import_own(key: str, name: str) -> ModuleType:
-    """A module of the user's. Raises ConfigError for whatever it raises, with the line where it did."""
+    """Import a user's module. Raises ConfigError for any exception in it, with the line that raised it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -39,18 +54,29 @@ def import_own(key: str, name: str) -> ModuleType:
                 f"{key} cannot be imported ({error}): put the module beside the config, or install it"
             ) from None
         raise _refusal(key, name, error) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal(key, name, error) from None
 
 
-def _refusal(key: str, name: str, error: Exception) -> ConfigError:
-    """Names the last line of the module itself that was executed, or the line that is no Python."""
+def in_words(error: BaseException) -> str:
+    """An error of the user's code in a few words on one line, even where it cannot say any itself."""
+    said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
+    return " ".join(said.split())[:LONGEST_WORDS]
+
+
+def where_is(thread: int) -> tuple[str, str]:
+    """The innermost line of the user's code that a thread is in, as ``r.py:7 in reward``; its whole stack."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
+
+
+def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
+    """Make an error that names the module's last executed line, or the line that is not valid Python."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None
     where = f" in {place[0]}, line {place[1]}" if place else ""
     what = error.msg if isinstance(error, SyntaxError) else str(error)
-    return ConfigError(
-        f"{key} cannot be imported ({type(error).__name__}: {what}{where}): correct it, or install what it "
-        "imports"
-    )
+    remedy = OF_A_FILE if isinstance(error, FileNotFoundError) else "correct it, or install what it imports"
+    return ConfigError(f"{key} cannot be imported ({type(error).__name__}: {what}{where}): {remedy}")

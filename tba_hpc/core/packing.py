@@ -1,9 +1,9 @@
-"""Sequences as a model computes them: in one row that holds every prompt once, or in a padded rectangle.
+"""Lays out sequences for a model: in one row that holds every prompt once, or in a padded rectangle.
 
 All indices are made here, on the host, so that a device is never asked for a length. Imports no torch.
 
-Shape letters: N sequences, L the longest, R tokens of a row, S tokens of all sequences with their prompts, T
-tokens of all completions, A sampled tokens.
+Shape letters: N sequences, L tokens of the longest, R tokens of a row, S tokens of all sequences with their
+prompts, T tokens of all completions, A sampled tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 from tba_hpc.core.types import Ragged, offsets_of
 
 Layout = Literal["varlen", "padded", "rectangle"]
-"""How a model gets sequences. varlen: in a row, with an attention kernel for sequences of any lengths.
-padded: in a row, with one for rectangles. rectangle: in a rectangle [N, L], each with its own prompt."""
+"""Form in which a model gets sequences. varlen: in a row, with an attention kernel for sequences of any
+lengths. padded: in a row, with an attention kernel for rectangles. rectangle: in a rectangle [N, L], each
+sequence with its own prompt."""
 
 Array = Any
-"""A numpy array, or the tensor that ``learner.upload`` has made of it."""
+"""A numpy array, or the tensor that ``learner.upload`` made of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +30,11 @@ class Varlen:
     """Attention over a row by queries and keys of several lengths.
 
     A sequence's queries are its own tokens, which are neighbours in the row. Its keys are all of its tokens,
-    those of a shared prompt among them, so its last query sees its last key.
+    including those of a shared prompt, so its last query sees its last key.
 
-    key_S: int64, where in the row each key lies. query_ends, key_ends: int32 [N + 1], offsets of the
-    sequences' queries in the row, and of their keys in ``key_S``. longest_query, longest_key: tokens.
+    key_S: int64, place of each key in the row. query_ends: int32 [N + 1], offsets of the sequences' queries
+    in the row. key_ends: int32 [N + 1], offsets of their keys in ``key_S``. longest_query, longest_key: the
+    most queries and keys of a sequence, in tokens.
     """
 
     key_S: Array
@@ -46,9 +48,9 @@ class Varlen:
 class Padded:
     """Attention over a row by rectangles of sequences.
 
-    places: for sequences of similar length int64 [n, longest], where in the row their tokens lie, those of
-    the prompt among them; 0 beyond their end. from_R: int64, at which of all these places a token's value is
-    found; for a shared prompt, those of its first sequence.
+    places: one array, int64 [n, longest], per set of sequences of similar length: the places of their tokens
+    in the row, prompt included; 0 beyond their end. from_R: int64, index into all these arrays, flattened and
+    joined, of each row token's value. The tokens of a shared prompt take theirs from its first sequence.
     """
 
     places: tuple[Array, ...]
@@ -60,8 +62,8 @@ class Packed:
     """Sequences for one pass of a model.
 
     tokens, positions: int64 [1, R] or [N, L], each token and its place in its own sequence. attention: None
-    for a rectangle. before_A: int64, where in ``tokens``, flattened, a sampled token is predicted.
-    sampled_A: int64, that token. place_A: int64, where it lies among the tokens of all completions.
+    for a rectangle. before_A: int64, index into flattened ``tokens`` at which a sampled token is predicted.
+    sampled_A: int64, that token. place_A: int64, its index among the tokens of all completions.
     """
 
     tokens: Array
@@ -77,15 +79,15 @@ def pack(
 ) -> Packed:
     """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
 
-    prompt_N: int64; sequences next to each other with the same number have the same prompt, and share it in a
-    row. action_T: bool, which tokens of the completions were sampled.
+    prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
+    and share it in a row. action_T: bool, whether each completion token was sampled.
     """
     length_N = sequences.lengths
     row_S = np.arange(len(length_N)).repeat(length_N)
     position_S = np.arange(len(row_S)) - sequences.offsets[row_S]
     completion_S = position_S >= prompt_length_N[row_S]
     first_N = np.append(True, prompt_N[1:] != prompt_N[:-1])
-    own_S = completion_S | first_N[row_S]  # a shared prompt is its first sequence's
+    own_S = completion_S | first_N[row_S]  # a shared prompt belongs to its first sequence
     if layout == "rectangle":
         shape = (len(length_N), int(length_N.max()))
         place_S = row_S * shape[1] + position_S
@@ -106,7 +108,10 @@ def pack(
 def _places_in_row(
     own_S: np.ndarray, row_S: np.ndarray, position_S: np.ndarray, first_N: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """int64 [S]: own tokens one after another; those of a shared prompt where its first sequence has them."""
+    """Return the place of each token in the row, int64 [S].
+
+    Own tokens follow one another. Those of a shared prompt lie where its first sequence has them.
+    """
     place_S = own_S.cumsum() - 1
     lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the sequence whose prompt each one reads
     in_lender_S = offsets[lender_N[row_S]] + position_S
@@ -152,7 +157,7 @@ def _padded(place: Ragged, own: Ragged) -> Padded:
 
 
 def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Which sequences to pad to one length, the longest first: none to twice its own or more."""
+    """Divide sequences, longest first, into sets to pad to one length, less than twice that of each."""
     order_N = np.argsort(-length_N, kind="stable")
     falling_N = length_N[order_N]
     start = 0

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.core.types import (
     Completion,
     Group,
@@ -26,33 +26,57 @@ from tba_hpc.core.types import (
 )
 
 PASS_AT_1 = "pass@1"
-"""The score of a task with right and wrong answers."""
+"""Name of the score of a task with right and wrong answers."""
 
 IDLE_DEADLINES = 6
-"""A searcher gives its trainer this many deadlines between two rounds of the exchange."""
+"""Number of deadlines that a searcher gives its trainer between two rounds of the exchange."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converter of text to tokens and back."""
 
     eos_token_id: int
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` at the start of a sequence: begun as usual, not ended."""
+        """Return tokens, int32 [T], of ``text`` at the start of a sequence: begun as usual, and not ended."""
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` as a user's message, up to the model's answer.
+        """Return tokens, int32 [T], of ``text`` as a user's message, up to the model's answer.
 
         Raises ConfigError if the model has no chat template.
         """
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, without special tokens."""
+        """Return the text of ``tokens``, without special tokens."""
+
+
+@runtime_checkable
+class WholeTokenizer(Tokenizer, Protocol):
+    """A tokenizer that can show special tokens, too: what task.special_tokens needs."""
+
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens included."""
+
+
+def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
+    """What puts a completion into words; special: with special tokens, but the EOS at its end.
+
+    Raises ConfigError if the tokenizer cannot show them.
+    """
+    if not special:
+        return tokenizer.decode
+    if not isinstance(tokenizer, WholeTokenizer):
+        raise ConfigError(
+            "the tokenizer of model.path cannot show special tokens: give it the method of "
+            "ports.WholeTokenizer, or set task.special_tokens=false"
+        )
+    whole, end = tokenizer.decode_whole, tokenizer.eos_token_id
+    return lambda tokens: whole(tokens[:-1] if tokens[-1:].tolist() == [end] else tokens)
 
 
 Message = dict[str, Any]
-"""Of a chat: role, content, and what else a chat template knows."""
+"""A message of a chat: role, content, and whatever else a chat template knows."""
 
 
 @runtime_checkable
@@ -62,33 +86,34 @@ class ChatTokenizer(Tokenizer, Protocol):
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """The text of a conversation; ask: up to the model's next message. options: of the template.
+        """Return the text of a conversation. ask: up to the model's next message. options: of the template.
 
-        Raises ConfigError if the model has no chat template, or that refuses the messages.
+        Raises ConfigError if the model has no chat template, or if the template refuses the messages.
         """
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of rendered text: nothing is added at its start or end."""
+        """Return tokens, int32 [T], of rendered text; nothing is added at its start or end."""
 
 
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
-    Optional: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading`` and ``Itemising``.
+    Optional are the attributes ``score_name``, ``evaluation_temperature`` and ``longest_call``, described at
+    the functions of these names, and the methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading``,
+    ``Itemising`` and ``Showing``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """All prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
+        """Return all prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        """A number per completion of one prompt. Called in one thread, not the main one.
+        """Return a number per completion of one prompt. Called in one thread, not the main one.
 
-        A completion whose reward is not finite is set aside; all of them are if it raises.
+        A completion whose reward is not finite is set aside. If this method raises, all of them are.
         """
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
-        """Whether each completion counts for the score; called in the same thread as ``rewards``."""
+        """Tell whether each completion counts for the score; called in the same thread as ``rewards``."""
 
 
 @runtime_checkable
@@ -96,7 +121,7 @@ class Summarising(Protocol):
     """An optional method of a task, for ``tba evaluate``: figures such as diversity."""
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Name → figure, over all completions of ``groups``."""
+        """Return figures by name, over all completions of ``groups``."""
 
 
 @runtime_checkable
@@ -104,7 +129,7 @@ class Asking(Protocol):
     """An optional method of a task, for ``tba ask``: the prompt of a user's question."""
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Tokens int32 [T]."""
+        """Return tokens, int32 [T], of the prompt for a question."""
 
 
 @runtime_checkable
@@ -112,71 +137,87 @@ class Conversing(Protocol):
     """An optional method of a task whose completions are conversations with an environment."""
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """A generator of conversations around one of turns; ``tokenizer`` is for the caller's thread."""
+        """Wrap a generator of turns in one of conversations; ``tokenizer`` is for the caller's thread."""
 
     def question(self, text: str) -> Prompt:
-        """For ``tba ask``: the start of a conversation about a user's question. Raises ConfigError."""
+        """Return the start of a conversation about a user's question, for ``tba ask``. Raises ConfigError."""
 
 
 @runtime_checkable
 class Grading(Protocol):
-    """What a task may offer besides, whose answers are more or less good: their rewards in evaluations."""
+    """An optional method of a task whose answers are more or less good: their rewards in evaluations."""
 
     def grades(self) -> Sequence[float]:
-        """A reward for each completion of the last call of ``correct``; called right after it."""
+        """Return a reward for each completion of the last call of ``correct``; called right after it."""
 
 
 @runtime_checkable
 class Itemising(Protocol):
-    """An optional method of a task whose reward is a sum: its terms, for the metrics."""
+    """An optional method of a task whose reward is a sum: the terms of the sum, for the metrics."""
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Name → a number per completion of the last call of ``rewards``; called right after it."""
+        """Return, by name, a number per completion of the last call of ``rewards``; called right after it."""
+
+
+@runtime_checkable
+class Showing(Protocol):
+    """An optional method of a task that puts completions into words, for task.special_tokens."""
+
+    def show_special_tokens(self) -> None:
+        """From now on with special tokens, see ``decoder``. Raises ConfigError if the tokenizer cannot."""
 
 
 def score_name(task: Task) -> str:
-    """What a task calls its score, the share of prompts answered correctly; pass@1 by default."""
+    """Return a task's name for its score, the share of prompts answered correctly; pass@1 by default."""
     return str(getattr(task, "score_name", PASS_AT_1))
 
 
 def evaluation_temperature(task: Task) -> float:
-    """Temperature at which evaluation prompts are answered; 0, greedy, by default."""
+    """Return the temperature at which evaluation prompts are answered; 0, greedy, by default."""
     return float(getattr(task, "evaluation_temperature", 0.0))
 
 
+def longest_call(task: Task, seconds: float) -> float:
+    """Deadline of a call of ``rewards`` or ``correct``, s: the task's own, or the one that is given.
+
+    A task whose calls load models, or wait for what has deadlines of its own, says infinity.
+    """
+    return float(getattr(task, "longest_call", seconds))
+
+
 class Victim(Protocol):
-    """A fixed model that a task asks, beside the policy: the one that red-teaming tests."""
+    """A fixed model, other than the policy, that a task queries, such as the one that red-teaming tests."""
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Sampled answers to each text, equally many. Blocks; any thread may call it.
+        """Return sampled answers to each text, equally many. Blocks; any thread may call it.
 
         Raises ConfigError if the model cannot be served, EngineError if it keeps dying.
         """
 
 
 class Serve(Protocol):
-    """Makes a Victim; what a task gets whose constructor has an argument ``serve``."""
+    """Function that makes a Victim, given to tasks whose constructor has an argument ``serve``."""
 
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
         """Begin to serve ``model``. Raises ConfigError.
 
-        generator: how it samples, how many answers to a text (completions_per_prompt), its memory. chat:
-        texts are a user's messages in the model's chat template. keys: config keys for errors, that of the
-        path first.
+        generator: sampling, number of answers to a text (completions_per_prompt) and memory. chat: whether
+        texts are a user's messages in the model's chat template. keys: config keys that errors name, that of
+        the path first.
         """
 
 
 class Generator(Protocol):
-    """A policy that samples, by continuous batching: submit requests, step, take finished groups.
+    """A policy that samples by continuous batching: submit requests, step, take finished groups.
 
-    version: of the weights in use. load_seconds: how long generation paused for the last load. busy_seconds:
-    spent generating so far. rebuilds: dead engines replaced.
+    version: number of the weights in use. load_seconds: pause of generation for the last load. busy_seconds:
+    time spent generating so far. rebuilds: number of dead engines replaced.
 
-    It may also have nan_groups: groups sampled again, so far, since a log-probability was not a number;
-    recompute_share: of the tokens computed so far, those that a load of weights had made worthless; stage:
-    what the engine does before it can sample, empty once it can.
+    It may also have these. nan_groups: number of groups sampled again so far because a log-probability was
+    NaN. recompute_share: share of the tokens computed so far that a load of weights had made worthless.
+    stage: what the engine is doing before it can sample; empty once it can.
     """
 
     @property
@@ -193,22 +234,22 @@ class Generator(Protocol):
 
     @property
     def loading(self) -> bool:
-        """Whether the last ``load`` is still under way."""
+        """True while the last ``load`` is under way."""
 
     @property
     def in_flight(self) -> int:
-        """Completions that have not ended, or whose whole group ``step`` has not returned yet."""
+        """Number of completions whose whole group ``step`` has not returned yet, ended ones included."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ValueError if prompt and completion exceed the context."""
+        """Queue a request. Raises ValueError if prompt and completion exceed the context."""
 
     def step(self) -> list[Group]:
         """Generate for a moment; return the groups that are now complete."""
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place; requests in flight go on under the new weights.
+        """Replace the weights in place; requests in flight continue under the new weights.
 
-        The old weights are in use while ``loading``.
+        The old weights stay in use while ``loading``.
         """
 
     def close(self) -> None:
@@ -218,24 +259,24 @@ class Generator(Protocol):
 class Reference(Protocol):
     """The reference policy π_ref. Called in one thread, not the main one.
 
-    step: which policy it is: that of an optimizer step (0: the initial one), or BEHAVIOUR. has_model: whether
-    it computes anything; if not, it gives what sampled, or NaN for the trainer to replace.
+    step: optimizer step of this policy (0: the initial one), or BEHAVIOUR. has_model: whether it computes
+    anything; if not, it gives the sampling log-probabilities, or NaN for the trainer to replace.
     """
 
     step: int
     has_model: bool
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature.
+        """Return, per completion, each token's log-probability at model.logprob_temperature, float32 [T].
 
-        At an environment's tokens any number.
+        An environment's tokens may have any number.
         """
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Compute ``logprobs`` of every group, perhaps together."""
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """As ``logprobs``, of every group, under other weights. ``weights.data`` is unchanged on return."""
+        """Compute ``logprobs`` of every group under other weights. ``weights.data`` is unchanged after it."""
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``, which the trainer has exported."""
@@ -250,78 +291,83 @@ class Learner(Protocol):
     layout: WeightLayout
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step on the mean loss over all rows of ``batch``; returns its metrics.
+        """Take one optimizer step on the mean loss over all rows of ``batch``; return its metrics.
 
-        loss and the objective's own, means over the batch; the ``figures`` of the batch; grad_norm before
-        clipping; tokens of the completions; the learning_rate; skipped_steps so far. If loss or norm is not
-        finite, weights and optimizer stay as they are, and the norm is not finite; ConfigError if that
-        happens too often in a row.
+        The metrics are: loss and the objective's own, as means over the batch; the ``figures`` of the batch;
+        grad_norm before clipping; tokens of the completions; learning_rate; skipped_steps so far. If loss or
+        norm is not finite, weights and optimizer stay as they are, and the norm returned is not finite.
+        Raises ConfigError if that happens too often in a row.
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: log π_ref of the completions' tokens, rows in order, for a reference scored here.
+        """Return log π_ref of the completions' tokens, float32 [T], rows in order, if it is scored here.
 
-        step: whose policy it is: 0, one that was exported, or BEHAVIOUR: the average of the policy.
+        step: optimizer step of the reference: 0, or one that was exported.
         """
 
     def write_weights(self, out: np.ndarray) -> None:
-        """Copy the current weights into ``out``, uint8 [layout.nbytes]; returns when all of it is written."""
+        """Copy the current weights into ``out``, uint8 [layout.nbytes]; return when all is written."""
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy weights and optimizer; returns what writes them durably into ``folder``, which exists.
+        """Copy weights and optimizer; return a function that writes them durably into an existing ``folder``.
 
-        That is called once, before the next ``save``, in any thread. It returns when all ranks have written:
-        lines of the inventory for files whose checksums are known by then. Raises StateError if they cannot
-        be written, DiskFullError if that is for want of room; then ``save`` may be called again.
+        The function is called once, before the next ``save``, in any thread. It returns when all ranks have
+        written, and gives lines of the inventory for files whose checksums are known by then. It raises
+        StateError if they cannot be written, or DiskFullError for lack of room; then ``save`` may be called
+        again.
         """
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote: exactly for the same number of ranks, else to rounding.
+        """Restore what ``save`` wrote: exactly for the same number of ranks, otherwise up to rounding.
 
-        Raises StateError if that is not of this model, or lacks what is wanted.
+        Raises StateError if the folder is of another model or lacks something that is needed.
         """
 
     def export(self, folder: Path) -> None:
         """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename.
 
-        With LoRA the adapter is merged into it, and also lies in the subfolder ``adapter.FOLDER``.
+        With LoRA the adapter is merged into the weights, and also lies in the subfolder ``adapter.FOLDER``.
         """
 
     def close(self) -> None:
-        """Let the following ranks go."""
+        """Release the ranks that follow."""
 
 
 class SharedLearner(Learner, Protocol):
-    """A learner of which every trainer rank holds a part."""
+    """A learner that is spread over all trainer ranks; each holds a part."""
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
         """Obey the leader until it closes the learner.
 
-        ``slot`` is called once per ``write_weights`` of the leader: the buffer, uint8 [layout.nbytes], that
-        this rank's part of the weights goes into. None: the leader writes them all (not Config.one_world).
+        ``slot`` is called once per ``write_weights`` of the leader. It returns the buffer, uint8
+        [layout.nbytes], that receives this rank's part of the weights. None: the leader writes all of them,
+        as without Config.one_world.
         """
 
 
 class Backend(Protocol):
-    """What ``model.path`` stands for: how a policy is trained and sampled.
+    """The implementation behind ``model.path``: how a policy is trained and sampled.
 
-    The usual one, is ``engine.hf_backend``'s. Your own is a class that is called with the run's
-    Config and named as ``model.path=module:Class``; the module is found where reward functions are.
+    The usual one is in ``engine.hf_backend``. Your own is a class that is called with the run's Config
+    and named as ``model.path=module:Class``; the module is looked up like reward functions.
     """
 
     def tokenizer(self) -> Tokenizer:
-        """A new one: each is used in one thread."""
+        """Make a new tokenizer; each is used in one thread."""
 
     def generator(self, *, seed: int) -> Generator:
-        """A searcher's."""
+        """Make a searcher's generator."""
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """The initial policy, in a searcher; ``folder_of``: where those that become it are exported."""
+        """Make a searcher's reference, at first the initial policy.
+
+        folder_of: from a step to the folder where that step's policy, once it is the reference, is exported.
+        """
 
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """A trainer rank's; ``store``: a private folder of this attempt, shared by all trainer ranks."""
+        """Make a trainer rank's learner; ``store``: this attempt's private folder, shared by these ranks."""
 
 
 class TrainerExchange(Protocol):
@@ -330,19 +376,19 @@ class TrainerExchange(Protocol):
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round: ``write`` fills a uint8 buffer with the weights of ``publication``.
 
-        False, with nothing written, while a round is under way. Raises ExchangeError naming who is missing
-        once a round has outlasted its deadline.
+        Returns False, with nothing written, while a round is under way. Raises ExchangeError, naming who is
+        missing, once a round has outlasted its deadline.
         """
 
     def gather(self) -> bool:
-        """As ``publish``, without weights: shards alone, while the trainer waits for them."""
+        """Start a round as ``publish`` does, but without weights, to fetch shards that the trainer awaits."""
 
     def collect(self) -> list[Shard]:
-        """Shards that arrived since the last call, each exactly once, in order per searcher."""
+        """Return the shards that arrived since the last call, each exactly once, in order per searcher."""
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a searcher has been asked (by a signal) to stop the run."""
+        """True once a searcher has been asked (by a signal) to stop the run."""
 
     def close(self) -> list[Shard]:
         """Finish the round under way, tell every searcher that the run is over, return the last shards."""
@@ -355,26 +401,26 @@ class SearcherExchange(Protocol):
         """Hand over a shard that is already sealed on disk."""
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before, if any."""
+        """Return the newest weights not seen before, if any."""
 
     def request_stop(self) -> None:
-        """Ask the trainer to stop the run at its next safe point; nothing if only this searcher leaves."""
+        """Ask the trainer to stop the run at its next safe point; do nothing if only this searcher leaves."""
 
     @property
     def pending(self) -> int:
-        """Shards offered and not yet merged: the bound for back-pressure."""
+        """Number of shards offered and not yet merged; back-pressure depends on it."""
 
     @property
     def closed(self) -> bool:
-        """Whether the trainer has ended the run and every published weight has been polled."""
+        """True once the trainer has ended the run and every published weight has been polled."""
 
     def close(self) -> None:
-        """Leave. Shards not yet merged stay on disk and are merged by a resume."""
+        """Leave. Shards not yet merged stay on disk, and a resume merges them."""
 
 
 class EngineError(RuntimeError):
-    """The engine died again and again; the message says how often and why."""
+    """Raised if the engine died again and again; the message says how often and why."""
 
 
 class ExchangeError(RuntimeError):
-    """A peer is missing: the message names who, for how long, and the likely cause."""
+    """Raised if a peer is missing; the message names who, for how long, and the likely cause."""

@@ -1,4 +1,4 @@
-"""The requests of a run: the order of prompts, which requests are completed, how each is sampled."""
+"""The requests of a run: the order of their prompts, which are completed, and how each is sampled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tba_hpc.core.types import Request, Sampling
 from tba_hpc.core.wording import count
 
 TEMPERED_SHARE = 0.5
-"""Of the prompts of a run with generator.tempered_range, those sampled at such a temperature."""
+"""Share of a run's prompts that are sampled at a temperature from generator.tempered_range, if it is set."""
 
 _PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
 _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """The requests whose groups lie in sealed shards: a growing bitmap."""
+    """The requests whose groups lie in sealed shards, as a growing bitmap."""
 
     def __init__(self) -> None:
         self._done = np.zeros(0, np.uint8)  # perhaps with room for more at the end
@@ -35,7 +35,7 @@ class CompletedRequests:
         return made
 
     def to_array(self) -> np.ndarray:
-        """A copy of the bitmap, uint8."""
+        """Copy the bitmap, uint8."""
         return np.trim_zeros(self._done, "b").copy()
 
     def add(self, request_ids: np.ndarray | int) -> None:
@@ -50,17 +50,17 @@ class CompletedRequests:
         np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
 
     def unite(self, other: CompletedRequests) -> None:
-        """Mark what ``other`` has as completed, too."""
+        """Mark the requests of ``other`` as completed, too."""
         self.add(np.flatnonzero(np.unpackbits(other.to_array())))
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether the group of a request is sealed."""
+        """Tell whether the group of a request is sealed."""
         return request_id < 8 * len(self._done) and bool(
             self._done[request_id // 8] & (128 >> request_id % 8)
         )
 
     def among(self, request_ids: np.ndarray) -> np.ndarray:
-        """bool, in the shape of ``request_ids`` (int64): which of these groups are sealed."""
+        """Tell which of these groups are sealed: bool, in the shape of ``request_ids`` (int64)."""
         known = request_ids < 8 * len(self._done)
         found = np.zeros(request_ids.shape, bool)
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
@@ -68,13 +68,13 @@ class CompletedRequests:
 
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
-    """uint8: the bit of each in its byte, as ``np.packbits`` has it."""
+    """Return the bit of each request in its byte, uint8, in the order of ``np.packbits``."""
     return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, as a searcher learns it when it joins.
+    """Progress of a run, as a searcher learns it when it joins.
 
     completed: the requests in all shards before the cursors. cursors: next shard to merge per searcher.
     """
@@ -83,18 +83,18 @@ class Progress:
     cursors: Mapping[int, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Bytes that from_bytes reads."""
+        """Return bytes that from_bytes reads."""
         return msgspec.msgpack.encode((self.completed.to_array().tobytes(), self.cursors))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Progress:
-        """Inverse of to_bytes. Raises ValueError where some are missing."""
+        """Inverse of to_bytes. Raises ValueError if bytes are missing."""
         bitmap, cursors = msgspec.msgpack.decode(data, type=tuple[bytes, dict[int, int]])
         return cls(CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)), cursors)
 
 
 class PromptOrder:
-    """Which prompt each request asks: epoch after epoch, each a permutation drawn from (seed, epoch)."""
+    """Order in which requests ask prompts: epochs, each of them a permutation drawn from (seed, epoch)."""
 
     def __init__(self, seed: int, n_prompts: int) -> None:
         self._seed = seed
@@ -103,7 +103,7 @@ class PromptOrder:
         self._permutation = np.empty(0, np.int64)
 
     def prompt_of(self, request_id: int) -> int:
-        """Id of the prompt that a request asks."""
+        """Return the id of the prompt that a request asks."""
         epoch, place = divmod(request_id, self._n_prompts)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -112,10 +112,10 @@ class PromptOrder:
         return int(self._permutation[place])
 
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
-        """Requests ≡ ``place`` (mod ``places``), ascending without end, less what is completed.
+        """Yield requests ≡ ``place`` (mod ``places``), ascending without end, less those that are completed.
 
-        Only the searcher with this place issues them, so that none is issued twice in an attempt; the next
-        one with it, and a resume by any number of searchers, issues whatever was not sealed.
+        Only the searcher with this place issues them, so that none is issued twice in an attempt. The next
+        searcher with the place, or a resume with any number of searchers, issues those that were not sealed.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -124,7 +124,7 @@ class PromptOrder:
 def training_requests(
     config: Config, task: Task, searcher: int, completed: CompletedRequests
 ) -> Iterator[Request]:
-    """The requests of one searcher, without end, in the run's order, less those completed before."""
+    """Yield the requests of one searcher without end, in the run's order, less those completed before."""
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
@@ -137,7 +137,7 @@ def training_requests(
 
 
 def _temperature(config: Config, request_id: int) -> float:
-    """Sampling temperature of a request, a function of the seed and its number."""
+    """Return the sampling temperature of a request, a function of the seed and the request's number."""
     section = config.generator
     random = np.random.default_rng([config.run.seed, _TEMPERATURE, request_id])
     if section.tempered_range is None or random.random() >= TEMPERED_SHARE:
@@ -146,7 +146,7 @@ def _temperature(config: Config, request_id: int) -> float:
 
 
 def prompt_room(config: Config) -> int:
-    """Tokens that the longest completion leaves to a prompt."""
+    """Return the number of tokens that the longest completion leaves to a prompt."""
     return config.model.context_length - config.generator.max_tokens
 
 

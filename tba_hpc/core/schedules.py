@@ -15,10 +15,10 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Learning rate of ``step``, on a schedule over all ``steps`` or until its ``decay`` ends.
+    """Return the learning rate of ``step``, on a schedule over all ``steps`` or until its ``decay`` ends.
 
-    Warm-up rises from zero before the first step (step 0 has peak / warmup_steps, step warmup_steps − 1 the
-    peak), and decay ends at zero after the last: no step has a rate of zero.
+    Warm-up starts from zero before the first step: step 0 has peak / warmup_steps, step warmup_steps − 1 has
+    the peak. Decay reaches zero only after the last step, so no step up to there has a rate of zero.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -28,12 +28,12 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 
 def laid_out_for(train: TrainSection) -> int:
-    """Optimizer steps after which the learning rate has decayed."""
+    """Return the number of optimizer steps after which the learning rate has decayed."""
     return train.learning_rate.decay[1] if train.learning_rate.decay else train.steps
 
 
 def _decay(config: LearningRate, share: float) -> float:
-    """Share of the peak when that share of the decay is left."""
+    """Return the rate as a share of the peak, given the share of the decay that is left."""
     match config.schedule:
         case "constant":
             return 1.0
@@ -44,29 +44,29 @@ def _decay(config: LearningRate, share: float) -> float:
 
 
 def beta(train: TrainSection, step: int) -> float:
-    """KL coefficient of the target policy of ``step``: β·T.
+    """Return the KL coefficient of the target policy of ``step``: β·T.
 
-    The tempered target log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′) with β′ = β·T and p = 1/(γ·T), the
-    ``reference_power``.
+    The tempered target log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′), with β′ = β·T. The power
+    p = 1/(γ·T) is the ``reference_power``.
     """
     return at(train.beta, step) * at(train.target_temperature, step)
 
 
 def reference_power(train: TrainSection, step: int) -> float:
-    """Power p = 1/(γ·T) of the reference in the target policy of ``step``; see ``beta``."""
+    """Return the power p = 1/(γ·T) of the reference in the target policy of ``step``; see ``beta``."""
     return 1 / (at(train.reference_temperature, step) * at(train.target_temperature, step))
 
 
 def at(schedule: Schedule, step: int) -> float:
-    """Value of a schedule at ``step``: linear between its points, constant after the last."""
+    """Return the value of a schedule at ``step``: linear between its points, constant after the last."""
     return float(np.interp(step, [start for start, _ in schedule], [value for _, value in schedule]))
 
 
 def reference(config: TrainSection, step: int) -> int:
-    """Which policy is the reference in ``step``: that of an optimizer step (0: the initial one) or BEHAVIOUR.
+    """Return the reference policy of ``step``: its optimizer step (0: the initial policy), or BEHAVIOUR.
 
-    If it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made. After the
-    last step it stays: the last evaluation is under it.
+    If the reference is reset every ρ steps (TBA′), step ρ is the first to learn against the policy that ρ
+    steps have made. The reference of the last step stays after it, for the last evaluation.
     """
     match config.reference:
         case ResetReference(every=every):

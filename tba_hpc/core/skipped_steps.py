@@ -1,4 +1,4 @@
-"""Optimizer steps that are not taken because loss or gradient is not finite."""
+"""Optimizer steps that are skipped because the loss or the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tba_hpc.config import ConfigError
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
-"""Skipped steps in a row that end a run: a bad group leaves with its batch, a broken policy stays."""
+"""Skipped steps in a row that end a run. A bad group leaves with its batch; a broken policy stays."""
 
 
 class SkippedSteps:
-    """Counts them on a trainer rank; total: so far."""
+    """Counter of skipped steps on a trainer rank. total: number so far."""
 
     def __init__(self) -> None:
         self.total = 0
         self._in_a_row = 0
 
     def taken(self) -> None:
-        """The optimizer took a step."""
+        """Note that the optimizer took a step."""
         self._in_a_row = 0
 
     def skipped(self, prompt_ids: Iterable[int]) -> None:
-        """It took none. prompt_ids: of the groups whose loss is not finite; empty if only the norm is not.
+        """Note a skipped step, and log it. Raises ConfigError at the last of MOST_IN_A_ROW in a row.
 
-        Raises ConfigError at the last of MOST_IN_A_ROW in a row.
+        prompt_ids: prompts of the groups whose loss is not finite; empty if only the gradient norm is not.
         """
         self.total += 1
         self._in_a_row += 1

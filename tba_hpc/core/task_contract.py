@@ -1,6 +1,6 @@
-"""Checks that a task keeps to ports.Task; a fault is a ConfigError with the class, the value and the rule.
+"""Checks that a task keeps to ports.Task; a violation is a ConfigError with class, value and rule.
 
-What its code raises is counted, see ``Failures``.
+Exceptions of a task's own code are counted; see ``Failures``.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ import logging
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import Task
+from tba_hpc.core.ports import Grading, Itemising, Task
 from tba_hpc.core.types import Completion, Prompt, Split
 
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Of failures of one kind one in so many is logged."""
+"""Interval at which failures of one kind are logged: the first, and then one in this many."""
 
 METHODS = ("prompts", "rewards", "correct")
 
 
 def class_name(task: Task) -> str:
-    """``module:Class``, as a config names it."""
+    """Return a task's class as ``module:Class``, as a config names it."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
 def require_methods(task: Task) -> None:
-    """Raise ConfigError where the task lacks one of METHODS."""
+    """Raise ConfigError if the task lacks one of METHODS."""
     for name in METHODS:
         if not callable(getattr(task, name, None)):
             raise ConfigError(
@@ -43,7 +43,7 @@ def require_methods(task: Task) -> None:
 
 
 def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
-    """``task.prompts(split)``. Raises ConfigError where that is no sequence of well-formed prompts."""
+    """Return ``task.prompts(split)``. Raises ConfigError if it is not a sequence of well-formed prompts."""
     prompts: object = task.prompts(split)
     call = f"the task {class_name(task)}: prompts({split!r})"
     if not isinstance(prompts, Sequence):
@@ -55,7 +55,7 @@ def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
 
 
 def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-    """``task.rewards(…)``, finite or not. Raises ConfigError where they are not a number for each."""
+    """Return ``task.rewards(…)``, finite or not. Raises ConfigError if there is not a number for each."""
     rewards = task.rewards(prompt, completions)
     numbers = _numbers(rewards)
     if numbers is None or len(numbers) != len(completions):
@@ -67,7 +67,7 @@ def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion
 
 
 def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-    """``task.correct(…)``. Raises ConfigError where they are not a truth value for each."""
+    """Return ``task.correct(…)``. Raises ConfigError if there is not a truth value for each completion."""
     correct = task.correct(prompts, completions)
     numbers = _numbers(correct)
     if numbers is None or len(numbers) != len(completions) or not {0.0, 1.0}.issuperset(numbers):
@@ -78,8 +78,43 @@ def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence
     return [number == 1 for number in numbers]
 
 
+def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
+    """``task.reward_parts()``, {} without such a method.
+
+    Raises ConfigError where one of them is not ``total`` numbers.
+    """
+    if not isinstance(task, Itemising):
+        return {}
+    parts: object = task.reward_parts()
+    rows = {name: _numbers(row) for name, row in parts.items()} if isinstance(parts, Mapping) else {"": None}
+    found = {str(name): row for name, row in rows.items() if row is not None and len(row) == total}
+    if len(found) < len(rows):
+        raise ConfigError(
+            f"the task {class_name(task)}: reward_parts() gave {_short(parts)}, but {total} completions need "
+            "a number each, by the names of the parts: write it as ports.Itemising says"
+        )
+    return found
+
+
+def checked_grades(task: Task, total: int) -> Sequence[float | None]:
+    """``task.grades()``, None each without such a method.
+
+    Raises ConfigError where they are not ``total`` numbers.
+    """
+    if not isinstance(task, Grading):
+        return [None] * total
+    grades: object = task.grades()
+    numbers = _numbers(grades)
+    if numbers is None or len(numbers) != total:
+        raise ConfigError(
+            f"the task {class_name(task)}: grades() gave {_short(grades)}, but {total} completions need a "
+            "number each: write it as ports.Grading says"
+        )
+    return numbers
+
+
 def _fault(prompt: object, place: int) -> str | None:
-    """What is wrong with the prompt at a place of its split, and what it must be."""
+    """Return what is wrong with the prompt at index ``place`` of its split and how to mend it, or None."""
     if not isinstance(prompt, Prompt):
         return f"is a {type(prompt).__name__}: give a tba_hpc.Prompt"
     if not isinstance(prompt.id, int | np.integer) or prompt.id != place:
@@ -104,12 +139,12 @@ def _fault(prompt: object, place: int) -> str | None:
 
 
 def _short(value: object) -> str:
-    """A value as code, on one line and cut where it is long."""
+    """Return a value as code, on one line, cut short if it is long."""
     return " ".join(reprlib.repr(value).split())
 
 
 def _numbers(values: object) -> list[float] | None:
-    """Each of the values as a number; None where one is none, text that reads like one included."""
+    """Return the values as numbers; None if one is not a number, such as text that reads like one."""
     try:
         items = list(cast(Iterable[float], values))
         return None if any(isinstance(item, str) for item in items) else [float(item) for item in items]
@@ -119,10 +154,10 @@ def _numbers(values: object) -> list[float] | None:
 
 @dataclass
 class Failures:
-    """Of a task's code: logged now and then, and the end of the run at too many in a row.
+    """Counter of failures of a task's code, which logs some of them and ends the run at too many in a row.
 
-    task: name of its class. things: what is counted. then: what becomes of one. limit: how many in a row end
-    the run; by default none do.
+    task: name of its class. things: noun for what is counted. then: what happens after a failure. limit: how
+    many in a row end the run; by default it never ends.
     """
 
     task: str
@@ -133,9 +168,9 @@ class Failures:
     _seen: Counter[type | None] = field(default_factory=Counter)
 
     def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
-        """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
+        """Log the first failure of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
 
-        error: what was raised, if anything was; its type is the kind. counts: whether the row grows by one.
+        error: the exception, if there was one; its type is the kind. counts: whether it counts to the limit.
         """
         kind = type(error) if error else None
         before = self._seen[kind]

@@ -1,4 +1,4 @@
-"""What learning rate times age of data the shipped configs were tuned for, and whether a run exceeds it."""
+"""The learning rate times age of data that shipped configs were tuned for, and whether a run exceeds it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from tba_hpc.config import Config, load_config, shipped
 
 @cache
 def shipped_configs() -> dict[str, Config]:
-    """By name."""
+    """Load the shipped configs, by name."""
     return {name: load_config(path) for name, path in shipped.files("configs").items()}
 
 
 def expected_age(config: Config) -> int:
-    """Optimizer steps between the weights that sample and those that learn: the bound, if there is one.
+    """Return the expected optimizer steps between the weights that sample and those that learn.
 
-    Else 2k − 1, sampled during k steps and learned from in the k after them; more with slow searchers and
-    replay.
+    This is the bound on staleness, if there is one. Otherwise it is 2k − 1 for data sampled during k steps
+    and learned from in the k steps after them. Slow searchers and replay add to it.
     """
     bound = config.exchange.max_staleness
     return 2 * config.exchange.sync_every - 1 if bound is None else bound
 
 
 def beyond_tuned(config: Config) -> tuple[str, str] | None:
-    """What is found, and a remedy, if rate × age exceeds that of the nearest shipped config.
+    """Return a finding and a remedy if rate × age exceeds that of the nearest shipped config, else None.
 
-    The highest stable rate falls as 1/age (arXiv 2607.01083). Nearest: of the same model, or else of the same
-    task and objective; None if there is none.
+    The highest stable rate falls as 1/age (arXiv 2607.01083). The nearest configs have the same model, or
+    otherwise the same task and objective. None is also returned if there is no such config.
     """
     rate, age = config.train.learning_rate.peak, expected_age(config)
     alike = _alike(config)
@@ -47,7 +47,7 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
 
 
 def _alike(config: Config) -> dict[str, Config]:
-    """The shipped configs that are nearest; an adapter's rates are no whole model's."""
+    """Return the nearest shipped configs; rates for adapters and for whole models are not comparable."""
     kind = {
         name: other
         for name, other in shipped_configs().items()

@@ -1,7 +1,9 @@
 """Values that cross layer boundaries: prompts, completions, groups, trajectories, shards, weights. No torch.
 
-Shape letters, used in names throughout the project:
-    N trajectories, P distinct prompts, B groups of a batch, K completions of a group, T tokens in all
+Shape letters, used as suffixes of names throughout the project (``reward_N``, ``logprob_BK``):
+    N trajectories (sequences), P distinct prompts, B groups of a batch, K completions of a group
+    T tokens in all, A those of them that the policy sampled (actions), L positions of the longest sequence
+    D width of a hidden state or embedding, V vocabulary; a digit is the size of an axis (``mean_B1``)
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ Role = Literal["trainer", "searcher"]
 ResourceKind = Literal["model", "data set", "file"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""The record field ``truncated`` is the place of the finish reason in these: 0 for what was not cut off."""
+"""All finish reasons. The record field ``truncated`` is an index into these; 0 means not cut off."""
 
 BEHAVIOUR = -1
-"""Instead of a reference's step: its log-probabilities are those of the policy that sampled."""
+"""Stands in place of a reference's step: log π_ref is then the log-probability under the sampling policy."""
 
 RECORD = np.dtype(
     [
@@ -40,22 +42,22 @@ RECORD = np.dtype(
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""What a searcher records of a trajectory, filled in by ``Trajectories.of_groups``. A field added here gets
-into the batch; ``objectives.Groups.of`` names those that an objective sees."""
+"""Fields that a searcher records of a trajectory, filled in by ``Trajectories.of_groups``. A field added
+here reaches the batch; ``objectives.Groups.of`` names those that an objective sees."""
 
 LIVE_RECORD = np.dtype(
     [
         *RECORD.descr,
-        ("revision", "<i8"),  # of the buffer: the merge that brought it
+        ("revision", "<i8"),  # revision of the buffer: the merge that brought it
         ("sync", "<i8"),  # the sync that brought it
         ("uses", "<i4"),  # steps that have learned from it
-        ("value", "<f4"),  # V̂ of its request (buffer.soft_values), 0 if none is wanted
+        ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
     ]
 )
-"""The record in the buffer, its checkpoints and batches: RECORD, and what the trainer adds at the merge."""
+"""Record in the buffer, its checkpoints and batches: RECORD plus what the trainer adds at the merge."""
 
 PER_TOKEN = ("logprobs", "ref_logprobs")
-"""Fields of Trajectories with a value per completion token."""
+"""Fields of Trajectories that hold one value per completion token."""
 
 COLUMNS = (
     "record",
@@ -69,7 +71,7 @@ Columns = tuple[np.ndarray, ...]
 
 
 def make_uid(searcher: int, shard: int, row: int) -> int:
-    """Identity of a trajectory: 20 bits of searcher, 24 of shard, 20 of row."""
+    """Pack the identity of a trajectory into an integer: 20 bits of searcher, 24 of shard, 20 of row."""
     return searcher << 44 | shard << 20 | row
 
 
@@ -77,7 +79,7 @@ def make_uid(searcher: int, shard: int, row: int) -> int:
 class Resource:
     """A model, data set or file that a config names under ``key``.
 
-    name: on the hub, or a path. subset: the configuration of a data set with several.
+    name: hub name or path. subset: name of the configuration, for a data set that has several.
     """
 
     kind: ResourceKind
@@ -101,13 +103,13 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype | type) -> Ragged:
-        """Rows in one array of ``dtype``."""
+        """Join rows into one array of ``dtype``."""
         values = np.concatenate([np.asarray(row, dtype) for row in rows] or [np.empty(0, dtype)])
         return cls(values, offsets_of([len(row) for row in rows]))
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, at least one, in order."""
+        """Join the rows of all parts in order; there must be at least one part."""
         offsets = offsets_of(joined([part.lengths for part in parts]))
         return cls(joined([part.values for part in parts]), offsets)
 
@@ -119,17 +121,17 @@ class Ragged:
         return len(self.offsets) - 1
 
     def row(self, i: int) -> np.ndarray:
-        """A view of row ``i``."""
+        """Return a view of row ``i``."""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """A copy of the given rows, in the given order, repeats allowed."""
+        """Copy the given rows in the given order; repeats are allowed."""
         index_T, packed = spans(self.offsets, rows)
         return Ragged(self.values[index_T], packed)
 
 
 def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
-    """int64 [N + 1] offsets of rows of the given lengths."""
+    """Return the offsets, int64 [N + 1], of rows of the given lengths."""
     lengths = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), np.int64)
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -137,10 +139,10 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """np.concatenate of contiguous arrays of one dtype, at least one.
+    """Concatenate contiguous arrays of one dtype, at least one, as np.concatenate does.
 
-    A thousand at a time: one call for 100,000 groups would block the other threads. Records as bytes: numpy
-    copies them field by field, ten times slower.
+    It joins about a thousand at a time, because one call for 100,000 groups would block the other threads.
+    It joins records as bytes, because numpy copies them field by field, which is ten times slower.
     """
     dtype = arrays[0].dtype
     if dtype.names:
@@ -155,7 +157,7 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens of ``rows`` lie, int64 [T], and the offsets of their copies, int64 [N + 1]."""
+    """Return the indices, int64 [T], of the tokens of ``rows``, and their copies' offsets, int64 [N + 1]."""
     start_N = offsets[rows]
     length_N = offsets[rows + 1] - start_N
     packed = offsets_of(length_N)
@@ -164,7 +166,7 @@ def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """id: its index in its split. tokens: int32 [P]. target: the gold answer."""
+    """A prompt. id: its index in its split. tokens: int32 [T]. target: the gold answer."""
 
     id: int
     tokens: np.ndarray
@@ -175,10 +177,11 @@ class Prompt:
 class Completion:
     """One sampled answer, or the whole conversation that follows a prompt.
 
-    tokens: int32 [T], with the EOS or the whole stop string that ended it. logprobs: float32 [T], under the
-    sampling weights at model.logprob_temperature, whatever temperature they were sampled at; NaN at the
-    tokens that an environment gave, of which the first is none. finish_reason: what ended it; turns:
-    task.options.max_turns. reward: the environment's own, NaN if it failed. calls, failed_calls: of tools.
+    tokens: int32 [T], including the EOS or the whole stop string that ended it. logprobs: float32 [T], under
+    the sampling weights at model.logprob_temperature, whatever temperature they were sampled at. They are NaN
+    at tokens that an environment gave; the first token is never one of these. finish_reason: what ended it;
+    "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed. calls,
+    failed_calls: numbers of tool calls.
     """
 
     tokens: np.ndarray
@@ -190,22 +193,21 @@ class Completion:
 
     @property
     def action_T(self) -> np.ndarray:
-        """bool: which tokens the policy sampled; the others are the environment's."""
+        """Mask, bool [T], of the tokens that the policy sampled; the others are the environment's."""
         return ~np.isnan(self.logprobs)
 
     @property
     def turns(self) -> int:
-        """How often the policy spoke: runs of sampled tokens."""
+        """Number of times the policy spoke, which is the number of runs of sampled tokens."""
         action_T = self.action_T
         return 1 + int(np.count_nonzero(action_T[1:] & ~action_T[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn.
+    """Parameters by which completions are drawn.
 
-    temperature: 0 is greedy. max_tokens, min_tokens: a completion is cut at the former and cannot end before
-    the latter.
+    temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
     """
 
     temperature: float
@@ -216,9 +218,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``n`` completions wanted of ``prompt``.
+    """Request for ``n`` completions of ``prompt``.
 
-    id: the request's number in the run, or the prompt's id in an evaluation of ``split``.
+    id: number of the request in the run; in an evaluation of ``split``, the prompt's id.
     """
 
     prompt: Prompt
@@ -230,7 +232,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one request; versions: int32 [n, 2], oldest and newest weights of each."""
+    """All completions of one request. versions: int32 [n, 2], oldest and newest weights of each."""
 
     request: Request
     completions: tuple[Completion, ...]
@@ -241,8 +243,8 @@ class Group:
 class ScoredGroup:
     """A group as a searcher records it.
 
-    rewards: finite, one per completion; ref_logprobs: float32 [T] of each, under the policy ``reference``, as
-    in RECORD.
+    rewards: one finite number per completion. ref_logprobs: float32 [T] per completion, under the policy
+    ``reference``, which is numbered as in RECORD.
     """
 
     group: Group
@@ -253,13 +255,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """N scored completions: a shard, a group in the buffer, a batch.
+    """N scored completions, such as a shard, a group in the buffer or a batch.
 
     record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32 [P
     rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
-    aligned with ``completions.values``, of the sampling policy and of the record's reference, both at
-    model.logprob_temperature. logprobs are NaN at an environment's tokens, where ref_logprobs mean nothing.
-    ref_logprobs are NaN until computed if the trainer scores the reference.
+    aligned with ``completions.values``, under the sampling policy and the record's reference. Both are at
+    model.logprob_temperature. At an environment's tokens logprobs are NaN and ref_logprobs are meaningless.
+    If the trainer scores the reference, ref_logprobs are NaN until it has computed them.
     """
 
     record: np.ndarray
@@ -273,19 +275,19 @@ class Trajectories:
 
     @property
     def action_T(self) -> np.ndarray:
-        """bool: which tokens of the completions the policy sampled; the others are an environment's."""
+        """Mask, bool [T], of completion tokens that the policy sampled; the others are an environment's."""
         return ~np.isnan(self.logprobs)
 
     @property
     def actions(self) -> Ragged:
-        """int32 [N rows]: the completions without an environment's tokens."""
+        """Completions without an environment's tokens, int32 [N rows]."""
         action_T = self.action_T
         before = offsets_of(action_T)
         return Ragged(self.completions.values[action_T], before[self.completions.offsets])
 
     @property
     def request_ids(self) -> np.ndarray:
-        """int64 [groups]: the requests of the completions, in order."""
+        """Requests that the completions answer, int64 [groups], in order."""
         request_id_N = self.record["request_id"]
         first_N = np.ones(len(request_id_N), np.bool_)
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
@@ -293,7 +295,7 @@ class Trajectories:
 
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
-        """The completions of at least one group, in order; each distinct prompt once. Uids are left open."""
+        """Pack the completions of one or more groups, in order, each distinct prompt once. Uids stay 0."""
         groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
         ref_logprobs = [row for one in scored for row in one.ref_logprobs]
@@ -317,7 +319,7 @@ class Trajectories:
         )
 
     def take(self, rows: np.ndarray) -> Self:
-        """A copy of the given rows, in the given order, repeats allowed, with the same prompts."""
+        """Copy the given rows in the given order, with the same prompts; repeats are allowed."""
         index_T, offsets = spans(self.completions.offsets, rows)
         return replace(
             self,
@@ -327,7 +329,7 @@ class Trajectories:
         )
 
     def between(self, start: int, end: int, prompts: Ragged | None = None) -> Trajectories:
-        """A copy of consecutive rows, with the same prompts or the given ones."""
+        """Copy the rows from ``start`` up to ``end``, with the same prompts or the given ones."""
         offsets = self.completions.offsets[start : end + 1]
         first, last = offsets[0], offsets[-1]
         return Trajectories(
@@ -339,7 +341,7 @@ class Trajectories:
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Trajectories:
-        """All rows of the columns of at least one, in order. Shared prompts come once."""
+        """Join the rows of one or more sets of columns, in order. Prompts that share an array appear once."""
         records, prompts, prompt_offsets, completions, offsets, *per_token = zip(*parts, strict=True)
         distinct = {id(one): Ragged(one, o) for one, o in zip(prompts, prompt_offsets, strict=True)}
         first = dict(zip(distinct, offsets_of(map(len, distinct.values()))[:-1].tolist(), strict=True))
@@ -355,20 +357,20 @@ class Trajectories:
 
     @property
     def columns(self) -> Columns:
-        """The arrays themselves."""
+        """Arrays of this object, in the order of COLUMNS, not copied."""
         prompts, completions = self.prompts, self.completions
         ragged = (prompts.values, prompts.offsets, completions.values, completions.offsets)
         return self.record, *ragged, *(getattr(self, name) for name in PER_TOKEN)
 
     @classmethod
     def of(cls, columns: Columns, **fields: Any) -> Self:
-        """Inverse of ``columns``. fields: what a subclass has besides."""
+        """Inverse of ``columns``. fields: the additional fields of a subclass."""
         record, prompts, prompt_offsets, completions, completion_offsets, *per_token = columns
         ragged = Ragged(prompts, prompt_offsets), Ragged(completions, completion_offsets)
         return cls(record, *ragged, *per_token, **fields)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """The columns by their names."""
+        """Return the columns by name."""
         return dict(zip(COLUMNS, self.columns, strict=True))
 
     @classmethod
@@ -377,7 +379,7 @@ class Trajectories:
         return cls.of(tuple(arrays[name] for name in COLUMNS), **fields)
 
     def check(self) -> None:
-        """Raise ValueError with one sentence if the arrays contradict each other."""
+        """Raise ValueError, with one sentence, if the arrays contradict each other."""
         tokens = len(self.completions.values)
         rules = {
             "record dtype": self.record.dtype.descr[: len(RECORD.descr)] == RECORD.descr,
@@ -405,7 +407,7 @@ def _well_formed(ragged: Ragged) -> bool:
 
 
 def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy with the fields of ``dtype``; missing ones are 0."""
+    """Copy a record into one with the fields of ``dtype``; fields that it lacks become 0."""
     made = np.zeros(len(record), dtype)
     for name in (record.dtype.fields or {}).keys() & (dtype.fields or {}).keys():
         made[name] = record[name]
@@ -414,9 +416,9 @@ def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryBatch(Trajectories):
-    """B whole groups of K = ``group_size`` trajectories, for optimizer step ``step``; N = B·K.
+    """B whole groups of K = ``group_size`` trajectories for optimizer step ``step``; N = B·K.
 
-    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD.
+    Rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD [N].
     """
 
     group_size: int = field(kw_only=True)
@@ -439,21 +441,22 @@ class TrajectoryBatch(Trajectories):
         return self.record["value"].copy()
 
     @property
-    def version_N(self) -> np.ndarray:  # int32: the oldest weights
+    def version_N(self) -> np.ndarray:  # int32: the oldest weights that sampled it
         return self.record["version_oldest"].copy()
 
     @property
     def on_policy_N(self) -> np.ndarray:
-        """bool: whether version ``step`` sampled all of it, and its own sync brought it.
+        """Mask, bool [N], of trajectories that version ``step`` sampled whole and that its sync brought.
 
-        What came before that version was published, with its number, is of steps that a resume took back.
+        A trajectory that has this version's number but came before its publication is not among them: its
+        weights were made by steps that a resume has taken back.
         """
         names = ("sync", "version_oldest", "version_newest")
         return np.logical_and.reduce([self.record[name] == self.step for name in names])
 
     @property
     def ages(self) -> np.ndarray:
-        """int32 [actions]: optimizer steps from the weights that sampled a token to ``step``."""
+        """Age of each sampled token, int32 [A]: optimizer steps from its sampling weights to ``step``."""
         return token_ages(self.record, self.action_length_N, self.step)
 
     @property
@@ -465,7 +468,7 @@ class TrajectoryBatch(Trajectories):
         return self.completions.lengths
 
     @property
-    def action_length_N(self) -> np.ndarray:  # int64: of the completions, tokens that the policy sampled
+    def action_length_N(self) -> np.ndarray:  # int64: tokens of each completion that the policy sampled
         return self.actions.lengths
 
     @property
@@ -474,7 +477,7 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def sequences(self) -> Ragged:
-        """int32 [N rows]: prompt and completion together."""
+        """Prompts with their completions, int32 [N rows]."""
         prompts = self.prompts.take(self.record["prompt_row"].astype(np.int64))
         turns = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
         pairs = Ragged.concat([prompts, self.completions]).take(turns)
@@ -482,18 +485,18 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def cell_T(self) -> np.ndarray:
-        """int64: where the completions' tokens lie in a flattened rectangle [N, L], L being the longest's."""
+        """Index, int64 [T], of each completion token in a flattened rectangle [N, L]; L: the longest."""
         offsets, length_N = self.completions.offsets, self.completion_length_N
         start_N = np.arange(len(self)) * int(length_N.max()) - offsets[:-1]
         return np.arange(offsets[-1]) + start_N.repeat(length_N)
 
 
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
-    """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
+    """Return the age of each token, int32 [T]: optimizer steps from the weights that sampled it to ``step``.
 
-    record_N: RECORD [N]; length_N: int64, sampled tokens. Between the versions of the first token and of
-    the last they are taken to rise evenly: exact if one version sampled all, or changes come evenly. Below 0
-    if a resume took the steps back that made the weights.
+    record_N: RECORD [N]. length_N: int64, sampled tokens of each completion. Versions are interpolated
+    linearly between the first and the last token. That is exact if one version sampled all tokens, or if
+    weights changed at even intervals. Ages are below 0 if a resume took back the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
@@ -506,7 +509,7 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 class Shard:
     """A sealed slice of a searcher's trajectories, number ``index``.
 
-    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. image: its file, if at hand.
+    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. image: bytes of its file, if at hand.
     """
 
     searcher: int
@@ -518,7 +521,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one tensor lies in the flat byte buffer of all weights: ``[start, end)``."""
+    """Place of one tensor in the flat byte buffer of all weights: ``[start, end)``."""
 
     name: str
     dtype: str  # safetensors' spelling: F32, BF16, F16
@@ -529,9 +532,9 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """What makes weights a LoRA adapter: ``scale``·B·A is added to those of its layers.
+    """Description of a LoRA adapter, which adds ``scale``·B·A to the weights of its layers.
 
-    base: their ``learner.adapter.identity`` before.
+    base: ``learner.adapter.identity`` of the weights to which it is added.
     """
 
     base: str
@@ -542,7 +545,7 @@ class LoraWeights:
 class WeightLayout:
     """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names.
 
-    lora: None if they are all of the policy's weights; else they are an adapter's alone.
+    lora: None if these are all of the policy's weights; otherwise these are an adapter's alone.
     """
 
     slots: tuple[WeightSlot, ...]
@@ -550,7 +553,7 @@ class WeightLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors together."""
         return self.slots[-1].end if self.slots else 0
 
     @classmethod
@@ -567,14 +570,14 @@ class WeightLayout:
         return cls(tuple(slots), lora)
 
     def parts(self, ranks: int) -> list[tuple[WeightSlot, ...]]:
-        """Contiguous runs of whole tensors, one per trainer rank, of about equal bytes."""
+        """Divide the tensors into contiguous runs of about equal bytes, one per trainer rank."""
         parts: list[list[WeightSlot]] = [[] for _ in range(ranks)]
         for slot in self.slots:
             parts[min(ranks - 1, slot.start * ranks // max(1, self.nbytes))].append(slot)
         return [tuple(part) for part in parts]
 
     def to_json(self) -> str:
-        """JSON text that from_json reads."""
+        """Return JSON text that from_json reads."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -585,12 +588,12 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What a trainer says of the weights that it publishes; both exchanges carry it as JSON.
+    """Announcement that goes with published weights; both exchanges carry it as JSON.
 
-    version: optimizer steps that made the weights. published: when, unix seconds. evaluate: the split to
-    evaluate with exactly these weights. reference: step of the policy that is the reference from now on, or
-    BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. final: the last
-    weights of the run.
+    version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
+    split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
+    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. final: whether
+    these are the last weights of the run.
     """
 
     version: int
@@ -603,10 +606,10 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:
-    """Weights as a searcher gets them. They stay as they are until it takes others or forgets these.
+    """Weights as a searcher gets them. They stay unchanged until it takes others or drops these.
 
-    data: uint8 [layout.nbytes], perhaps shared and read-only. file: what holds them, if other processes may
-    read it.
+    data: uint8 [layout.nbytes], perhaps shared and read-only. file: the file that holds them, if other
+    processes may read it.
     """
 
     publication: Publication
@@ -615,6 +618,6 @@ class WeightUpdate:
     file: WeightFile | None = None
 
     def private(self) -> WeightUpdate:
-        """The same weights to be kept and written to; memory is shared until it is written."""
+        """Return the same weights to keep and write to; memory from a file is shared until it is written."""
         data = self.file.map("c") if self.file else self.data.copy()
         return replace(self, data=data)

@@ -1,4 +1,4 @@
-"""Weights in a file that the processes of a node map, each without a copy."""
+"""Weights in a file that the processes of a node map into memory without copies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 SHARED_MEMORY = Path("/dev/shm")
 
 Mode = Literal["r", "r+", "c"]
-"""As of numpy.memmap; "c": what is written stays private."""
+"""Mode as of numpy.memmap; with "c", writes stay private."""
 
 
 class WeightFile:
     """Weights at the end of an open file, ``nbytes`` from ``offset`` on.
 
-    The file needs no name: it lives as long as anybody has it open. Each object has a descriptor of its own,
-    and closes it when nobody refers to the object any more. generation: how often its memory was given back,
-    as its owner counts; from then on it has other pages.
+    The file needs no name: it lives as long as a process has it open. Each object has its own descriptor,
+    closed when nothing refers to the object any more. generation: number of times that its memory was given
+    back, as its owner counts; each time it gets other pages.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
@@ -37,7 +37,7 @@ class WeightFile:
 
     @classmethod
     def copy_of(cls, data: np.ndarray) -> Self:
-        """Weights, uint8 [nbytes], in memory, in a file without a name."""
+        """Copy weights, uint8 [nbytes], into a file in memory that has no name."""
         file = cls(os.memfd_create("weights"), len(data))
         os.truncate(file._descriptor, file.nbytes)
         np.copyto(file.map("r+"), data)
@@ -45,32 +45,32 @@ class WeightFile:
 
     @property
     def path(self) -> str:
-        """Opens the same file in this process and those that it has started, while this object lives."""
+        """Path to the same file, for this process and those it has started, while this object lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def inode(self) -> int:
-        """The file's number, which is no other's while it is open or mapped."""
+        """Inode number, which no other file has while this one is open or mapped."""
         return os.fstat(self._descriptor).st_ino
 
     @property
     def in_shared_memory(self) -> bool:
-        """Tells if the file is one of SHARED_MEMORY, with or without a name."""
+        """True if the file lies in SHARED_MEMORY, with or without a name."""
         return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:
-        """uint8 [nbytes]: the weights, which stay mapped beyond this object."""
+        """Map the weights, uint8 [nbytes]; they stay mapped after this object is gone."""
         return np.memmap(self.path, np.uint8, mode, self.offset, (self.nbytes,))
 
     def reader(self) -> Self:
-        """The same weights; ``has_readers`` is true while the reader lives."""
+        """Open the same weights again; ``has_readers`` is true while the returned reader lives."""
         reader = self.open(self.path, self.nbytes)
         fcntl.flock(reader._descriptor, fcntl.LOCK_SH)
         return reader
 
     @property
     def has_readers(self) -> bool:
-        """Whether there is a ``reader`` of this file in any process."""
+        """True if any process has a ``reader`` of this file."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,11 +79,11 @@ class WeightFile:
         return False
 
     def allocate(self) -> None:
-        """Take the memory or the disk space for all of it now. Raises OSError if there is not enough."""
+        """Reserve memory or disk space for all weights now. Raises OSError if there is not enough."""
         os.posix_fallocate(self._descriptor, self.offset, self.nbytes)
 
     def give_back(self) -> None:
-        """Forget the contents, and take no memory until it is written again."""
+        """Drop the contents, so that the file takes no memory until it is written again."""
         os.truncate(self._descriptor, self.offset)
         os.truncate(self._descriptor, self.offset + self.nbytes)
 

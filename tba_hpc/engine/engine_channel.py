@@ -193,3 +193,8 @@ class Channel(Generic[T]):
                     data = b""
                 self._incoming += data
                 self.closed = not data
+
+
+def tell_broken(descriptor: int, error: ImportError) -> None:
+    """Send the rank at the other end of a socket, as the last word, what cannot be imported here."""
+    Channel(socket.socket(fileno=descriptor), COMMANDS).send(Broken(str(error).split("\n")[0]))

@@ -1,7 +1,7 @@
 """Starts the process of a vLLM engine, mortal with its rank before the slow imports begin.
 
 It must not know what an engine is. Only ``vllm_generator`` starts it:
-``python -m tba_hpc.engine.engine_process SETTINGS PARENT SOCKET``.
+``python -m tba_hpc.engine.engine_process PARENT SOCKET``, with the settings on its standard input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from tba_hpc.run.signals import die_with
 
 def main() -> None:
     """Serve the rank that started this process until it hangs up."""
-    settings, parent, descriptor = sys.argv[1:]
+    parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
+    settings = sys.stdin.read()
     gc.disable()  # until the engine is built: what is imported stays, and looking through it takes seconds
-    from tba_hpc.engine import vllm_engine
+    try:
+        from tba_hpc.engine import vllm_engine
+    except ImportError as error:
+        from tba_hpc.engine.engine_channel import tell_broken  # of what the rank has imported, too
 
+        tell_broken(int(descriptor), error)
+        raise
     vllm_engine.serve(settings, int(descriptor))
 
 

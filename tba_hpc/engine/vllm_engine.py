@@ -105,7 +105,9 @@ def serve(settings: str, descriptor: int) -> None:
         engine.serve()
     except Exception as error:
         traceback.print_exc()
-        channel.send(Died(f"{type(error).__name__}: {first_sentence(error)}"))
+        reason = first_sentence(error)
+        lacking = isinstance(error, ImportError)  # also if it is first asked for while the engine works
+        channel.send(Broken(reason) if lacking else Died(f"{type(error).__name__}: {reason}"))
         sys.exit(1)
 
 

@@ -72,6 +72,12 @@ PASSING = re.compile(
 )
 """In what an engine says of a failure that another one may not meet; of workers it does not know more."""
 
+LASTING = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImplemented)Error\b")
+"""Failures of code that does not fit what it was given, which every other engine would meet, too."""
+
+NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
+"""How to go without CUDA graphs."""
+
 LONGEST_LOOK = 1.0
 """Most silence that one look counts, s: a rank that was itself stopped must not blame its engine."""
 
@@ -193,8 +199,8 @@ class VllmGenerator:
         that finished nothing, or after one if the first two engines failed alike and by themselves. A group
         with log-probabilities that are not numbers is sampled again; EngineError if its weights are none
         either, or after TRIES.
-        ConfigError if vLLM cannot be loaded, refuses the first one, or its model does not take all of the
-        weights.
+        ConfigError if vLLM cannot be loaded, refuses the first one or fails there by an error of LASTING, or
+        its model does not take all of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
@@ -286,11 +292,14 @@ class VllmGenerator:
         if self._tried[number] == TRIES:
             raise EngineError(
                 f"log-probabilities of completions of prompt {request.prompt.id} are not numbers in {TRIES} "
-                "tries, though the weights are: leave the prompt out, or check model.dtype and "
-                "generator.engine"
+                "tries, the last without CUDA graphs, though the weights are: leave the prompt out, or check "
+                "model.dtype and generator.engine"
             )
         if self._fewer_graphs:
-            self._nan = "gave log-probabilities that are not numbers, though its weights are"
+            self._nan = (
+                "gave log-probabilities that are not numbers, though its weights are, perhaps for its CUDA "
+                f"graphs ({NO_GRAPHS} goes without from the start)"
+            )
             return
         self._open += request.n
         self._pass_on(number)
@@ -327,7 +336,14 @@ class VllmGenerator:
         self._engine.end()
         if way := system_libraries.remedy(failure):
             raise ConfigError(f"vLLM cannot start on {socket.gethostname()}: it {failure}; {way}")
-        never_starts = not self._was_ready and failure == self._failure and is_final(failure)
+        final = not self._was_ready and is_final(failure)
+        if final and LASTING.match(failure):
+            raise ConfigError(
+                f"vLLM cannot start on {socket.gethostname()}: it {failure}, as any other would; see the "
+                f"traceback in this searcher's log, {remedy(failure, self._keys)}, or install the pinned "
+                "versions: make install"
+            )
+        never_starts = final and failure == self._failure
         self._failure = failure
         if never_starts or self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
             share, cache = _key("gpu_memory", self._keys), _key("kv_cache_mb", self._keys)
@@ -388,14 +404,17 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
         with theirs:
-            arguments = [settings.model_dump_json(), str(os.getpid()), str(theirs.fileno())]
+            arguments = [str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 [*IGNORE_SIGNALS, sys.executable, "-P", "-m", ENGINE, *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=environment | BEFORE_TORCH,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(settings.model_dump_json().encode())  # every user of the node can read arguments
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from os.path import commonprefix
@@ -136,6 +136,8 @@ class Chat:
         self._tools = list(tools)
         self._options = options or {}
         self.eos_token_id = tokenizer.eos_token_id
+        self.decode: Callable[[np.ndarray], str] = tokenizer.decode
+        """What the model said in a turn."""
         for role in roles:
             self.require(role)
 
@@ -148,10 +150,6 @@ class Chat:
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T] of rendered text."""
         return self._tokenizer.encode_rendered(text)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """What the model said, without special tokens."""
-        return self._tokenizer.decode(tokens)
 
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Tokens int32 [T] between a turn, int32 [T > 0], and the next one, with the messages between them.

@@ -37,7 +37,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import find_function
+from tba_hpc.core.own_code import find_function, in_words
 from tba_hpc.environments.chat import Call, Message, parse_calls
 
 NO_TOOLS = ("reset", "get_reward", "step")
@@ -80,9 +80,18 @@ class Contract:
         if not self.tools and not self.has_step:
             raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
         parameters = list(inspect.signature(found["reset"]).parameters.values())[1:]
-        self.prepare: Callable[[], None] = getattr(self.make, "prepare", lambda: None)
+        self._prepare: Callable[[], None] = getattr(self.make, "prepare", lambda: None)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
+
+    def prepare(self) -> None:
+        """Do what the class wants done once. Raises ConfigError where that ends with any other error."""
+        try:
+            self._prepare()
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{self._key}: prepare() raised {in_words(error)}: correct it") from error
 
     def _require_arguments_by_name(self, name: str) -> None:
         method = inspect.getattr_static(self.make, name)
@@ -217,8 +226,8 @@ class Session:
         except ValidationError as error:
             first = error.errors()[0]
             return _error(": ".join([*map(str, first["loc"]), first["msg"]]))
-        except Exception as error:  # a user's code may raise anything
-            return _error(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # a user's code may raise anything, and this is a thread of its own
+            return _error(in_words(error))
 
 
 def _result_of(result: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
+from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer, decoder
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
@@ -156,7 +156,7 @@ class Environment(Jsonl):
     def text(self, completion: Completion) -> str:
         """What the model wrote in its last turn."""
         between = np.flatnonzero(~completion.action_T)
-        return self._decode(completion.tokens[between[-1] + 1 if len(between) else 0 :])
+        return self._said(completion.tokens[between[-1] + 1 if len(between) else 0 :])
 
     def _messages(self, row: Fields) -> list[Message]:
         """How a conversation begins."""
@@ -173,7 +173,9 @@ class Environment(Jsonl):
                 "render: let it have the methods of ports.ChatTokenizer"
             )
         roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        return Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles, self._template_options)
+        chat = Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles, self._template_options)
+        chat.decode = decoder(tokenizer, special=self._special)
+        return chat
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:

@@ -26,6 +26,7 @@ from tba_hpc.core.ports import (
     Reference,
     Summarising,
     Task,
+    decoder,
     evaluation_temperature,
     score_name,
 )
@@ -116,6 +117,7 @@ def measure(
     config, section = target.config, target.config.generator
     serve = partial(VllmVictim, seed=config.run.seed)
     tokenizer = load_tokenizer(config.model.path)
+    decode = decoder(tokenizer, special=config.task.special_tokens)
     task = make_task(config.task, tokenizer, serve, room=prompt_room(config))
     prompts = _prompts(task, config.task.name, split, limit)
     _require_same_vocabulary(target)
@@ -141,7 +143,7 @@ def measure(
             Answer(
                 group.request.prompt.id,
                 tokenizer.decode(group.request.prompt.tokens),
-                tokenizer.decode(group.completions[0].tokens),
+                decode(group.completions[0].tokens),
                 bool(right),
                 float(grade),
             )

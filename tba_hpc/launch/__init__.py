@@ -2,8 +2,8 @@
 
 
 class LaunchError(RuntimeError):
-    """The run cannot be started, here or on Slurm; the message is one sentence for the user."""
+    """Error for a run that cannot be started, here or on Slurm; the message is one sentence for the user."""
 
 
 ONE_MACHINE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
-"""Environment in which Open MPI's ranks meet in memory alone: else each listens on every network there is."""
+"""Environment that limits Open MPI's ranks to shared memory; otherwise each listens on every network."""

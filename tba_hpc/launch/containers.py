@@ -1,6 +1,6 @@
-"""How a command is started inside a site's container, as words of the batch script.
+"""Shell words of the batch script that start a command inside a site's container.
 
-The facts are those of the runtimes' own pages: apptainer.org/docs
+They follow the runtimes' own pages: apptainer.org/docs
 (exec), docs.nersc.gov/development/containers (podman-hpc, shifter), github.com/NVIDIA/pyxis/wiki/Usage.
 """
 
@@ -18,20 +18,20 @@ GPU_DRIVER: dict[str, tuple[str, ...]] = {
     "podman-hpc": ("--gpu",),
     "shifter": ("--module=gpu",),
 }
-"""What brings NVIDIA's driver into a container; pyxis has it by a hook of enroot."""
+"""Arguments that bring NVIDIA's driver into a container; for pyxis a hook of enroot does it."""
 
 TMP = "/tmp"
-"""A folder that every container has and lets programs write in, unlike what TMPDIR names outside."""
+"""Folder that is writable in every container, unlike the one that TMPDIR names outside."""
 
 
 def inside(command: Sequence[str], site: Site) -> str:
-    """The command as shell words, in the site's container if that is a matter of words before it."""
+    """Return the command as shell words, preceded by those that start it in the site's container."""
     before = _prefix(site.container, site) if site.container else []
     return " ".join([*map(word, before), *map(shlex.quote, command)])
 
 
 def step_options(site: Site) -> str:
-    """Options of an srun that starts programs in the site's container, with a blank before; or nothing."""
+    """Return the srun options that start programs in the site's container, each after a blank; or ""."""
     box = site.container
     if box is None or box.runtime != "pyxis":
         return ""
@@ -41,22 +41,22 @@ def step_options(site: Site) -> str:
 
 
 def filled_in(text: str) -> str:
-    """A quoted shell word in which variables are filled in; no command or sum of it is evaluated."""
+    """Quote a shell word so that its variables expand, but neither its commands nor its arithmetic."""
     return '"' + re.sub(r'(["`\\])|\$(?=[(\[])', r"\\\g<0>", text) + '"'
 
 
 def word(text: str) -> str:
-    """The same, without quotes if it needs none."""
+    """Quote like ``filled_in``, but only if the word needs quotes."""
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else filled_in(text)
 
 
 def _prefix(box: Container, site: Site) -> list[str]:
-    """The words before a command that start it inside; none for pyxis, for which srun does."""
+    """Return the words before a command that start it inside; empty for pyxis, where srun does."""
     arguments = _arguments(box, site)
     if box.runtime in ("apptainer", "singularity"):
         binds = [part for bind in (*box.binds, "$RUN") for part in ("--bind", bind)]
         return [box.runtime, "exec", *arguments, *binds, str(box.image)]
-    if box.runtime == "podman-hpc":  # unlike the others, podman leaves the environment outside
+    if box.runtime == "podman-hpc":  # unlike the others, podman does not pass on the environment
         volumes = [f"--volume={pair}" for pair in _pairs(box)]
         return [box.runtime, "run", "--rm", "--env-host", *arguments, *volumes, str(box.image)]
     if box.runtime == "shifter":
@@ -72,5 +72,5 @@ def _arguments(box: Container, site: Site) -> list[str]:
 
 
 def _pairs(box: Container) -> list[str]:
-    """``SOURCE:TARGET`` of all that is to be seen inside, the run directory among it."""
+    """List ``SOURCE:TARGET`` for each folder to mount, including the run directory."""
     return [bind if ":" in bind else f"{bind}:{bind}" for bind in (*box.binds, "$RUN")]

@@ -1,8 +1,8 @@
-"""Starts every role of a run on this machine, waits for them, and says in a sentence why one failed.
+"""Starts every role of a run on this machine, waits for the ranks, and says in a sentence why one failed.
 
-Ranks that make one world (``Config.one_world``) are started by one mpiexec; over files each is a process of
-its own. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail it starts
-all of them again from the last checkpoint, as long as that gets the run further.
+One mpiexec starts the ranks of one world (``Config.one_world``); over files each rank is a process of its
+own. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail, it restarts
+all of them from the last checkpoint, as long as that gets the run further.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
 WATCH_SECONDS = 0.25
-"""Pause between two looks at the processes and the metrics."""
+"""Seconds between two looks at the processes and the metrics."""
 
 LEAVE_SECONDS = 60.0
-"""Time that searchers have to leave after the last trainer did (files transport)."""
+"""Seconds that searchers have to leave after the last trainer has left (files transport)."""
 
 FULL_BYTES = 1 << 20
-"""Free space below which a failed run is put down to a full disk."""
+"""Free bytes below which a full disk counts as the cause of a failure."""
 
 TAIL_LINES = 15
-"""Lines of a failed rank's log that are shown."""
+"""Number of lines shown of a failed rank's log."""
 
 ASK_AGAIN_SECONDS = 2.0
-"""Pause between two requests to stop: mpiexec loses one that comes while it is starting its ranks."""
+"""Seconds between two stop requests: mpiexec loses one that arrives while it is starting its ranks."""
 
 SETTLE_SECONDS = 3.0
-"""Time that mpiexec may take to start all ranks, or to end by itself once one has failed."""
+"""Seconds that mpiexec may take to start all ranks, or to end by itself once one has failed."""
 
 SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
-"""Where the files of MPI go while it runs, and how the names of their folders begin."""
+"""Folder for the files of running MPI worlds, and prefix of the folder of each world."""
 
 RANK_MEMORY = 16 << 20
-"""Shared memory that Open MPI asks for at the start of each rank, bytes."""
+"""Bytes of shared memory that Open MPI requests at the start of each rank."""
 
 FILES_OF_MPI = (
     "OMPI_MCA_btl_sm_backing_directory",
@@ -77,30 +77,31 @@ FILES_OF_MPI = (
 """Environment variables that tell Open MPI where to put its files."""
 
 ALLOCATION = "SLURM_JOBID"
-"""Variable by which Open MPI believes to be in an allocation, whose nodes it then starts its ranks on."""
+"""Variable from which Open MPI infers a Slurm allocation, on whose nodes it then starts ranks."""
 
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 """Environment variables that allow Open MPI to run as root."""
 
 MPIEXEC = "mpiexec"
-"""Name of the one process that an MPI world is to the launcher."""
+"""Name of the one process that the launcher starts for an MPI world."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Each asks the run to checkpoint and stop; a second SIGINT kills it."""
+"""Signals that ask the run to checkpoint and stop; a second SIGINT kills it."""
 
 TRACEBACK = "  Traceback (most recent call last)"
-"""How one begins among indented lines."""
+"""First line of a traceback among indented lines."""
 
 Result = TypeVar("Result")
 
 FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
-"""How Open MPI's mpiexec names the first rank that failed."""
+"""Pattern by which Open MPI's mpiexec reports the first rank that failed."""
 
 
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
-    """The mpiexec beside this interpreter, else the first on ``path`` (default: PATH). Raises LaunchError.
+    """Return the mpiexec beside this interpreter, else the first on ``path`` (default: PATH).
 
-    Where ``environment`` names another library: the mpiexec beside that one, else the first on ``path``.
+    If ``environment`` names an MPI library: the mpiexec of that one, else the first on ``path``. Raises
+    LaunchError if there is none.
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
@@ -117,7 +118,7 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
-    """What it calls itself. Raises LaunchError if it is not Open MPI's: other options, signals and ranks."""
+    """Return mpiexec's own name. Raises LaunchError unless it is Open MPI's: options and signals differ."""
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
     said = subprocess.run(command, env=around, capture_output=True, text=True, timeout=60).stdout
@@ -131,7 +132,7 @@ def refuse_other_mpiexec(mpiexec: Path) -> str:
 
 
 def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of the ranks: one machine, one OpenMP thread unless chosen, MPI's files in ``memory``."""
+    """Return the ranks' environment: one machine, one OpenMP thread by default, MPI's files in ``memory``."""
     ours = {
         **mpi_library.one_machine(base),
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
@@ -145,14 +146,14 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _home() -> str:
-    """This user's home by the system's list of users; empty for a user without one, as in containers."""
+    """Return this user's home from the system's user list; empty for an unlisted user, as in containers."""
     with suppress(KeyError):
         return pwd.getpwuid(os.getuid()).pw_dir
     return ""
 
 
 def refuse_little_memory(ranks: int) -> None:
-    """Raise LaunchError if shared memory is too full for MPI, which would say so in the middle of its log."""
+    """Raise LaunchError if shared memory is too full for MPI, whose message would be buried in its log."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else math.inf
     if free < ranks * RANK_MEMORY:
         raise LaunchError(
@@ -163,14 +164,14 @@ def refuse_little_memory(ranks: int) -> None:
 
 @contextmanager
 def private_memory() -> Iterator[Path]:
-    """A folder in shared memory for the files of MPI, which killed ranks leave behind.
+    """Make a folder in shared memory for the files of MPI, which killed ranks leave behind.
 
-    A launcher that was killed leaves the folder, too: the next one of the same user removes it.
+    A killed launcher leaves the folder behind; the next launcher of the same user removes it.
     """
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for folder in place.glob(f"{PRIVATE}*"):
-        with suppress(OSError):  # another user's, or another launcher is at it
-            if time.time() - folder.lstat().st_mtime > SETTLE_SECONDS:  # else perhaps not yet held
+        with suppress(OSError):  # another user's folder, or one that another launcher holds
+            if time.time() - folder.lstat().st_mtime > SETTLE_SECONDS:  # a younger one may not be held yet
                 with _held(folder):
                     shutil.rmtree(folder)
     with (
@@ -193,36 +194,36 @@ def _held(folder: Path) -> Iterator[None]:
 
 @dataclass
 class Child:
-    """A process started by the launcher, leader of a session that holds all its descendants."""
+    """Process started by the launcher; it leads a session that holds all its descendants."""
 
     name: str
     process: subprocess.Popen[bytes]
 
     @property
     def code(self) -> int | None:
-        """Exit status as a shell gives it (128 + signal), None while it runs."""
+        """Exit status in a shell's form (128 + signal), or None while the process runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def ask_to_stop(self) -> None:
-        """SIGUSR1; mpiexec passes it on to its ranks."""
+        """Send SIGUSR1, which mpiexec passes on to its ranks."""
         if self.code is None:
             self.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End everything in its session, also what outlived it."""
+        """Kill everything in the child's session, including processes that outlived it."""
         kill_session(self.process.pid)
         self.process.wait()
 
 
 @dataclass
 class Ranks:
-    """All processes of an attempt. An MPI world is one process, ``mpiexec``, that counts as a trainer."""
+    """All processes of an attempt. An MPI world is one process, ``mpiexec``, which counts as a trainer."""
 
     trainers: list[Child] = field(default_factory=list)
     searchers: list[Child] = field(default_factory=list)
     ranks: int = 0
-    """Those below mpiexec."""
+    """Number of ranks below mpiexec; 0 without one."""
     failed: Child | None = None
     stopping: bool = False
     _left: float | None = None
@@ -240,16 +241,16 @@ class Ranks:
             child.ask_to_stop()
 
     def kill(self) -> None:
-        """End every process at once."""
+        """Kill every process at once."""
         for child in self.trainers + self.searchers:
             child.kill()
 
     def poll(self) -> int | None:
-        """Exit status of the run, None while it goes on.
+        """Return the exit status of the run, or None while it goes on.
 
-        A failed trainer ends the run, and so does the loss of the last searcher; the run goes on
-        without a searcher that failed while others live. Searchers that were still starting when all were
-        asked to stop have ended at once, and the trainer has a checkpoint to write.
+        A failed trainer ends the run, and so does the loss of the last searcher. While other searchers
+        live, the run goes on without a failed one. After a stop request lost searchers do not end the run:
+        those still starting end at once, but the trainer has a checkpoint to write.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -262,7 +263,7 @@ class Ranks:
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
     def deafen(self) -> bool:
-        """Let nobody reach mpiexec but its ranks; whether they are all there, and nobody at all can now."""
+        """Close mpiexec's ports to other machines. Once all ranks are connected, close all; return True."""
         mpiexec, complete = self.trainers[0].process.pid, False
         with suppress(psutil.NoSuchProcess):
             ports = {port for _, _, port in listeners(mpiexec, loopback=True)}
@@ -272,15 +273,15 @@ class Ranks:
         return complete
 
     def _searchers_lost(self) -> Child | None:
-        """The first failed searcher once all have ended and not one of them well."""
+        """Return the first searcher once all have failed, or None."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
         return self.searchers[0] if lost else None
 
 
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """The processes of a run by name, ready to start. ``program`` replaces ``python -m tba_hpc``.
+    """Return the command of each process of a run, by name. ``program`` replaces ``python -m tba_hpc``.
 
-    One MPI world is one process, mpiexec: its first ranks train. Raises LaunchError if that is missing.
+    An MPI world is one process, mpiexec, whose first ranks train. Raises LaunchError if mpiexec is missing.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
     python = [sys.executable, "-P"]  # modules of the working directory come last: runtime.py
@@ -289,7 +290,7 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
         if mpi_library.VARIABLE in os.environ:
             refuse_other_mpiexec(mpiexec)
         program = program or [*python, "-m", "mpi4py", "-m", "tba_hpc"]
-        # Without a network card UCX has no one-sided windows, and says so on every rank.
+        # Without a network card UCX has no one-sided windows, and every rank would log that.
         placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
         train = ["-n", str(trainers), *program, "train", str(run.path)]
         search = [":", "-n", str(searchers), *program, "search", str(run.path)] if searchers else []
@@ -327,14 +328,14 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """What the user or the system asked for by signals. preempted: to stop, in a job of the user's own."""
+    """Requests made by signals. preempted: the last was SIGUSR1 or SIGTERM, in a Slurm job."""
 
     stop: bool = False
     kill: bool = False
     preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
-        """The signal handler: the first stops, another SIGINT kills."""
+        """Handle a signal: the first one stops, a SIGINT after it kills."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
@@ -342,7 +343,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Take stop signals while the block runs; those ignored from outside (nohup) stay ignored."""
+    """Catch stop signals while the block runs. Signals ignored from outside (nohup) stay ignored."""
     asked = Signals()
     taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, asked.take) for number in taken}
@@ -356,10 +357,10 @@ def listening() -> Iterator[Signals]:
 def launch(
     run: RunDir, config: Config, *, program: Sequence[str] | None = None, console: Console | None = None
 ) -> int:
-    """Run all roles to the end; the exit status, one of ``Exit``, or 130 if it was killed on request.
+    """Run all roles to the end; return the exit status, one of ``Exit``, or 130 if killed on request.
 
-    If ranks fail, all start again, as long as each start takes optimizer steps that the one before did not.
-    Main thread only. Raises LaunchError if the run cannot be started.
+    If ranks fail, all restart, as long as each start takes optimizer steps beyond the start before. Call it
+    in the main thread only. Raises LaunchError if the run cannot be started.
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
@@ -385,7 +386,7 @@ def launch(
 def _attempt(
     run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Signals, console: Console
 ) -> int:
-    """One start of all ranks, until they end; the exit status."""
+    """Start all ranks once and wait until they end; return the exit status."""
     logs, before = _once_possible(run, config, asked, run.begin_attempt), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
@@ -413,15 +414,15 @@ def _attempt(
 
 
 class Progress(LiveDisplay):
-    """The display of a launcher: whatever goes wrong with it costs a line, never the training."""
+    """Display of a launcher. An error in it costs a line of output, never the training."""
 
     def refresh(self) -> None:
-        """As the base class."""
+        """Refresh the display, and ignore its errors."""
         with without_fail():
             super().refresh()
 
     def note(self, text: str) -> None:
-        """As the base class."""
+        """Show a note, and ignore errors of the display."""
         with without_fail():
             super().note(text)
 
@@ -436,7 +437,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
-    """Do what needs the run's folder, again and again while that is away.
+    """Call ``do``, which needs the run's folder, and retry while that is unavailable.
 
     Raises LaunchError after ``launch.disk_seconds``, or if the run is to be killed.
     """
@@ -455,13 +456,13 @@ def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[],
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Another one after every change of a file, whatever the clocks say; None if there is none."""
+    """Return a value that every change of a file changes, whatever the clocks say; None without a file."""
     status = path.stat() if path.exists() else None
     return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
-    """Say why the ranks ended with ``code``; the exit status of the run."""
+    """Print why the ranks ended with ``code``; return the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
     for rank, frames in [] if refused else late_ranks(logs):
@@ -471,14 +472,14 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     if refused:
         log_event(run, "refused", sentence=refused)
         return Exit.REFUSED
-    # A rank may end with the status of a refusal, too, without one.
+    # A rank may end with the status of a refusal without having refused anything.
     code = Exit.FAILED if code in (Exit.DONE, Exit.REFUSED) else code
     log_event(run, "failed", code=code)
     return code
 
 
 def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
-    """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
+    """Wait for the end of the run. Repeat a stop request until the ranks have ended; obey a kill request."""
     asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
         if asked.kill:
@@ -497,7 +498,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 
 
 def refusal(logs: Path) -> str | None:
-    """The sentence of the rank that failed first by something that only the user can fix, if any was."""
+    """Return the first sentence about a failure that only the user can fix, or None."""
     free = shutil.disk_usage(logs).free
     full = (  # then no rank can leave its sentence
         f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
@@ -507,7 +508,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """How a run failed otherwise: which rank, how, and the end of its log."""
+    """Describe another failure: which rank failed, how, and the end of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:
@@ -518,12 +519,12 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     log = log if log.exists() else log_file(logs, MPIEXEC)
     lines, what = _lines(log), "the end of"
     if code == Exit.FAILED and (end := _exception(lines)) <= len(lines) - TAIL_LINES:
-        lines, what = lines[:end], "its exception in"  # other processes of the rank wrote on after it
+        lines, what = lines[:end], "its exception in"  # other processes of the rank wrote more after it
     return "\n".join([f"{name} {how}; {what} {log}:", *lines[-TAIL_LINES:]])
 
 
 def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
-    """Name of the first rank that mpiexec reports as failed."""
+    """Return the name of the first rank that mpiexec reports as failed, or None."""
     text = mpiexec_log.read_text(errors="replace") if mpiexec_log.exists() else ""
     if not (match := FAILED_RANK.search(text)):
         return None
@@ -532,13 +533,13 @@ def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
 
 
 def _lines(log: Path) -> list[str]:
-    """Those with something on them, indented."""
+    """Return the non-empty lines of a log, indented."""
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
     return [f"  {line}" for line in lines if line]
 
 
 def _exception(lines: Sequence[str]) -> int:
-    """Place after the last exception with a traceback; the end where there is none."""
+    """Return the index after the last exception with a traceback; the number of lines if there is none."""
     begins = [place for place, line in enumerate(lines) if line.startswith(TRACEBACK)]
     after = range(begins[-1] + 1 if begins else len(lines), len(lines))
     return next((place + 1 for place in after if not lines[place].startswith("   ")), len(lines))

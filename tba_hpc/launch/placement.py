@@ -1,4 +1,4 @@
-"""Where a rank sits: its number within the role, its GPUs, and its MPI world if there is one."""
+"""Place of a rank: its number within the role, its GPUs, and its MPI world if there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def refuse_index(config: Config, role: Role, index: int | None) -> None:
-    """Raise ConfigError if a rank's number is none of its role; None: MPI numbers the ranks."""
+    """Raise ConfigError if the role has no rank of this number. None: MPI numbers the ranks."""
     ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
     if index is not None and not 0 <= index < ranks:
         raise ConfigError(
@@ -27,7 +27,7 @@ def refuse_index(config: Config, role: Role, index: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """index: within the role. first_gpu, gpus: of those that the ranks of a node see. mpi: None for files."""
+    """A rank's place. index: within its role. first_gpu, gpus: its GPUs on the node. mpi: None over files."""
 
     index: int
     first_gpu: int
@@ -36,9 +36,9 @@ class Placement:
 
     @classmethod
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
-        """Join the MPI world; over files be number ``index``, or the one that srun gives.
+        """Join the MPI world; over files, take number ``index``, or the one that srun gives.
 
-        Raises ConfigError, ExchangeError.
+        Raises ConfigError or ExchangeError.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if not config.one_world:
@@ -61,7 +61,7 @@ class Placement:
 
     @classmethod
     def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
-        """As srun numbers the ranks of a step, over both roles. Raises ConfigError.
+        """Derive the placement from srun's numbers of a step's ranks, over both roles. Raises ConfigError.
 
         Trainers come first, unless the environment says that searchers do.
         """
@@ -88,14 +88,14 @@ class Placement:
 
     @classmethod
     def alone(cls, config: Config, index: int) -> Placement:
-        """Of an elastic searcher: its GPUs are the next ones after those of its step's ranks."""
+        """Place an elastic searcher; its GPUs follow those of earlier ranks of its Slurm step."""
         gpus = config.generator.tensor_parallel
         return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
 
     def choose_gpus(self) -> None:
-        """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already.
+        """Restrict this rank to its own GPUs, unless a launcher has done so already.
 
-        Raises ConfigError if it comes too late for that.
+        Raises ConfigError if CUDA has already opened all GPUs and this rank's is not the first.
         """
         if not _has_gpus():
             return
@@ -105,7 +105,7 @@ class Placement:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
             mine = [visible[(self.first_gpu + number) % count] for number in range(self.gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-            # CUDA reads that once; an MPI that knows GPUs may have started it before. Then the first is ours.
+            # CUDA reads that once. If a GPU-aware MPI has started CUDA before, our GPU must be the first.
             if self.first_gpu % count and torch._C._cuda_getDeviceCount() != self.gpus:
                 raise ConfigError(
                     f"this rank was to compute on GPU {','.join(mine)} alone, but all {count} were opened "
@@ -115,5 +115,5 @@ class Placement:
 
 
 def _has_gpus() -> bool:
-    """Whether the kernel shows an NVIDIA GPU: where it shows none, nobody need wait a second for torch."""
+    """Return whether the kernel shows an NVIDIA GPU. If not, the second that torch takes is saved."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -1,6 +1,6 @@
-"""Which nodes do what: reads a site's YAML and splits the nodes of a job into trainers and searchers.
+"""Plan of a job: reads a site's YAML and splits the job's nodes into trainers and searchers.
 
-Pure: it asks no Slurm and writes no file. ``sbatch.py`` turns a Plan into a batch script.
+This module is pure: it neither calls Slurm nor writes files. ``sbatch.py`` turns a Plan into a batch script.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ Form = Literal["het", "homogeneous"]
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""A request in which Slurm looks for the number of GPUs, by default 1."""
+"""Options in which Slurm expects a number of GPUs, by default 1."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-"""``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
+"""Pattern of ``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
 
 
 SPARE_SECONDS = 30
-"""Kept back of the time between signal and end, for the requeue itself."""
+"""Seconds reserved between signal and end of the job for the requeue itself."""
 
 EARLY_SECONDS = 60
-"""So much earlier than asked Slurm may send the signal before the end of a job."""
+"""Seconds by which Slurm may send the signal earlier than requested."""
 
 
 class Container(Section):
-    """How programs start if modules and a virtual environment are not enough.
+    """Container in which programs start if modules and a virtual environment are not enough.
 
-    All that a job runs of this project runs inside: its ranks, and what its batch script calls. ``scontrol``,
-    ``squeue`` and ``srun`` stay outside. ``$NAME`` is filled in on the first node.
+    All programs of this project run inside: ranks, and those that the batch script calls. ``scontrol``,
+    ``squeue`` and ``srun`` stay outside. ``$NAME`` is expanded on the first node.
     """
 
     runtime: Runtime = "apptainer"
-    """What starts a program inside: a command before it, options of srun (``pyxis``), or, with ``plain``, the
-    words of ``arguments``, whatever they are."""
+    """Runtime that starts a program inside: a command before it, options of srun (``pyxis``), or any words
+    in ``arguments`` (``plain``)."""
     image: str | None = Field(None, min_length=1)
-    """Path of the image, readable on every node, or its name if the runtime knows it by one. Not with
+    """Path of the image, readable on every node, or its name if the runtime knows images by name. Not with
     ``plain``."""
     binds: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders to see inside: models and data. The run directory need not be named, except
-    with ``plain``, and with ``shifter``, which has the file systems that its administrators chose."""
+    """``SOURCE:TARGET`` folders to mount inside, for models and data. The run directory is mounted by itself,
+    except with ``plain``, and with ``shifter``, which mounts file systems that its administrators chose."""
     arguments: tuple[str, ...] | None = None
-    """Further arguments of the runtime. None: what brings in the driver of NVIDIA's GPUs, if there are
-    any: ``--nv`` (on AMD's, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""
+    """Further arguments of the runtime. None: those that bring in NVIDIA's driver on nodes with GPUs:
+    ``--nv`` (on AMD's GPUs, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""
 
     @model_validator(mode="after")
     def _possible(self) -> Container:
@@ -70,24 +70,24 @@ class Container(Section):
 
 
 class ComponentSite(Section):
-    """What one component asks for otherwise than the rest of the site; none: as the site says."""
+    """Requests of one component that differ from the site's; null: the site's value."""
 
     partition: str | None = None
-    """Its partition."""
+    """Partition of the component."""
     qos: str | None = None
-    """Its quality of service."""
+    """Quality of service of the component."""
     constraint: str | None = None
-    """Its node features."""
+    """Node features of the component."""
     memory: str | None = None
-    """Its memory per node."""
+    """Memory per node of the component."""
     memory_per_cpu: str | None = None
-    """Its memory per core."""
+    """Memory per core of the component."""
     gpu_request: str | None = None
-    """Its way to ask for GPUs."""
+    """Option that requests GPUs for the component."""
 
 
 class Site(Section):
-    """A Slurm cluster as its users see it. One file in ``slurm/sites`` per cluster."""
+    """Settings of a Slurm cluster. There is one file in ``slurm/sites`` per cluster."""
 
     partition: str | None = None
     """Partition (queue); null: the cluster's default."""
@@ -115,12 +115,12 @@ class Site(Section):
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     """Wall time of a job; a run that needs more requeues itself."""
     signal_seconds: int = Field(300, ge=2 * SPARE_SECONDS)
-    """How long before the end of the wall time the run is asked to checkpoint, s; 30 of them are kept for the
-    requeue. Slurm may ask 60 s earlier."""
+    """Seconds before the end of the wall time at which the run is asked to checkpoint. 30 of them are
+    reserved for the requeue. Slurm may ask 60 s earlier."""
     requeue: bool = True
-    """Whether jobs may requeue; if not, submit again to resume."""
+    """Let jobs requeue themselves; if false, submit again to resume."""
     hetjob: bool = True
-    """Use heterogeneous jobs; if not, one allocation holds both roles."""
+    """Use heterogeneous jobs; if false, one allocation holds both roles."""
     mpi: str | None = Field("pmix", pattern=r"^\w+$")
     """``srun --mpi=``: pmix (also pmix_v5, pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH.
     null: the cluster's default."""
@@ -151,7 +151,7 @@ class Site(Section):
     relaunches: int = Field(3, ge=0)
     """Restarts in a row without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
-    """Overrides for trainer nodes; with one allocation, for all."""
+    """Overrides for trainer nodes; with one allocation, for all nodes."""
     searcher: ComponentSite = ComponentSite()
     """Overrides for searcher nodes (het jobs)."""
 
@@ -162,16 +162,16 @@ class Site(Section):
 
     @property
     def python(self) -> list[str]:
-        """The Python of the nodes: the one that submits, unless the site brings another."""
+        """Command of the nodes' Python: the one that submits, unless the site has its own."""
         return [sys.executable] if self.venv is None and self.container is None else ["python"]
 
     @property
     def mpi_option(self) -> list[str]:
-        """The option of srun that names the plugin, if one is named."""
+        """Option of srun that names the MPI plugin; empty if none is named."""
         return [f"--mpi={self.mpi}"] if self.mpi else []
 
     def memory_option(self, own: ComponentSite) -> list[str]:
-        """How a component asks for memory, if it does."""
+        """Return the option with which a component requests memory; empty if it requests none."""
         for part in (own, self):
             if part.memory_per_cpu:
                 return [f"--mem-per-cpu={part.memory_per_cpu}"]
@@ -180,13 +180,13 @@ class Site(Section):
         return []
 
     def gpu_option(self, own: ComponentSite) -> list[str]:
-        """How a component asks for GPUs, if it does."""
+        """Return the option with which a component requests GPUs; empty if it requests none."""
         request = own.gpu_request or self.gpu_request
         return [request.format(gpus=self.gpus_per_node)] if request and self.gpus_per_node else []
 
     @property
     def unused(self) -> list[str]:
-        """Settings of the searcher that one allocation cannot have, such as ``searcher.qos=low``."""
+        """Searcher settings that one allocation cannot honour, such as ``searcher.qos=low``."""
         names = ComponentSite.model_fields
         ours = {name: getattr(self.trainer, name) or getattr(self, name) for name in names}
         theirs = self.searcher.model_dump(exclude_none=True)
@@ -194,7 +194,7 @@ class Site(Section):
 
     @property
     def variables(self) -> dict[str, list[str]]:
-        """Site keys whose values hold ``$NAME``, with the names; each must be set where the job starts."""
+        """Site keys whose values contain ``$NAME``, with the names; each must be set where the job starts."""
         values = {f"environment.{key}": value for key, value in self.environment.items()}
         values |= {"venv": self.venv or "", "mpi_library": self.mpi_library}
         if box := self.container:
@@ -209,9 +209,9 @@ class Site(Section):
 
     @field_validator("time", mode="before")
     @classmethod
-    def _not_sexagesimal(cls, time: object) -> object:
+    def _not_a_number(cls, time: object) -> object:
         if isinstance(time, int):
-            raise ValueError(f"time={time} is a number, as YAML reads 1:20:00, too: quote it, as '1:20:00'")
+            raise ValueError(f"time={time} is a number: quote it, as '1:20:00'")
         return time
 
     @model_validator(mode="after")
@@ -240,7 +240,7 @@ class Site(Section):
 
 
 def load_site(path: Path, **keys: object) -> Site:
-    """Read a site file, or a shipped site by its name; ``keys`` replace those in it.
+    """Read a site file, or a shipped site by its name; ``keys`` override the values in it.
 
     Raises ConfigError with one sentence: value, rule, remedy.
     """
@@ -252,7 +252,7 @@ def load_site(path: Path, **keys: object) -> Site:
 
 
 def slurm_seconds(time: str) -> float:
-    """Seconds of a time as Slurm writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``, ``UNLIMITED``."""
+    """Convert a Slurm time to seconds: ``M``, ``M:S``, ``H:M:S``, ``D-H[:M[:S]]`` or ``UNLIMITED``."""
     if not time[:1].isdigit():
         return math.inf
     days, dash, clock = time.rpartition("-")
@@ -267,8 +267,8 @@ def slurm_seconds(time: str) -> float:
 class Component:
     """One role's share of the job.
 
-    ranks_per_node: the most that a node holds; cpus_per_rank: cores. exclude: the nodes that it must not get,
-    as for ``sbatch --exclude``, for they are left to the other component (``sides.py``).
+    ranks_per_node: maximum number of ranks on a node. cpus_per_rank: cores. exclude: nodes left to the other
+    component, in the form of ``sbatch --exclude`` (``sides.py``).
     """
 
     role: Role
@@ -281,10 +281,10 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Nodes and ranks of a job, and in ``why`` the split in words.
+    """Nodes and ranks of a job, with the split in words in ``why``.
 
-    first: whose nodes come first by name, in the het form (``sides.py``). remarks: what the user should know
-    of it, a sentence each.
+    first: role whose nodes come first by name, in the het form (``sides.py``). remarks: sentences for the
+    user about the split.
     """
 
     form: Form
@@ -297,18 +297,18 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, Component]:
-        """Of a het job, in its order."""
+        """Components of a het job, in its order."""
         both = (self.trainer, self.searcher)
         return both if self.first == "trainer" else both[::-1]
 
     @property
     def overrides(self) -> list[str]:
-        """What the run's config must say about it."""
+        """Overrides with the numbers of ranks, for the run's config."""
         return [f"launch.trainers={self.trainer.ranks}", f"launch.searchers={self.searcher.ranks}"]
 
 
 def refuse_rank_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for numbers of ranks: under Slurm they follow from the nodes."""
+    """Raise ConfigError for overrides of the numbers of ranks, which under Slurm follow from the nodes."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in ("launch.trainers", "launch.searchers"):
@@ -323,9 +323,9 @@ def plan(
 ) -> Plan:
     """Split ``nodes``: the first ``trainer_nodes`` train, the rest search.
 
-    trainer_nodes: default one in four, as in the paper; a single node is split within; all of them if
-    searchers come by themselves (launch.elastic). homogeneous: one allocation although the site has het jobs.
-    Raises ConfigError with one sentence.
+    trainer_nodes: by default one in four, as in the paper. It may equal ``nodes`` if searchers come by
+    themselves (launch.elastic). A single node is shared by both roles. homogeneous: use one allocation even
+    if the site has het jobs. Raises ConfigError with one sentence.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
@@ -364,7 +364,7 @@ def plan(
 
 
 def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
-    """As many trainer ranks as the prompts of a step can be split over. Raises ConfigError."""
+    """Make a component of as many trainer ranks as can share a step's prompts evenly. Raises ConfigError."""
     ranks = _divisor(config, nodes * slots)
     if ranks < nodes:
         raise ConfigError(
@@ -375,7 +375,7 @@ def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
-    """Both roles on the only node: one GPU in four trains."""
+    """Split a single node between both roles; one GPU in four trains. Raises ConfigError."""
     if trainer_nodes is not None:
         raise ConfigError(
             f"--trainer-nodes {trainer_nodes} of --nodes 1: a single node is shared; drop the option"
@@ -399,7 +399,7 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
 
 
 def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
-    """A plan with all its words: its ranks, what stays idle, and what one allocation cannot have."""
+    """Complete a plan's words: its ranks, idle places, and settings that one allocation cannot honour."""
     words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
     words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""
     remarks = [f"{count(idle, _unit(site))} {'stays' if idle == 1 else 'stay'} idle, since {because}"]
@@ -411,7 +411,7 @@ def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
 
 
 def _slots(config: Config, site: Site) -> tuple[int, int]:
-    """Places for ranks on a node, and how many of them an engine takes. Raises ConfigError."""
+    """Count the places for ranks on a node, and those that an engine takes. Raises ConfigError."""
     engine, gpus = config.generator.tensor_parallel, site.gpus_per_node
     if gpus == 0:
         if engine > 1:
@@ -433,7 +433,7 @@ def _slots(config: Config, site: Site) -> tuple[int, int]:
 
 
 def _divisor(config: Config, most: int) -> int:
-    """The largest number of trainer ranks up to ``most`` that the prompts of a step can be split over."""
+    """Return the largest number of ranks up to ``most`` that divides the prompts of a step."""
     prompts = config.train.prompts_per_step
     return max(ranks for ranks in range(1, most + 1) if prompts % ranks == 0)
 
@@ -449,6 +449,6 @@ def _unit(site: Site) -> str:
 
 
 def searchers_of_a_node(config: Config, site: Site) -> Component:
-    """As many searchers as a node has room for. Raises ConfigError."""
+    """Make a component of as many searchers as fit on a node. Raises ConfigError."""
     slots, engine = _slots(config, site)
     return _component("searcher", site, 1, slots // engine, slots // engine)

@@ -1,4 +1,4 @@
-"""A rank around its loop: place, log, GPUs and stop flag; its errors become sentences for the launcher."""
+"""Surroundings of a rank's loop: place, log, GPUs and stop flag. Errors become sentences for the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from tba_hpc.config import Config, ConfigError
@@ -31,22 +31,23 @@ REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can fix; the message is a sentence that says how."""
 
 LEAVE_SECONDS = 30.0
-"""Time that threads of a user's code have to end once a rank has nothing left to do."""
+"""Seconds that threads of a user's code have to end once a rank has nothing left to do."""
 
 FAILURES = (EngineError, ExchangeError, OSError)
-"""Errors that another start may not meet again; the message is a sentence, too."""
+"""Errors that another start may not meet again; the message is a sentence."""
 
 
 @contextmanager
 def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
-    """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher.
+    """Put a rank in its place, with its own log and GPUs. An error ends it with a note for the launcher.
 
-    A rank that is one too many, or that no launcher has started, leaves none: log and notes are those of the
-    ranks at work.
+    A surplus rank, or one that no launcher has started, leaves no note: log and notes belong to the ranks at
+    work.
     """
-    config = run.config()
+    with noting(run, role, index):
+        config = run.config()
     refuse_index(config, role, index)
-    with explained(partial(write_note, run, role, index or 0)) if ATTEMPT in os.environ else nullcontext():
+    with noting(run, role, index):
         placement = Placement.join(config, role, index)
     with owned(run, rank_name(role, placement.index)):
         redirect_output(run, role, placement.index)
@@ -56,10 +57,17 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
             yield config, placement
 
 
+def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
+    """As ``explained``, for a rank that may not know its index yet; without a launcher, nothing."""
+    started = ATTEMPT in os.environ
+    return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
+
+
 @contextmanager
 def led() -> Iterator[StopFlag]:
-    """For a rank that the leader ends. After a request to stop, ranks that are missing were still starting
-    and had nothing to save, so their absence is no error.
+    """Run the block of a rank that the leader ends, and give it a StopFlag.
+
+    After a request to stop, missing ranks were still starting and had nothing to save: they are no error.
     """
     end_imports()
     with StopFlag() as stop:
@@ -73,9 +81,9 @@ def led() -> Iterator[StopFlag]:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End this process LEAVE_SECONDS after the block, if Python waits for a thread of the user's code still.
+    """End this process LEAVE_SECONDS after the block if Python still waits for a thread of the user's code.
 
-    MPI is finalized before, as it has to be in the main thread.
+    MPI is finalized before that, since it has to be in the main thread.
     """
     status = 1
     try:
@@ -101,17 +109,17 @@ def _leave(status: int) -> None:
 
 
 def end_imports() -> None:
-    """Re-enable the garbage collector, which ``cli`` disables, for what is allocated from here on."""
+    """Re-enable the garbage collector, which ``cli`` disables, for objects allocated from now on."""
     gc.freeze()
     gc.enable()
 
 
 @contextmanager
 def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]:
-    """End an error in a sentence, and the exit status that belongs to it.
+    """Turn an error of the block into a sentence and an exit status.
 
-    note: leaves it to the launcher, which decides by its kind whether to start the ranks again; None: it is
-    printed, for a note would be one of the run's own ranks.
+    note: passes the sentence to the launcher, which decides by its kind whether to start the ranks again.
+    None: the sentence is printed, since a note would seem to come from the run's own ranks.
     """
     try:
         yield

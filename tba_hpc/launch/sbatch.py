@@ -1,7 +1,7 @@
-"""The batch script of a plan, as text: pure, so that golden files can hold it.
+"""Writes a plan's batch script as text. It is pure, so that tests can compare the text with golden files.
 
-The text made here says who works where; ``job_supervisor.sh``, which it sources, brings the run to its end.
-Facts behind the options: ``docs/slurm.md``.
+The text says which ranks run where; ``job_supervisor.sh``, which it sources, brings the run to its end.
+``docs/slurm.md`` explains the options.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from tba_hpc.launch.plan import SPARE_SECONDS, Component, ComponentSite, Plan, S
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 RANK: Sequence[str] = ("python", "-P", "-m", "mpi4py", "-m", "tba_hpc")
-"""A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
+"""Command of a rank. Under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
 
 TBA: Sequence[str] = ("python", "-P", "-m", "tba_hpc")
 """The command ``tba``, without MPI."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
-"""Variables that name the network interface; Open MPI, unlike the others, would use all there are."""
+"""Variables that name the network interface. Unlike the others, Open MPI uses all interfaces by default."""
 
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
 
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
-"""What the ranks of a role are started as, and the variable with their number."""
+"""Subcommand of ``tba`` for each role, and the shell variable with its number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA.
+    """A run as a Slurm job.
 
-    after: id of the job that is to end first, None for none; chained: a job of the same run. code: the folder
-    whose ``tba_hpc`` the job uses (``snapshot.py``); none: that of its Python.
+    run: absolute path of its directory. after: id of the job that must end first, or None. chained: whether
+    ``after`` is a job of the same run. supervisor, rank, tba: see SUPERVISOR, RANK, TBA. code: folder whose
+    ``tba_hpc`` the job uses (``snapshot.py``); None: that of its Python.
     """
 
     name: str
@@ -63,7 +64,7 @@ def job_of(
     chained: bool = False,
     mpi: bool = True,
 ) -> Job:
-    """The job of a run by the site's Python and a copy of the code, unless a container brings its own."""
+    """Make a run's job with the site's Python and a copy of the code; a container brings its own code."""
     return Job(
         name=name,
         run=run,
@@ -77,7 +78,7 @@ def job_of(
 
 
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
-    """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``.
+    """Return the text of the sbatch file that runs ``job`` on ``site`` by ``plan``.
 
     Raises ConfigError if a value would not stay on its line.
     """
@@ -154,7 +155,7 @@ def _common(job: Job, site: Site, log: str = "job-%j.log") -> str:
 
 
 def _as_pattern(path: Path) -> str:
-    """A path as part of one of Slurm's filename patterns. Raises ConfigError for one that would end them."""
+    """Escape a path for Slurm's filename patterns. Raises ConfigError for a backslash, which ends them."""
     if "\\" in str(path):
         raise ConfigError(
             f"{path} holds a backslash, with which Slurm puts no job's id into the name of a log: choose "
@@ -168,7 +169,7 @@ def _signal(site: Site) -> str:
 
 
 def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
-    """Everything that each component of a het job must say for itself."""
+    """List the options that each component of a het job must state for itself."""
     values = {
         "--partition": own.partition or site.partition,
         "--account": site.account,
@@ -180,7 +181,7 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
     }
     options = [f"{key}={value}" for key, value in values.items() if value is not None]
     options += [*site.memory_option(own), *site.gpu_option(own), *(["--exclusive"] if site.exclusive else [])]
-    # Last, since sbatch takes the last of several: it holds what the site excludes, too.
+    # Last, since sbatch takes the last of several; it includes the nodes that the site excludes.
     leave = [f"--exclude={component.exclude}"] if component.exclude else []
     return [*options, *site.sbatch_options, *leave]
 
@@ -196,7 +197,7 @@ def _directives(options: Sequence[str]) -> str:
 
 
 def _quoted(option: str) -> str:
-    """sbatch splits its lines like a shell; only what needs quotes gets them."""
+    """Quote an option if it needs that, since sbatch splits its lines like a shell."""
     key, equals, value = option.partition("=")
     return key + equals + (shlex.quote(value) if equals and (set(value) & set(" \t'\"\\#$")) else value)
 
@@ -221,7 +222,7 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _surroundings(job: Job, plan: Plan, site: Site) -> str:
-    """What programs find around them. Not under ``set -u``, which modules and activations break."""
+    """Shell lines that set up the environment. ``set -u`` comes last, as modules and venvs break under it."""
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
     names |= mpi_library.variables(site.mpi_library)
@@ -239,13 +240,13 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """The line that refuses a job if a variable is not set that the value of a site key holds."""
+    """Return the line that refuses a job if the value of a site key contains an unset variable."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
 
 def _tba(job: Job, site: Site) -> str:
-    """The command of the batch script itself: a step on its own node, if only steps get inside."""
+    """Return the script's own ``tba`` command: a step on its node if only steps start in the container."""
     options = step_options(site)
     if not options:
         return inside(job.tba, site)
@@ -254,7 +255,7 @@ def _tba(job: Job, site: Site) -> str:
 
 
 def _step_memory(site: Site) -> str:
-    # The step of a lost node keeps its share booked; the next must not wait for it.
+    # The step of a lost node keeps its memory allocated; the next step must not wait for it.
     return " --mem=0" if any(map(site.memory_option, (site.trainer, site.searcher))) else ""
 
 
@@ -303,9 +304,9 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
 
 
 def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
-    """Text of the sbatch file of an array of ``nodes`` one-node jobs of elastic searchers.
+    """Return the text of the sbatch file of an array of ``nodes`` one-node jobs of elastic searchers.
 
-    searcher: those of one node. Raises ConfigError as ``batch_script`` does.
+    searcher: the component of one node. Raises ConfigError like ``batch_script``.
     """
     nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
     plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")

@@ -1,8 +1,8 @@
-"""Which nodes each component of a het job may have, so that whatever Slurm chooses makes one MPI world.
+"""Choice of the nodes that each component of a het job may have, so that they always form one MPI world.
 
-srun and PMIx number the nodes of a het step alike only if those of component 0 all come before those of
-component 1 in Slurm's own order of names (``docs/slurm.md``). So the nodes are cut in two by name before a
-job is submitted, and each component excludes those beyond the cut; either may come first.
+srun and PMIx number the nodes of a het step alike only if all nodes of component 0 come before those of
+component 1 in Slurm's own order of names (``docs/slurm.md``). Before a job is submitted, the nodes are
+therefore cut in two by name, and each component excludes those beyond the cut. Either role may come first.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.launch.slurm_queue import ask, fields, mebibytes
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
-"""What sinfo says of a node in a partition: name, partition, state, cores, MiB, features, GPUs."""
+"""Fields that sinfo prints per node and partition: name, partition, state, cores, MiB, features, GPUs."""
 
 GONE = re.compile(r"down|drain|drng|fail|err|unk|inval|\*$")
-"""States of nodes that no job gets soon."""
+"""States of nodes that no job will get soon."""
 
 CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--contiguous)\b")
-"""Options of sbatch by which users choose nodes themselves."""
+"""Options of sbatch with which users choose nodes themselves."""
 
 EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
 GPU_TYPE = re.compile(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):")
@@ -33,7 +33,7 @@ RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as sinfo has it in one partition. up: whether a job may have it soon; idle: at once."""
+    """A node as sinfo lists it in one partition. up: whether a job may get it soon; idle: at once."""
 
     name: str
     partition: str
@@ -43,13 +43,13 @@ class Node:
     memory: int
     features: frozenset[str]
     gpus: Mapping[str, int]
-    """By type."""
+    """Number of GPUs by type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """first: which of two requests has the nodes before the cut, as component 0. leave: what each must not
-    get, in Slurm's order."""
+    """Cut of the nodes in two. first: index of the request with the nodes before the cut, as component 0.
+    leave: nodes that each request must not get, in Slurm's order."""
 
     first: int
     leave: tuple[tuple[str, ...], tuple[str, ...]]
@@ -63,16 +63,16 @@ def cut(
     up: frozenset[str],
     idle: frozenset[str],
 ) -> Cut | None:
-    """The best place to cut nodes that are in Slurm's ``order``, or None if no place leaves enough.
+    """Find the best place to cut nodes in Slurm's ``order``; None if no place leaves enough.
 
-    needed: nodes of each of two requests; fit: those that it could have. Best is a cut from which both could
-    start at once on idle nodes, then one that leaves both sides the most nodes to spare, as a multiple of
-    those needed; of equals, one with the first request first.
+    needed: number of nodes of each of two requests. fit: nodes that each could have. The best cut lets both
+    requests start at once on idle nodes. Next come cuts that leave both sides the most spare nodes, as a
+    multiple of those needed. Of equal cuts, one with the first request first wins.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):
         roles = (first, 1 - first)
-        # Of idle nodes, of those that are up, and of all: how many each side has, over all places.
+        # Nodes on each side for every place of the cut: idle ones, those that are up, and all.
         sides = [
             _sides(order, *(fit[role] & kind for role in roles)) for kind in (idle, up, frozenset(order))
         ]
@@ -93,7 +93,7 @@ def cut(
 
 
 def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) -> list[tuple[int, int]]:
-    """For each place of a cut: nodes of the first before it, nodes of the second after it."""
+    """Count, for each place of a cut, the first set's nodes before it and the second set's nodes after it."""
     before = accumulate((node in first for node in order), initial=0)
     total = sum(node in second for node in order)
     gone = accumulate((node in second for node in order), initial=0)
@@ -101,7 +101,7 @@ def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) 
 
 
 def _has(features: frozenset[str], constraint: str) -> bool:
-    """Whether a node has the features of a constraint of names that & and | join; of others nobody knows."""
+    """Return whether features meet a constraint of names joined by & and |; True if it has another form."""
     if not re.fullmatch(r"[\w.:-]+([&,|][\w.:-]+)*", constraint):
         return True
     return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
@@ -111,10 +111,10 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 
 
 def choose_sides(plan: Plan, site: Site) -> Plan:
-    """The plan, and of a het job which component has which side of the nodes.
+    """Return the plan, with the nodes that each component of a het job must exclude.
 
-    Nodes that the site's sbatch_options choose are left as chosen. Raises ConfigError if the nodes that
-    the components could have lie so that no choice would do, LaunchError if Slurm does not answer.
+    If the site's sbatch_options choose nodes, the plan stays as it is. Raises ConfigError if no cut of the
+    possible nodes leaves enough for both components, and LaunchError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
@@ -125,7 +125,7 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
     )
     needed, order = (plan.trainer.nodes, plan.searcher.nodes), _in_order(fit[0] | fit[1])
     if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
-        return plan  # too few, however they lie: Slurm itself refuses that, or knows better
+        return plan  # too few for any cut: Slurm itself refuses that, or knows better
     up, idle = (frozenset(node.name for node in nodes if getattr(node, kind)) for kind in ("up", "idle"))
     found = cut(order, needed, fit, up=up, idle=idle)
     if found is None:
@@ -146,7 +146,7 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
 
 
 def _excluded(site: Site, beyond: Sequence[str]) -> str:
-    """What a component excludes besides the nodes beyond the cut; empty if there are none of these."""
+    """Return all nodes that a component excludes, the site's included; empty if none lie beyond the cut."""
     if not beyond:
         return ""
     names = ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()
@@ -154,14 +154,14 @@ def _excluded(site: Site, beyond: Sequence[str]) -> str:
 
 
 def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
-    """The value of an option, the last if it comes twice, as sbatch has it."""
+    """Return the value of an option; the last one counts, as for sbatch."""
     return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
 
 
 def _fit(
     nodes: Sequence[Node], component: Component, site: Site, own: ComponentSite, default: str
 ) -> frozenset[str]:
-    """Names of the nodes that a component could have, as far as that can be told."""
+    """Return the names of nodes that a component could have, as far as that is known."""
     partitions = (own.partition or site.partition or default).split(",")
     cpus = component.ranks_per_node * component.cpus_per_rank
     memory = mebibytes(own.memory or site.memory or "0")
@@ -184,17 +184,17 @@ def _fit(
 
 
 def _in_order(names: frozenset[str]) -> list[str]:
-    """Slurm's own order of names."""
+    """Sort names in Slurm's own order."""
     return _expanded(ask("scontrol", "show", "hostlistsorted", ",".join(names)).strip()) if names else []
 
 
 def _expanded(listed: str) -> list[str]:
-    """Names of a list as Slurm writes it."""
+    """Expand a node list in Slurm's notation to names."""
     return ask("scontrol", "show", "hostnames", listed).split()
 
 
 def _nodes(text: str) -> tuple[list[Node], str]:
-    """What sinfo says in LAYOUT, and the name of the default partition, or ""."""
+    """Parse sinfo's output in LAYOUT; return the nodes and the name of the default partition, or ""."""
     rows = [line.rsplit("|", 7) for line in text.splitlines() if line.count("|") >= 7]
     default = next((row[1] for row in rows if row[7].endswith("*")), "")
     return [_node(row) for row in rows], default

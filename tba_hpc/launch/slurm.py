@@ -1,7 +1,8 @@
 """Submits batch scripts through submitit, het jobs included.
 
-The only module that imports submitit, which runs sbatch and reads the job's id: it knows no het jobs and asks
-the accounting for states, so the script's text is ours (``sbatch.py``), and states come from ``slurm_queue``.
+This is the only module that imports submitit, which runs sbatch and reads the job's id. submitit does not
+support het jobs and takes states from the accounting. Therefore ``sbatch.py`` writes the script, and
+``slurm_queue`` reads states.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REMEDIES = {
     "node count": "partition, or ask for fewer --nodes",
     "node configuration": "gpus_per_node, cpus_per_node, memory or constraint",
 }
-"""Words of Slurm's complaint, and the site key to change."""
+"""Words in Slurm's complaint, mapped to the site key to change."""
 
 
 YOURS = {
@@ -47,18 +48,18 @@ YOURS = {
     "SBATCH_RESERVATION": "--reservation",
     "SBATCH_CLUSTERS": "--clusters",
 }
-"""Variables of a shell that override the script → their option; handed on only if the script lacks it."""
+"""Shell variables that override the script, with their option; passed on if the script lacks it."""
 
 WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
-"""Prefixes of variables that say which Slurm there is, and what its srun does by default."""
+"""Prefixes of variables that select the Slurm installation and the defaults of its srun."""
 
 
 class SubmitError(LaunchError):
-    """The run was not submitted; the message is for the user."""
+    """Error for a run that was not submitted; the message is for the user."""
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, for a script of ours: it may have several components, and nothing is pickled."""
+    """submitit's executor for our own script, which may have several components; nothing is pickled."""
 
     def __init__(self, folder: Path, script: str) -> None:
         super().__init__(folder)
@@ -66,11 +67,11 @@ class _Executor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """As submitit calls its Slurm executor."""
+        """Return submitit's name of its Slurm executor."""
         return "slurm"
 
     def submit_script(self) -> str:
-        """The id of the job. Raises SubmitError with Slurm's own message and what to change."""
+        """Submit the script; return the job's id. Raises SubmitError with Slurm's message and a remedy."""
         try:
             return str(self._submit_command("").job_id)
         except FailedJobError as error:
@@ -100,7 +101,7 @@ def require_slurm() -> None:
 
 
 def refusal(message: str) -> str:
-    """Slurm's own words about a submission it refused, and the site key to change."""
+    """Return Slurm's own words about a refused submission, and the site key to change."""
     lines = re.findall(r"(?:error|failure): (.*)", message)
     said = (
         "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
@@ -111,9 +112,9 @@ def refusal(message: str) -> str:
 
 
 def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
-    """Variables of a shell that would override the script, or go with the job and confuse its steps.
+    """List shell variables that would override the script, or travel with the job and confuse its steps.
 
-    Those of an allocation that the shell is in are among them.
+    They include those of an allocation in which the shell runs.
     """
     said = re.findall(r"^#SBATCH (--[\w-]+)", script, re.MULTILINE)
     yours = {name for name, option in YOURS.items() if option not in said}
@@ -127,7 +128,7 @@ def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def would_take(script: str) -> str:
-    """Slurm's answer to a script that is not submitted: when and where it would start. Raises SubmitError."""
+    """Ask Slurm when and where a script would start, without submitting it. Raises SubmitError."""
     command = ["sbatch", "--test-only"]
     plain = {key: value for key, value in os.environ.items() if key not in foreign(script, os.environ)}
     done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
@@ -137,9 +138,9 @@ def would_take(script: str) -> str:
 
 
 def submit(run: RunDir, script: str) -> str:
-    """Submit a run's batch script; the job's id. Raises SubmitError, also if the run has a job already.
+    """Submit a run's batch script; return the job's id. Raises SubmitError, also if it has a job already.
 
-    Of two submissions at the same moment the second job ends when it starts (``job_supervisor.sh``).
+    If two jobs are submitted at the same moment, the second ends when it starts (``job_supervisor.sh``).
     """
     refuse_active(run)
     job = send(run, script)
@@ -149,22 +150,23 @@ def submit(run: RunDir, script: str) -> str:
 
 
 def send(run: RunDir, script: str) -> str:
-    """Submit a batch script of a run, such as elastic searchers; the job's id. Raises SubmitError."""
+    """Submit a batch script of a run, such as elastic searchers; return the job's id. Raises SubmitError."""
     folder = run.path / "slurm"
     folder.mkdir(exist_ok=True)
     return _Executor(folder, script).submit_script()
 
 
 def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> str:
-    """Submit the jobs that go on after the run's job, each after the other; a warning if Slurm refuses one.
+    """Submit jobs that continue the run, each after the one before; return a warning if Slurm refuses one.
 
-    script: of the job that follows another.
+    script: returns the script of the job that follows a given job id. length: jobs in the chain, ``job``
+    included.
     """
     jobs = [job]
     while len(jobs) < length:
         try:
             jobs.append(send(run, script(jobs[-1])))
-        except SubmitError as error:  # those before are in the queue
+        except SubmitError as error:  # earlier jobs are in the queue already
             return f"the chain has {len(jobs)} of {length} jobs: {error}"
         write_atomic(run.path / "slurm/chain", "".join(f"{each}\n" for each in jobs))
     return ""

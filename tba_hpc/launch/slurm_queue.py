@@ -1,6 +1,6 @@
-"""Asks Slurm, and parses what squeue and scontrol say of a run's job.
+"""Queries to Slurm, and parsers of what squeue and scontrol say about a run's job.
 
-``run.owners`` alone asks squeue by itself: it lies below this room.
+Only ``run.owners`` calls squeue itself, since it may not import this package.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tba_hpc.report.run_state import AT_WORK, FORGOTTEN, UNKNOWN, WAITING
 from tba_hpc.run.directory import RunDir
 
 ANSWER_SECONDS = 30.0
-"""Timeout of a command of Slurm."""
+"""Timeout of a Slurm command, in seconds."""
 
 SQUEUE_SECONDS = 5.0
-"""Timeout of squeue when a status is asked for."""
+"""Timeout of squeue in a status query, in seconds."""
 
 WATCH_SECONDS = 10.0
-"""Pause between two looks at a job."""
+"""Seconds between two looks at a job."""
 
 SQUEUE_FIELDS = {
     "id": "%i",
@@ -35,26 +35,26 @@ SQUEUE_FIELDS = {
     "left": "%L",
     "comment": "%k",
 }
-"""What squeue says of a component → its code; ``start`` may be a guess, ``left`` is of the wall time."""
+"""Fields of a component, mapped to squeue's codes. ``start`` may be a guess; ``left`` is wall time."""
 
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
-"""Size of the units of ``--mem``."""
+"""Units of ``--mem``, in MiB."""
 
 
 class SlurmError(LaunchError):
-    """Slurm does not answer; the message is one sentence with its own words."""
+    """Error if Slurm does not answer or refuses; the message is one sentence with Slurm's own words."""
 
 
 def ask(*command: str) -> str:
-    """What a command of Slurm prints. Raises SlurmError."""
+    """Run a Slurm command and return its output. Raises SlurmError."""
     done = _run(command, ANSWER_SECONDS)
     if done.returncode:
         raise SlurmError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
-    return done.stdout or done.stderr  # old versions list plugins on standard error
+    return done.stdout or done.stderr  # old versions print the list of plugins on standard error
 
 
 def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Raises SlurmError if there is no answer."""
+    """Run a Slurm command. Raises SlurmError if there is no answer."""
     # The user's own formats would change what is printed.
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SINFO_"))}
     try:
@@ -64,32 +64,32 @@ def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProces
 
 
 def fields(line: str) -> dict[str, str]:
-    """``Key=Value Key=Value …``, as ``scontrol --oneliner`` prints a record; a value ends at a blank."""
+    """Parse a record of ``scontrol --oneliner``, ``Key=Value Key=Value …``; a value ends at a blank."""
     return dict(re.findall(r"(\S+?)=(\S*)", line))
 
 
 def mebibytes(memory: str) -> float:
-    """Size of ``480G`` or ``3000`` as for ``sbatch --mem``, in MiB."""
+    """Convert a size of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is none."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """What ``scontrol show job`` says of a job, of a het job's leader; empty once Slurm has forgotten it."""
+    """Read ``scontrol show job`` for a job, or a het job's leader; empty once Slurm has forgotten it."""
     shown = _run(("scontrol", "--oneliner", "show", "job", job), ANSWER_SECONDS)
     return fields(shown.stdout.partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveJob:
-    """A job in Slurm that is queued or has nodes."""
+    """Slurm job that is queued or has nodes."""
 
     number: str
     state: str
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no nodes."""
+        """Tell whether the job has no nodes yet."""
         return self.state in WAITING
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ class ActiveJob:
 
 
 def active_job(run: RunDir) -> ActiveJob | None:
-    """The run's job while Slurm has it queued or running."""
+    """Return the run's job while it is queued or running, or None."""
     return active(job_states(run))
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """A job by its components; the state is that of one with nodes, if one has some."""
+    """Return the job with these components, or None. Its state is that of a component with nodes, if any."""
     for states in (AT_WORK, WAITING):
         for row in components:
             if row["state"] in states:
@@ -111,9 +111,9 @@ def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
 
 
 def await_job(run: RunDir) -> str:
-    """Wait until the run's job is neither queued nor running; the state in which it ended.
+    """Wait until the run's job is neither queued nor running; return the state in which it ended.
 
-    Silence of Slurm is no end.
+    If Slurm does not answer, the wait goes on.
     """
     while True:
         states = [row["state"] for row in job_states(run)]
@@ -123,7 +123,7 @@ def await_job(run: RunDir) -> str:
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """Ids of the run's job and of those that follow it in its chain; none if it was never submitted."""
+    """List the ids of the run's job and of its successors in the chain; empty if it was never submitted."""
     job, chain = (
         file.read_text().split() if file.exists() else []
         for file in (run.path / "slurm/job", run.path / "slurm/chain")
@@ -132,10 +132,10 @@ def jobs_of(run: RunDir) -> list[str]:
 
 
 def job_states(run: RunDir) -> list[dict[str, str]]:
-    """How squeue sees the components of the run's job, ``job`` and SQUEUE_FIELDS; none if never submitted.
+    """List the components of the run's job as squeue sees them; empty if it was never submitted.
 
-    Of a chain it is the first job that is queued or running. ``state`` is UNKNOWN if squeue is missing or
-    silent, FORGOTTEN if it knows the job no more.
+    Each has the keys ``job`` and SQUEUE_FIELDS. In a chain it is the first job that is queued or running.
+    ``state`` is UNKNOWN if squeue is missing or silent, FORGOTTEN if it no longer knows the job.
     """
     jobs = jobs_of(run)
     if not jobs:
@@ -154,11 +154,11 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     rows = [{"job": row["id"].partition("+")[0], **row} for row in seen_rows]
     by_job = [[row for row in rows if row["job"] == job] for job in jobs]
     own = next(filter(active, by_job), by_job[0])
-    if any(names(row["comment"], run) for row in own):  # ids come back after years
+    if any(names(row["comment"], run) for row in own):  # Slurm reuses ids after years
         return own
     return [{**nothing, "state": FORGOTTEN}]
 
 
 def names(comment: str, run: RunDir) -> bool:
-    """Whether a job's comment names the run, by whatever path."""
+    """Return whether a job's comment names the run, by any path."""
     return Path(comment).exists() and run.path.samefile(comment)

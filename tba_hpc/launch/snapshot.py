@@ -1,6 +1,6 @@
-"""A copy of this package beside a run, for its job: what is edited later changes no running job.
+"""Copy of this package beside a run, for its job, so that later edits change no running job.
 
-Copies are never deleted: jobs in the queue, and scripts that somebody keeps, start with theirs.
+Copies are never deleted, since queued jobs and saved scripts start with them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def place(run: Path) -> Path:
-    """The folder that ``take`` would return: its name is a digest of all files of the package."""
+    """Return the folder that ``take`` would return; its name is a digest of all files of the package."""
     return run / "code" / _digest(PACKAGE)
 
 
 def take(run: Path, job: str = "") -> Path:
-    """Copy the package, unless it is there already; the folder to put on ``PYTHONPATH``.
+    """Copy the package unless there is a copy already; return the folder for ``PYTHONPATH``.
 
     job: id of a Slurm job that gets the same copy at each of its starts; "" if its script names the copy.
     """
@@ -37,9 +37,9 @@ def take(run: Path, job: str = "") -> Path:
 
 
 def _copy(folder: Path) -> None:
-    """Make a copy visible at once, whole; of two at the same time one wins."""
+    """Make a copy that becomes visible as a whole; of two simultaneous ones, one wins."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(folder, ignore_errors=True)  # half a copy, of a machine that went down
+    shutil.rmtree(folder, ignore_errors=True)  # an incomplete copy from a machine that crashed
     shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT)
     try:
         part.rename(folder)
@@ -50,7 +50,7 @@ def _copy(folder: Path) -> None:
 
 
 def _digest(package: Path) -> str:
-    """Of the names and contents of a package's files, those below links included; "" where there are none."""
+    """Return a digest of the names and contents of a package's files, including those below links."""
     known = hashlib.sha256()
     for parent, folders, files in os.walk(package, followlinks=True):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT(parent, folders))

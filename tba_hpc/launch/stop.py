@@ -1,6 +1,6 @@
-"""Asks a run to checkpoint and end, or ends it at once, wherever it is at work: ``tba stop``, ``tba cancel``.
+"""Stops a run, after a checkpoint (``tba stop``) or at once (``tba cancel``), wherever it is at work.
 
-``supervise.py`` reads the file that says "end, do not requeue".
+``supervise.py`` reads the file that tells a job to end and not to requeue.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
 
 ASK_SECONDS = 10.0
-"""Time that a launcher on this machine has to kill its ranks, before it is killed itself."""
+"""Seconds that a launcher on this machine has to kill its ranks before it is killed itself."""
 
 KILLED_SECONDS = 10.0
-"""Time within which a killed process is gone."""
+"""Seconds within which a killed process must be gone."""
 
 LOOK_SECONDS = 0.25
-"""Pause before the second look at who is at work; it grows to WATCH_SECONDS."""
+"""Seconds before the second look at who is at work; the pause doubles up to WATCH_SECONDS."""
 
 
 def stop(run: RunDir) -> str:
-    """Ask the run to checkpoint at its next safe point and end; what was done, in a sentence.
+    """Ask the run to checkpoint at its next safe point and end; return what was done, in a sentence.
 
-    Raises LaunchError if it is at work elsewhere, or cannot be reached.
+    Raises LaunchError if the run is at work elsewhere, or cannot be reached.
     """
     match at_work(run):
         case None:
@@ -48,7 +48,7 @@ def stop(run: RunDir) -> str:
 
 
 def cancel(run: RunDir) -> str:
-    """End the run at once; what was done, in a sentence. Raises LaunchError as ``stop``."""
+    """End the run at once; return what was done, in a sentence. Raises LaunchError like ``stop``."""
     match at_work(run):
         case None:
             return _nobody(run)
@@ -63,7 +63,7 @@ def cancel(run: RunDir) -> str:
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:
-    """Wait until nobody is at work on the run. Raises LaunchError, which says who, after ``seconds``."""
+    """Wait until nobody is at work on the run. Raises LaunchError after ``seconds``, naming who still is."""
     end, pause = time.monotonic() + seconds, LOOK_SECONDS
     while who := at_work(run):
         left = end - time.monotonic()
@@ -77,9 +77,9 @@ def await_end(run: RunDir, *, seconds: float) -> None:
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
-    """The process of this machine, or the Slurm job, that is at work on the run.
+    """Return the process of this machine, or the Slurm job, that is at work on the run; None for nobody.
 
-    Raises LaunchError if it is a process elsewhere, or Slurm cannot be asked.
+    Raises LaunchError if it is a process on another machine, or if Slurm cannot be asked.
     """
     owner = owner_at_work(run)
     if owner and owner.is_here:
@@ -103,7 +103,7 @@ def _nobody(run: RunDir) -> str:
 
 
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
-    # First the file: a job that starts meanwhile reads it, too.
+    # The file comes first, so that a job that starts meanwhile reads it.
     write_atomic(run.path / "slurm/stop", f"{job.number}\n")
     jobs = _of_chain(run, job)
     if job.waiting:
@@ -116,15 +116,15 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:
-    """The job, and those that would go on after it."""
+    """List the ids of the job and of those that would continue after it."""
     jobs = jobs_of(run)
     return jobs[jobs.index(job.number) :]
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:
-    """Raise LaunchError if a process of ours does not have the run's folder open.
+    """Raise LaunchError if the owner is a process of ours that does not have the run's folder open.
 
-    A file of a stranger's run directory may name any of them.
+    A file in a stranger's run directory may name any of our processes.
     """
     with suppress(psutil.NoSuchProcess):
         is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # else the kernel refuses
@@ -136,7 +136,7 @@ def _refuse_stranger(run: RunDir, owner: Owner) -> None:
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:
-    """Raises LaunchError if that is not allowed; a process that has ended meanwhile needs none."""
+    """Send the owner a signal, unless it has ended meanwhile. Raises LaunchError if that is not allowed."""
     try:
         os.kill(owner.pid, number)
     except ProcessLookupError:
@@ -146,9 +146,9 @@ def _signal(owner: Owner, number: signal.Signals) -> None:
 
 
 def _end(run: RunDir, owner: Owner) -> None:
-    """Have a launcher of this machine kill its ranks, as Ctrl-C twice does; or kill it, which ends them, too.
+    """Have a launcher of this machine kill its ranks, as two Ctrl-C do; if it does not, kill it and them.
 
-    Raises LaunchError if it stays.
+    Raises LaunchError if the launcher still does not end.
     """
     if _goes(run, owner, signal.SIGINT, ASK_SECONDS):
         return
@@ -159,7 +159,7 @@ def _end(run: RunDir, owner: Owner) -> None:
 
 
 def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
-    """Whether a process ends within ``seconds``, given a signal again and again."""
+    """Send a process a signal repeatedly; return whether it ends within ``seconds``."""
     end = time.monotonic() + seconds
     while owner_at_work(run) == owner:
         if time.monotonic() > end:
@@ -170,7 +170,7 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
 
 
 def _again(run: RunDir) -> str:
-    """The command that resumes the run: as it was submitted, or ``tba run`` if that was the last start."""
+    """Return the command that resumes the run: its ``tba submit``, or ``tba run`` if that came last."""
     events = read_events(run)
     if not events or not events[-1]["job"]:
         return shlex.join(["tba", "run", str(run.path)])

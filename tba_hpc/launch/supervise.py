@@ -1,9 +1,9 @@
-"""What a batch script does next: ``tba supervise TURN RUN``, which ``job_supervisor.sh`` asks at every turn.
+"""Decides a batch script's next action: ``job_supervisor.sh`` calls ``tba supervise TURN RUN`` at every turn.
 
-It may run in a container that lacks Slurm's commands: it knows the files of the run and what the script tells
-it, as KEY=VALUE. The last line of its output is the answer: ``go`` (start the ranks), ``look`` (at the nodes
-once more), ``again`` (start the ranks again), ``queue`` (back to the queue) or ``exit``, and what belongs to
-it. Light to import: only the turns ``begin`` and ``start`` need configs.
+It may run in a container that lacks Slurm's commands. It knows only the files of the run and what the script
+passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start the ranks),
+``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the queue) or
+``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tba_hpc.run.files import listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK, Exit, first_note
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher (``config``)."""
+"""Number of the first elastic searcher (see ``config``)."""
 
 LONG_SECONDS = 300
-"""A searcher that lived for so long has not failed in a row."""
+"""Seconds of life after which a searcher's failure no longer counts as one in a row."""
 
 NEAR_END_SECONDS = 120
-"""With so little time left besides that for a save, an allocation was too short rather than preempted."""
+"""Seconds left, beyond those for a save, below which an allocation counts as too short, not as preempted."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -38,18 +38,19 @@ READ: dict[str, Callable[[str], object]] = {
     "bool": "1".__eq__,
     "list[str]": str.split,
 }
-"""How a value that the script tells is read, by the type of its field."""
+"""Parsers of the script's values, by the type of the field."""
 
 
 @dataclass(kw_only=True)
 class Turn:
-    """What the script tells.
+    """State of the job as the script passes it.
 
-    code: status of the ranks that have ended after ``seconds``, and so many ``failures`` in a row. stop,
-    ending: whether the job was asked to stop, and whether Slurm ends it. chained: whether it follows another
-    job of a chain. nodes: how many it asked for. hosts: of component 0, or the job; others: of component 1;
-    ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN,
-    with "?" if they fail the check of their health. array_job: of elastic searchers, their own of the array.
+    code: exit status of the ranks that have ended after ``seconds``. failures: failures in a row before that.
+    stop: whether the job was asked to stop. ending: whether Slurm ends it. chained: whether it follows
+    another job of a chain. nodes: how many the job requested. hosts: those of component 0, or of the whole
+    job. others: those of component 1. ascending: all hosts in Slurm's order. answers: hosts that start a
+    process, with prefix "!" if they do not see RUN, "?" if they fail the health check. array_job: for elastic
+    searchers, their own job of the array.
     """
 
     run: Path
@@ -77,45 +78,45 @@ class Turn:
 
     @classmethod
     def read(cls, run: Path, words: Sequence[str]) -> Turn:
-        """From KEY=VALUE words."""
+        """Parse KEY=VALUE words."""
         kinds = {one.name: str(one.type) for one in fields(cls)}
         pairs = (word.partition("=")[::2] for word in words)
         return cls(run=run, **{key: READ[kinds[key]](value) for key, value in pairs})  # type: ignore[arg-type]
 
     def log(self, event: str, **extra: object) -> None:
-        """A line of the run's history."""
+        """Append an event to the run's events."""
         append_event(self.run / "events.jsonl", event, **extra)
 
     def refuse(self, sentence: str, code: Exit = Exit.REFUSED) -> str:
-        """End the job for good, with what the user is to do."""
+        """End the job for good, with a sentence that tells the user what to do."""
         self.log("refused", sentence=sentence)
         say(sentence)
         return self.end(code)
 
     def end(self, code: Exit = Exit.DONE) -> str:
-        """End the job for good, and the jobs of its chain that wait."""
+        """End the job for good, and the waiting jobs of its chain."""
         links = self.links
         self.mark("chain").unlink(missing_ok=True)
         return f"exit {code} {' '.join(links)}".strip()
 
     @property
     def links(self) -> list[str]:
-        """The jobs of the chain that follow this one."""
+        """Ids of the jobs of the chain that follow this one."""
         job, jobs = os.environ["SLURM_JOB_ID"], _read(self.mark("chain")).split()
         return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Tell whether the run is finished."""
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
-        """A file of the job's; its time says when something happened, by the clock of the file system."""
+        """Path of a file of the job. Its timestamp records an event by the file system's clock."""
         return self.run / "slurm" / name
 
 
 def say(sentence: str) -> None:
-    """A line of the job's log."""
+    """Write a line to the job's log."""
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     print(f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}", file=sys.stderr, flush=True)
 
@@ -124,9 +125,9 @@ def say(sentence: str) -> None:
 
 
 def begin(turn: Turn) -> str:
-    """The job has its nodes, ``hosts``: it takes the run, unless another job is at work on it.
+    """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
-    ``go`` comes with the name of its folder of caches.
+    ``go`` comes with the name of the job's folder of caches.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
@@ -148,23 +149,23 @@ def begin(turn: Turn) -> str:
 
 
 def _caches(turn: Turn) -> str:
-    """Name of the folder in which engines keep what they compile; the same at each start, on all nodes.
+    """Name of the folder in which engines keep compiled code; the same at each start, on all nodes.
 
-    It may lie in /tmp, which is everybody's, and is run as code: nobody can guess the name.
+    It may lie in /tmp, where everybody can write, and its content is run as code. So its name is random.
     """
     note = turn.mark("caches")
-    with suppress(FileExistsError):  # of several jobs the first one names it
+    with suppress(FileExistsError):  # of several jobs the first one chooses the name
         publish(note, f"tba-{secrets.token_hex(8)}\n".encode(), replace=False)
     return note.read_text().strip()
 
 
 def start(turn: Turn) -> str:
-    """Which nodes answer is known: place the ranks on them.
+    """Place the ranks on the nodes that answer.
 
-    ``go`` comes with the number of nodes, that of searchers, and the attempt.
+    ``go`` comes with the number of nodes, the number of searchers, and the attempt.
     """
     blind = [answer[1:] for answer in turn.answers if answer[0] == "!"]
-    if blind and not turn.mark("start").exists():  # else it is the node's fault
+    if blind and not turn.mark("start").exists():  # after an earlier start it is the node's fault
         sentence = f"{blind[0]} does not see {turn.run}: put run.root on a file system that all nodes share"
         return turn.refuse(sentence)
     hosts = [*turn.hosts, *turn.others]
@@ -182,24 +183,24 @@ def start(turn: Turn) -> str:
 
 
 def _unfit(why: str) -> str:
-    """These nodes will not do."""
+    """Log why the nodes are unusable, and return ``queue``."""
     say(f"these nodes are unusable: {why}")
     return "queue"
 
 
 def _het(turn: Turn, missing: Sequence[str]) -> str:
-    """Every node is needed, since Slurm requeues the whole job if one is lost."""
+    """Place the ranks of a het job. It needs every node: Slurm requeues the whole job if one is lost."""
     hosts = [*turn.hosts, *turn.others]
     if not (turn.hosts and turn.others):
         return _unfit("Slurm names no nodes of one component")
     if missing:
         return _unfit(f"{' '.join(missing)} cannot be used")
-    if len({*hosts}) < len(hosts):  # a component 0 that was restarted alone; srun starts no step on that
+    if len({*hosts}) < len(hosts):  # component 0 was restarted alone; srun starts no step on that
         return _unfit("its components share a node")
     if hosts == turn.ascending:
         return _go(turn, len(hosts), turn.searchers)
-    # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05
-    # at least): if they differ, the first collective hangs.
+    # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (at least from
+    # 22.05 to 26.05). If the two differ, the first collective hangs.
     return _unfit(
         f"they are not in Slurm's own order, component 0 first: {' '.join(hosts)}; 'tba submit' and the "
         "script of 'tba submit --print' give each component its side of the nodes"
@@ -207,7 +208,7 @@ def _het(turn: Turn, missing: Sequence[str]) -> str:
 
 
 def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
-    """The first nodes train, and any number of others search; without own searchers all must train."""
+    """Let the first nodes train, and any number of others search. Without searchers all nodes must train."""
     there = [host for host in turn.hosts if host not in missing]
     if turn.searchers_per_node == 0:
         if missing:
@@ -226,12 +227,12 @@ def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
 
 
 def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
-    """The host of each rank, in blocks as even as can be."""
+    """Return the host of each rank, in blocks as even as possible."""
     return [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
 
 
 def _go(turn: Turn, nodes: int, searchers: int) -> str:
-    """Set how many ranks there are, and begin their logs."""
+    """Write the numbers of ranks to the run's config, and begin an attempt with its logs."""
     from tba_hpc.run.directory import RunDir
 
     run = RunDir.open(turn.run)
@@ -244,7 +245,7 @@ def _go(turn: Turn, nodes: int, searchers: int) -> str:
 
 
 def ended(turn: Turn) -> str:
-    """The ranks have ended with status ``code``, after so many ``failures`` in a row."""
+    """Decide what follows when ranks have ended with status ``code``, after ``failures`` in a row."""
     if turn.finished:
         turn.log("finished")
         say(f"the run is finished: {turn.run}/report.html")
@@ -252,8 +253,8 @@ def ended(turn: Turn) -> str:
     logs = turn.run / "logs/latest"
     listing(logs)
     sentence = first_note(logs, "refused")
-    # Killed on their way out, with their checkpoint completed; or asked to stop before they listened to it,
-    # by whatever status, unless they hung. The leader says when all have come together.
+    # saved: they were killed on their way out, with their checkpoint complete. unheard: they were asked to
+    # stop before they listened, and ended by any status but a hang's. The leader notes when all are together.
     saved = _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
     unheard = turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK).exists()
     if turn.code == 0 or (turn.stop and (saved or unheard)):
@@ -275,11 +276,11 @@ def ended(turn: Turn) -> str:
 
 
 def leave(turn: Turn) -> str:
-    """The job is about to go back to the queue, unless that is of no use or not wanted."""
+    """Send the job back to the queue, unless that is useless or not wanted."""
     if _for_good(turn):
         try:
             _draw(turn)
-        except Exception as error:  # a stop is a stop, with or without a picture
+        except Exception as error:  # the job stops with or without a report
             say(f"the report could not be written ({error}): try tba report {turn.run}")
         return turn.end()
     idle, goes_on = _count_idle(turn), turn.requeue != "no" or bool(turn.links)
@@ -299,7 +300,7 @@ def leave(turn: Turn) -> str:
 
 
 def _count_idle(turn: Turn) -> int:
-    """Allocations in a row that sealed nothing, leaving out those that a preemption cut short."""
+    """Count the allocations in a row that sealed nothing, without those that a preemption cut short."""
     noted = _read(turn.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
     seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
@@ -312,7 +313,7 @@ def _count_idle(turn: Turn) -> int:
 
 
 def _for_good(turn: Turn) -> bool:
-    """Whether ``tba stop`` has named this job, which then ends."""
+    """Return whether ``tba stop`` has named this job, which then ends."""
     listing(turn.run / "slurm")
     note = turn.mark("stop")
     if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
@@ -323,12 +324,12 @@ def _for_good(turn: Turn) -> bool:
 
 
 def _read(note: Path) -> str:
-    """Text of a file; empty if there is none."""
+    """Read the text of a file; empty if there is none."""
     return note.read_text() if note.exists() else ""
 
 
 def _draw(turn: Turn) -> None:
-    """The report, for which the ranks had no time."""
+    """Write the report, for which the ranks had no time."""
     from tba_hpc.report.page import write_report
     from tba_hpc.run.directory import RunDir
 
@@ -336,9 +337,9 @@ def _draw(turn: Turn) -> None:
 
 
 def _progress(turn: Turn, mark: str) -> bool:
-    """Whether this job has sealed anything after a mark: a checkpoint or a shard.
+    """Return whether this job has sealed a checkpoint or a shard after a mark.
 
-    Elastic searchers seal whatever becomes of this job.
+    Shards of elastic searchers do not count: they are sealed even if this job makes no progress.
     """
     since = turn.mark(mark)
     folders = (turn.run / "shards").glob("searcher-*")
@@ -349,7 +350,7 @@ def _progress(turn: Turn, mark: str) -> bool:
 
 
 def _newer(folder: Path, pattern: str, mark: Path) -> bool:
-    """Whether a file below a folder has changed after a mark."""
+    """Return whether a file below a folder has changed after a mark."""
     since = mark.stat().st_mtime_ns if mark.exists() else time.time_ns()
     for file in folder.rglob(pattern):
         with suppress(FileNotFoundError):  # pruned meanwhile
@@ -362,9 +363,9 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 
 
 def join(turn: Turn) -> str:
-    """A job of elastic searchers has its node, which ``answers`` names if it fails the check of its health.
+    """Admit a job of elastic searchers with its node; ``answers`` names it if it fails the health check.
 
-    ``go`` comes with the name of its folder of caches.
+    ``go`` comes with the name of the job's folder of caches.
     """
     if turn.finished:
         say("the run is finished: there is nothing to search for")
@@ -375,7 +376,7 @@ def join(turn: Turn) -> str:
         return "queue" if turn.stop else f"go {_caches(turn)}"
     unfit = [*_read(note).split(), *(answer[1:] for answer in turn.answers)]
     if len(unfit) <= turn.relaunches:
-        with suppress(OSError):  # without a note it is only counted less
+        with suppress(OSError):  # without the note the node is merely not counted
             write_atomic(note, " ".join(unfit))
         return "queue"
     say(f"giving up: these nodes have failed their check, one after the other: {' '.join(unfit)}")
@@ -384,11 +385,11 @@ def join(turn: Turn) -> str:
 
 
 def searched(turn: Turn) -> str:
-    """A node's elastic searchers, each restarted as often as it may be, have ended with status ``code``."""
+    """Decide what follows when a node's elastic searchers, after all their restarts, ended with ``code``."""
     if turn.finished:
         say("the run is finished")
         return f"exit {Exit.DONE}"
-    # Preempted by a plain TERM, searchers leave in peace before the script has heard of anything.
+    # Preempted by a plain TERM, searchers end with status 0 before the script gets a signal.
     if turn.stop or turn.ending or turn.code == 0:
         return "queue"
     if turn.code == Exit.NO_SLOT:
@@ -407,9 +408,9 @@ TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, sear
 
 
 def main(words: Sequence[str]) -> int:
-    """``TURN RUN KEY=VALUE …``; the exit status."""
+    """Run ``TURN RUN KEY=VALUE …`` and print the answer; return the exit status."""
     name, turn = words[0], Turn.read(Path(words[1]), words[2:])
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # what the job is asked, its script passes on
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # the script passes on what the job is asked
         signal.signal(number, signal.SIG_IGN)
     try:
         print(TURNS[name](turn))

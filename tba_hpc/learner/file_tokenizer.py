@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from tba_hpc.config import ConfigError
@@ -22,6 +24,12 @@ NO_END = (
 )
 """The error for such a model."""
 
+REFUSES = (
+    "the chat template of {path} refuses messages of {roles} ({error}): give another chat_template in its "
+    "tokenizer_config.json"
+)
+"""The error for such messages."""
+
 OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of tokenizers that know no special token but those in their files."""
 
@@ -29,13 +37,19 @@ OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class FileTokenizer:
     """The Tokenizer port without what transformers adds: texts are at most as long as the model sees them.
 
-    That is special tokens, unless there would be no other, and what a chat template puts around a message.
+    That is special tokens, unless there would be no other, and what a chat template puts around one message.
+
+    settings: of tokenizer_config.json, with the chat template if there is one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_id: int, model: str, settings: Mapping[str, Any]
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._model = model
+        self._settings = settings
         self.eos_token_id = eos_token_id
         self.vocab_size = tokenizer.get_vocab_size()
 
@@ -53,9 +67,11 @@ class FileTokenizer:
         eos, kind = settings.get("eos_token"), settings.get("tokenizer_class")
         if eos is None and kind in OF_THE_FILES and _place(model, "special_tokens_map.json") is None:
             raise ConfigError(NO_END.format(key="model.path", path=model))
-        token = eos.get("content") if isinstance(eos, dict) else eos
+        token = _text(eos)
         token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
-        return None if token_id is None else cls(tokenizer, token_id)
+        if template := _place(model, "chat_template.jinja"):
+            settings["chat_template"] = Path(template).read_text(encoding="utf-8")
+        return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T], at most as many as the model's tokenizer makes."""
@@ -69,14 +85,62 @@ class FileTokenizer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """The texts of the messages alone."""
-        return "".join(message["content"] for message in messages)
+        """By the chat template; the texts of the messages alone if there is none, or no transformers.
+
+        Raises ConfigError if it refuses the messages.
+        """
+        if not self.has_chat:
+            return "".join(message["content"] for message in messages)
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes a second or two
+
+        special = {name: _text(value) for name, value in self._settings.items() if name.endswith("_token")}
+        try:
+            rendered = render_jinja_template(
+                [list(messages)],
+                tools=[*map(dict, tools)] or None,
+                chat_template=self._template,
+                add_generation_prompt=ask,
+                **special | options,
+            )[0][0]
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(REFUSES.format(path=self._model, roles=roles, error=error)) from None
+        return str(rendered)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it can render a chat template."""
+        return self._template is not None and find_spec("transformers") is not None
+
+    @property
+    def _template(self) -> str | None:
+        """The one for chats without tools, where several have names."""
+        given = self._settings.get("chat_template")
+        named = {one["name"]: one["template"] for one in given} if isinstance(given, list) else {}
+        return named.get("default") if named else given
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        return self.encode(text)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist()))
+
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
+
+def end_ids(model: str) -> set[int]:
+    """Tokens at which the engine ends a completion besides the tokenizer's own, by the model's files."""
+    for name in ("generation_config.json", "config.json"):
+        if place := _place(model, name):
+            found = json.loads(Path(place).read_text(encoding="utf-8")).get("eos_token_id")
+            return set(found) if isinstance(found, list) else set() if found is None else {found}
+    return set()
+
+
+def _text(token: Any) -> Any:
+    """A special token's, which some files have with its settings."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _place(model: str, name: str) -> str | None:

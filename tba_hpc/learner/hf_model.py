@@ -30,7 +30,7 @@ from tba_hpc.config import ConfigError, Dtype, ModelSection
 from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
-from tba_hpc.learner.file_tokenizer import NO_END
+from tba_hpc.learner.file_tokenizer import NO_END, REFUSES
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
@@ -88,10 +88,8 @@ class HfTokenizer:
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"the chat template of {self._tokenizer.name_or_path} refuses messages of {roles} ({error}): "
-                "give another chat_template in its tokenizer_config.json"
-            ) from None
+            path = self._tokenizer.name_or_path
+            raise ConfigError(REFUSES.format(path=path, roles=roles, error=error)) from None
 
     def encode_rendered(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -103,6 +101,9 @@ class HfTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def decode_whole(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist()))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into an exported model folder."""

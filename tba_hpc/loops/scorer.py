@@ -1,43 +1,50 @@
 """Rewards, reference log-probabilities and seals, in a thread beside generation.
 
 Everything here happens in one worker thread, in the order of submission, so that neither a slow reward nor an
-fsync stops the engine.
+fsync stops the engine. It waits for the task's code, which has a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import textwrap
-import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, Task
-from tba_hpc.core.task_contract import Failures, checked_correct, checked_rewards, class_name
+from tba_hpc.core.own_code import in_words
+from tba_hpc.core.ports import EngineError, Reference, Task, longest_call
+from tba_hpc.core.task_contract import (
+    Failures,
+    checked_correct,
+    checked_grades,
+    checked_parts,
+    checked_rewards,
+    class_name,
+)
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
+from tba_hpc.loops.task_calls import LEAVING_SECONDS, OverranError, TaskCalls, Worker
+from tba_hpc.run.underway import Underway
 
 if TYPE_CHECKING:
     from tba_hpc.exchange.hdf5_shards import ShardWriter
 
 log = logging.getLogger(__name__)
 
-YIELDS = 5
-"""Niceness of the thread: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
-
 BACKLOG = 32
 """Groups that may wait to be scored before ``finished`` waits for the oldest of them; so many are scored
-together."""
+together. At twice as many no more should be begun."""
+
+BACKLOG_SECONDS = 1.0
+"""Longest wait for them: the searcher has others to attend to."""
 
 ANSWERS_AT_ONCE = 16
 """Most evaluation answers judged together; training groups have their turn before the next ones."""
@@ -50,6 +57,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 ENDS_THE_RUN = (ConfigError, EngineError)
 """What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
+
+
+Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
+"""The rewards of a group's completions, and their parts by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +123,11 @@ class EngineCheck:
 class Scorer:
     """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
 
-    A group is set aside if the task's code raises. The next call raises ConfigError after ``most_rejected``
-    in a row from which nothing is left, or as many answers that cannot be judged; and at once if the task
-    does not give what ports.Task says. temperature: of requests that are not tempered; none: of all.
+    A group is set aside if the task's code raises, or takes longer than ``call_seconds`` or its own deadline.
+    The next call raises ConfigError after ``most_rejected`` in a row from which nothing is left, or as many
+    answers that cannot be judged; and at once if the task does not give what ports.Task says, or hangs again
+    and again. underway: notes which call is made. temperature: of requests that are not tempered; none: of
+    all.
     """
 
     def __init__(
@@ -124,6 +137,8 @@ class Scorer:
         shards: ShardWriter,
         *,
         seal_seconds: float,
+        call_seconds: float = math.inf,
+        underway: Underway | None = None,
         most_rejected: int = MOST_REJECTED,
         temperature: float | None = None,
     ) -> None:
@@ -140,7 +155,12 @@ class Scorer:
         self._shards = shards
         self._seal_seconds = seal_seconds
         self._wanted = reference.step
-        self._worker = ThreadPoolExecutor(1, "scorer", initializer=_yield_to_trainer)
+        self._worker = Worker("scorer")
+        self._underway = underway
+        self._calls = TaskCalls(name, longest_call(task, call_seconds), underway or nullcontext)
+        # Where one of several may have ended the process, it shall be known which.
+        ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
+        self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE
         self._waiting: deque[Future[Scored]] = deque()
         self._unscored: deque[Group] = deque()  # by the reference that is wanted now
         self._answers: deque[Group] = deque()
@@ -165,14 +185,21 @@ class Scorer:
             self._unscored = deque()
             self._do(self._load)
 
+    @property
+    def full(self) -> bool:
+        """Whether so much waits to be scored that no more should be begun."""
+        return len(self._waiting) >= 2 * BACKLOG
+
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
-        """Results since the last call, in order. Waits only while more than BACKLOG groups are queued.
+        """Results since the last call, in order. Waits a little while more than BACKLOG groups are queued.
 
         seal_now: seal as soon as nothing is left to score.
         """
         if not self._waiting and self._shards.age > (0 if seal_now else self._seal_seconds):
             self._do(self._seal)
-        return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
+        if (more := len(self._waiting) - BACKLOG) > 0:
+            wait([self._waiting[more - 1]], BACKLOG_SECONDS)
+        return self._take(lambda: self._waiting[0].done())
 
     def judge(self, answer: Group) -> None:
         """Queue an answer to an evaluation prompt: a group of one completion."""
@@ -199,14 +226,20 @@ class Scorer:
         return results
 
     def _judge_next(self) -> None:
-        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
-        self._judging.append(self._worker.submit(self._judge, batch))
+        batch = [self._answers.popleft() for _ in range(min(len(self._answers), self._answers_at_once))]
+        self._judging.append(self._worker.submit(lambda: self._judge(batch)))
+
+    def note_stop(self) -> None:
+        """The process is asked to end: that it then does is no call's fault."""
+        if self._underway:
+            self._underway.close()
 
     def close(self) -> list[Scored]:
         """Score and seal all that is left, judge no more answers; no call may follow."""
         self._do(self._seal)
         results = self._take(lambda: True)
-        self._worker.shutdown()
+        self._worker.close(LEAVING_SECONDS)
+        self._calls.close()
         return results
 
     def _do(self, work: Callable[[], Scored]) -> None:
@@ -232,13 +265,9 @@ class Scorer:
 
     def _reward(self, group: Group) -> Rewarded:
         start = time.monotonic()
-        rewards = self._rewards(group)
+        rewards, parts = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
-        parts: Mapping[str, Sequence[float]] = {}
-        if kept and isinstance(self._task, Itemising):  # what the last rewards are sums of
-            parts = {
-                name: [values[row] for row in kept] for name, values in self._task.reward_parts().items()
-            }
+        parts = {name: [values[row] for row in kept] for name, values in parts.items()}
         seconds = time.monotonic() - start
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
@@ -253,24 +282,28 @@ class Scorer:
         compared = ref_logprobs if self._reference.has_model else None
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
-    def _rewards(self, group: Group) -> list[float]:
-        """One for each completion; NaN for all if the task's code raises."""
+    def _rewards(self, group: Group) -> Itemised:
+        """One for each completion, and their parts; NaN for all if the task's code raises."""
         request, total = group.request, len(group.completions)
+        call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
         error = None
         try:
-            rewards = checked_rewards(self._task, request.prompt, group.completions)
+            rewards, parts = self._calls(call, lambda: self._itemised(group), which)
         except ENDS_THE_RUN:
             raise
         except BaseException as raised:  # a user's code may raise anything, and no signal comes to a thread
-            rewards, error = [math.nan] * total, raised
+            rewards, parts, error = [math.nan] * total, {}, raised
         rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
             self._no_reward.in_a_row = 0
         if rejected:
-            what = f"raised {_words(error)}" if error else f"gave {rejected} of {total} that are not finite"
-            call = f"rewards() of prompt {request.prompt.id} (request {request.id})"
-            self._no_reward.note(f"{call} {what}", error, counts=rejected == total)
-        return rewards
+            what = _end_of(error) if error else f"gave {rejected} of {total} that are not finite"
+            self._no_reward.note(f"{call}{which} {what}", error, counts=rejected == total)
+        return rewards, parts
+
+    def _itemised(self, group: Group) -> Itemised:
+        rewards = checked_rewards(self._task, group.request.prompt, group.completions)
+        return rewards, checked_parts(self._task, len(rewards))
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
         rows = zip(answers, self._verdicts(answers), self._ref_logprobs(answers), strict=True)
@@ -281,22 +314,26 @@ class Scorer:
 
         If the task's code raises, one by one, and wrong if it raises again.
         """
-        prompts = [answer.request.prompt for answer in answers]
-        completions = [completion for answer in answers for completion in answer.completions]
+        request = answers[0].request
+        more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
+        call = f"correct() of {request.split} prompt {request.prompt.id}"
         try:
-            correct = checked_correct(self._task, prompts, completions)
-            grades = self._task.grades() if isinstance(self._task, Grading) else [None] * len(correct)
-            verdicts = list(zip(correct, grades, strict=True))
+            verdicts = self._calls(call, lambda: self._graded(answers), more)
         except ENDS_THE_RUN:
             raise
         except BaseException as error:  # a user's code may raise anything
             if len(answers) > 1:
                 return [verdict for answer in answers for verdict in self._verdicts([answer])]
-            call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
-            self._unjudged.note(f"{call} raised {_words(error)}", error)
+            self._unjudged.note(f"{call} {_end_of(error)}", error)
             return [(False, None)]
         self._unjudged.in_a_row = 0
         return verdicts
+
+    def _graded(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
+        prompts = [answer.request.prompt for answer in answers]
+        completions = [completion for answer in answers for completion in answer.completions]
+        correct = checked_correct(self._task, prompts, completions)
+        return list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
 
     def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
         if not self._reference.has_model:
@@ -323,14 +360,6 @@ class Scorer:
 NOTHING = Scored()
 
 
-def _yield_to_trainer() -> None:
-    """If both share a machine, as its engine does: samples a step late are better than a late step."""
-    thread = threading.get_native_id()
-    # A job may run at a lower priority already, and only root may raise it.
-    os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
-
-
-def _words(error: BaseException) -> str:
-    """An error in a few words on one line, even where it cannot say any itself."""
-    said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
-    return textwrap.shorten(said, 200)
+def _end_of(error: BaseException) -> str:
+    """How a call ended that gave nothing."""
+    return str(error) if isinstance(error, OverranError) else f"raised {in_words(error)}"

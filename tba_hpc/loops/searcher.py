@@ -117,7 +117,7 @@ class Searcher:
     def _next_prompt(self) -> Request | None:
         """Return the next training prompt; None while the trainer is too far behind or the run is ending."""
         ending = self.stop_asked() or self.exchange.closed or self._ending
-        if ending or self.exchange.pending >= self.pending_shards:
+        if ending or self.exchange.pending >= self.pending_shards or self.scorer.full:
             return None
         self._upcoming = self._upcoming or next(self.requests, None)
         if self._upcoming is None or not self._may_issue(self._upcoming.id):
@@ -185,6 +185,7 @@ class Searcher:
     def _pass_on_stop(self) -> None:
         """Ask the trainer to end the run, and abandon evaluations, which would only delay that."""
         if self.stop_asked():
+            self.scorer.note_stop()
             self.exchange.request_stop()
             self.evaluator.abandon()
 

@@ -33,15 +33,15 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "topr": topr,
     "online_dpo": online_dpo,
 }
-"""By the name of their variant, whose other keys are keyword arguments."""
+"""Objectives by the name of their config variant, whose other keys are their keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """The loss that ``train`` asks for: objective, normaliser, bound on what stale data pull.
+    """Make the loss that ``train`` asks for: objective, normaliser and bound on the pull of stale data.
 
-    Its metrics hold the moments of ``diagnostics``, too, of which ``figures`` makes what is logged.
+    Its metrics also hold the moments of ``diagnostics``, from which ``figures`` makes what is logged.
     max_tokens: the longest completion that can be sampled, in tokens.
-    Raises ConfigError where an objective of the user's cannot be had.
+    Raises ConfigError if a user's own objective cannot be imported or called.
     """
     objective = _find(train.objective)
 

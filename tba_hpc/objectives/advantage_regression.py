@@ -6,19 +6,19 @@ from tba_hpc.objectives.common import Groups, ObjectiveOutput
 
 
 def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
-    """Optimal advantage regression against the lagged policy (arXiv 2602.19362, eq. 3): residual²/2β₂, mean.
+    """Optimal advantage regression on the lagged policy (arXiv 2602.19362, eq. 3): mean of residual²/2β₂.
 
         V̂ = β₁·log mean exp(r/β₁), over all completions that were sampled for a request
         residual = β₂·log(π_θ/π_lag) − (r − V̂)
 
-    π_lag is what sampled: its log-probabilities come with the completions. β₂ is ``beta``; β₁ is
-    ``value_beta``, with which V̂ was computed before any replay, so that a group may mix requests and
-    versions. The paper's loss has no factor; with 1/2β₂ the gradient is −A·∇log π_θ, A being
-    (r − V̂) − β₂·log(π_θ/π_lag): trajectory balance's scale, with V̂ for the group's mean. Where β₁ = β₂ and V̂
-    is of infinitely many completions, all residuals are 0 at, and only at, π_lag·exp(r/β)/Z; with another β₁
-    they cannot all be 0, and the minimum depends on the completions drawn.
+    π_lag is the policy that sampled; its log-probabilities come with the completions. β₂ is ``beta``. β₁ is
+    ``value_beta``, with which V̂ was computed before any replay, so a group may mix requests and versions.
+    The paper's loss has no factor. With 1/2β₂ the gradient is −A·∇log π_θ, A = (r − V̂) − β₂·log(π_θ/π_lag).
+    This is trajectory balance's scale, with V̂ in place of the group's mean.
 
-    V̂ takes completions as samples of the very π_lag whose log-probabilities these are: Config sees to it.
+    If β₁ = β₂ and V̂ is taken over infinitely many completions, all residuals are 0 at π_lag·exp(r/β)/Z and
+    nowhere else. With another β₁ they cannot all be 0, and the minimum depends on the completions drawn.
+    V̂ assumes that completions are samples of the π_lag whose log-probabilities are given; Config ensures it.
 
     Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
     value, in units of the reward).

@@ -1,4 +1,4 @@
-"""What all objectives share: input, signature and result."""
+"""Common parts of all objectives: input, signature and result."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from tba_hpc.config.variants import LossNormaliser
 from tba_hpc.core.types import TrajectoryBatch
 
 MAX_LOG_RATIO = 20.0
-"""Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.
+"""Limit on log-ratios, in nats. Beyond it a ratio of probabilities stays at e^20 = 4.9e8, without gradient.
 
-So the squared norm of what a million tokens pull, times an advantage of 1000, is 2e35: float32 ends at 3e38.
+The squared norm of a million tokens' gradient is then at most 2e35 at an advantage of 1000. The limit of
+float32 is 3e38.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroups:
-    """Rectangles of what is recorded of a batch's completions: arrays, then tensors.
+    """Recorded values of a batch's completions in rectangles, first as arrays, then as tensors.
 
-    cell_T: int64, where the completions' tokens lie in a flattened rectangle [B, K, L]. The others as in
-    ``Groups``.
+    cell_T: int64, index of each completion token in a flattened rectangle [B, K, L]. The other fields are as
+    in ``Groups``.
     """
 
     cell_T: Any
@@ -40,13 +41,13 @@ class RecordedGroups:
 
     @staticmethod
     def of(batch: TrajectoryBatch) -> RecordedGroups:
-        """Arrays of all groups of ``batch``."""
+        """Make the arrays of all groups of ``batch``."""
         sampled_T, cell_T = batch.action_T, batch.cell_T
         shape = batch.groups, batch.group_size
         cell_A = cell_T[sampled_T]
 
         def spread(value_A: np.ndarray) -> np.ndarray:
-            """Values of the sampled tokens, in order; 0 elsewhere."""
+            """Put the values of the sampled tokens, in order, into a rectangle; 0 elsewhere."""
             value_BKL = np.zeros((*shape, int(batch.completion_length_N.max())), value_A.dtype)
             value_BKL.reshape(-1)[cell_A] = value_A
             return value_BKL
@@ -68,14 +69,15 @@ class Groups:
     """B whole groups of K completions of one prompt each, in rectangles of L positions.
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
-    weights that sampled it and under the reference, without gradient. All three are at one temperature,
-    model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token that the policy sampled; EOS is
-    one, what an environment says is none: its probability is the same under all three.
-    reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
-    sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of which
-    these groups may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights
-    of θ; None: that is not known of any. age_BKL: int32, optimizer steps from the weights that sampled a
-    token to θ; None: not known. A group must be whole: its baseline is taken over what is here.
+    weights that sampled the token and under the reference, without gradient. All three are at one
+    temperature, model.logprob_temperature. mask_BKL: bool, tokens that the policy sampled, EOS included;
+    elsewhere the three are 0. An environment's tokens are not in the mask, because their probability is the
+    same under all three policies.
+    reward_BK: float. value_BK: float, V̂ of the request that each completion answers, from all completions
+    that were sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of
+    which these groups may be a part; None: they are all of it. on_policy_BK: bool, whether the weights of θ
+    sampled the completion; None: not known. age_BKL: int32, optimizer steps from the weights that sampled a
+    token to θ; None: not known. Groups must be whole, because baselines are taken over what is given here.
     """
 
     policy_BKL: Tensor
@@ -90,9 +92,9 @@ class Groups:
 
     @classmethod
     def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
-        """Groups of a record whose arrays are tensors.
+        """Combine a record whose arrays are tensors with the policy's log-probabilities.
 
-        policy_T: float32, with gradient, of the completions' tokens, 0 at those of an environment.
+        policy_T: float32, with gradient, log π_θ of the completions' tokens, 0 at those of an environment.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape
@@ -100,7 +102,7 @@ class Groups:
         return cls(policy_BKL=policy.view(shape), batch_tokens=batch_tokens, **rest)
 
     def one_by_one(self) -> Iterator[Groups]:
-        """Each group by itself."""
+        """Yield each group by itself."""
         tensors: dict[str, Any] = {
             field.name: value
             for field in fields(self)
@@ -111,57 +113,57 @@ class Groups:
 
     @property
     def tokens_BK(self) -> Tensor:
-        """int64: sampled tokens of each completion."""
+        """Number of sampled tokens of each completion, int64."""
         return self.mask_BKL.sum(2)
 
     @property
     def mean_tokens(self) -> float:
-        """Mean of sampled tokens over the completions of the whole batch."""
+        """Mean number of sampled tokens over the completions of the whole batch."""
         return self.batch_tokens or self.tokens_BK.double().mean().item()
 
     @property
     def logprob_BK(self) -> Tensor:
-        """log π_θ of whole completions, with gradient."""
+        """Log-probability log π_θ of whole completions, with gradient."""
         return self.policy_BKL.sum(2)
 
     @property
     def behaviour_logprob_BK(self) -> Tensor:
-        """log-probability of whole completions under the weights that sampled them."""
+        """Log-probability of whole completions under the weights that sampled them."""
         return self.behaviour_BKL.sum(2)
 
     @property
     def ref_logprob_BK(self) -> Tensor:
-        """log-probability of whole completions under the reference."""
+        """Log-probability of whole completions under the reference."""
         return self.reference_BKL.sum(2)
 
     @property
     def log_ratio_BK(self) -> Tensor:
-        """log π_θ/π_ref of whole completions, with gradient: the k1 estimate of KL(π_θ‖π_ref), nats."""
+        """Log-ratio log π_θ/π_ref of whole completions, with gradient: k1 estimate of KL(π_θ‖π_ref), nats."""
         return self.logprob_BK - self.ref_logprob_BK
 
     @property
     def log_weight_BK(self) -> Tensor:
-        """log π_θ/π_behaviour of whole completions, detached, nats."""
+        """Log-ratio log π_θ/π_behaviour of whole completions, detached, nats."""
         return self.logprob_BK.detach() - self.behaviour_logprob_BK
 
     @property
     def token_ratio_BKL(self) -> Tensor:
-        """π_θ/π_behaviour of each token, with gradient, bounded; 1 where there is none."""
+        """Ratio π_θ/π_behaviour of each token, with gradient, bounded; 1 where there is no sampled token."""
         return bounded_exp(self.policy_BKL - self.behaviour_BKL)
 
     @property
     def ratio_BK(self) -> Tensor:
-        """π_θ/π_behaviour of whole completions, with gradient, bounded."""
+        """Ratio π_θ/π_behaviour of whole completions, with gradient, bounded."""
         return bounded_exp(self.logprob_BK - self.behaviour_logprob_BK)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """The loss of some rows, and figures about it.
+    """Loss of some rows (completions), and metrics about it.
 
-    loss_BK: with gradient, of each row; its tokens are added up, until ``make_objective`` divides by what the
-    config asks for. metrics: detached scalars, means over the same rows. Both of a batch are therefore the
-    means of those of its micro-batches, weighted by groups.
+    loss_BK: loss of each row, with gradient, summed over its tokens; ``make_objective`` then divides it by
+    the config's normaliser. metrics: detached scalars, means over the same rows. A batch's loss and metrics
+    are therefore the means of those of its micro-batches, weighted by groups.
     """
 
     loss_BK: Tensor
@@ -169,16 +171,16 @@ class ObjectiveOutput:
 
     @property
     def loss(self) -> Tensor:
-        """Scalar with gradient: the mean over the rows."""
+        """Mean over the rows, a scalar with gradient."""
         return self.loss_BK.mean()
 
 
 Objective = Callable[[Groups, float], ObjectiveOutput]
-"""A loss over whole groups; its second argument is the KL coefficient β, above 0."""
+"""A loss over whole groups. The second argument is the KL coefficient β, above 0."""
 
 
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
-    """What the losses of completions are divided by: a number for each, [B, K], or one for all."""
+    """Return the divisor of completions' losses: a number for each, [B, K], or one for all."""
     match name:
         case "sum":
             return 1.0
@@ -191,30 +193,30 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp, with its gradient, up to MAX_LOG_RATIO; constant beyond."""
+    """Compute exp, with its gradient, up to MAX_LOG_RATIO; the result is constant beyond."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def group_mean(value_BK: Tensor) -> Tensor:
-    """[B, 1], detached: the mean of every group."""
+    """Return the mean of every group, [B, 1], detached."""
     return value_BK.detach().mean(dim=1, keepdim=True)
 
 
 def centred(value_BK: Tensor) -> Tensor:
-    """[B, K], detached: each value less the mean of its group."""
+    """Return each value less the mean of its group, [B, K], detached."""
     return value_BK.detach() - group_mean(value_BK)
 
 
 def leave_one_out(value_BK: Tensor) -> Tensor:
-    """[B, K], detached: each value less the mean of the *others* of its group, K/(K−1) times ``centred``."""
+    """Return each value less the mean of its group's *others*, [B, K], detached: K/(K−1) × ``centred``."""
     completions = value_BK.shape[1]
     return centred(value_BK) * completions / (completions - 1)
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to be maximised.
+    """Compute PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to maximise.
 
-    And bool: where the clipped term is the lower one, which has no gradient.
+    Also returns a mask, bool, of where the clipped term is the lower one, which has no gradient.
     """
     plain = ratio * advantage
     surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -222,25 +224,25 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 
 
 def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: float) -> Tensor:
-    """bool [B, K, L]: the tokens that M2PO's mask leaves of each group (arXiv 2510.01161, algorithm 1).
+    """Mark the tokens, bool [B, K, L], that M2PO's mask keeps of a group (arXiv 2510.01161, algorithm 1).
 
-    Its trust region is about tokens whose ratio has gone where their advantage pushes it, as PPO's clip is:
-    A > 0 and ρ > 1, or A < 0 and ρ < 1. Of these the ones with the largest (log ρ)² go, one by one, until
-    its mean over the rest is at most ``limit``, nats². All other tokens stay.
+    Like PPO's clip, the mask acts on tokens whose ratio has moved where their advantage pushes it: A > 0 and
+    ρ > 1, or A < 0 and ρ < 1. Of these, the ones with the largest (log ρ)² are masked, one by one, until the
+    mean square of the rest is at most ``limit``, nats². All other tokens stay.
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BC = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
     square_BC = log_ratio_BKL.flatten(1).square().where(beyond_BC, math.inf)  # the others come last
     rising_BC, order_BC = square_BC.sort(dim=1)
     count_C = torch.arange(1, square_BC.shape[1] + 1, device=square_BC.device)
-    within_BC = rising_BC.cumsum(1) / count_C <= limit  # means rise with the squares: a first part
+    within_BC = rising_BC.cumsum(1) / count_C <= limit  # means rise with the squares, so this is a prefix
     stays_BC = torch.empty_like(beyond_BC).scatter(1, order_BC, within_BC)
     return (stays_BC | ~beyond_BC).view(log_ratio_BKL.shape)
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
-    """Share of the completions' tokens at which ``acts_BKL`` (bool) holds, a scalar.
+    """Return the share of the completions' tokens at which ``acts_BKL`` (bool) holds, a scalar.
 
-    Of a part of a batch it is by the length of the whole batch's completions, so that parts add up.
+    For a part of a batch the divisor is the mean length in the whole batch, so that parts add up.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

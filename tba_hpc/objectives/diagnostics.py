@@ -1,7 +1,7 @@
-"""How a batch's completions relate to the policy that learns from them, whatever the objective.
+"""Measures of how a batch's completions relate to the policy that learns from them, for any objective.
 
-``moments`` are means over completions, so that those of micro-batches and ranks add up; ``figures`` are made
-of the moments of a whole batch.
+``moments`` are means over completions, so that those of micro-batches and ranks can be averaged; ``figures``
+are computed from the moments of a whole batch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from torch import Tensor, float64
 from tba_hpc.objectives.common import Groups, group_mean
 
 MAX_LOG_WEIGHT = 300.0
-"""Nats, either way, up to which π_θ/π_behaviour is what it is: float64 holds its square, and many of them."""
+"""Limit on |log π_θ/π_behaviour|, in nats; within it float64 holds the ratio's square, and sums of many."""
 
 MOMENTS = ("weight", "squared_weight", "better", "better_log_weight", "on_policy_tokens", "gap")
-"""Of ``moments``, those of which figures are made."""
+"""Names of the ``moments`` from which figures are computed."""
 
 
 def moments(groups: Groups) -> dict[str, Tensor]:
-    """Means over the completions, detached float64 scalars; ``figures`` says what they are for.
+    """Compute means over the completions, as detached float64 scalars; ``figures`` says what they are for.
 
-    log_weight: of log w, w = π_θ/π_behaviour. better: whether the reward is above the group's mean;
-    better_log_weight: log w where it is. weight, squared_weight: of w. on_policy_tokens: those of completions
-    that the policy itself has sampled; gap: sum of |log π_behaviour − log π_θ| over these.
+    log_weight: mean of log w, w = π_θ/π_behaviour. better: share with a reward above the group's mean.
+    better_log_weight: mean of log w for those, and 0 for others. weight, squared_weight: means of w and w².
+    on_policy_tokens: mean number of tokens, counting only completions that the policy itself sampled. gap:
+    mean over completions of the sum of |log π_behaviour − log π_θ| over these tokens.
     """
     log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
     log_weight_BK = log_ratio_BKL.sum(2, dtype=float64)
@@ -43,14 +44,14 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 
 
 def figures(means: Mapping[str, float]) -> dict[str, float]:
-    """``means`` over a whole batch, with figures in the place of its ``moments``.
+    """Replace the ``moments`` among ``means`` over a whole batch by figures.
 
-    log_weight: mean of log π_θ/π_behaviour, nats per completion. better_log_weight: the same of completions
-    with a reward above their group's mean: below 0 where what is rewarded has become less likely since it was
-    sampled; left out where no group has two rewards. ess: effective sample size (Σw)²/(N·Σw²) of the N
-    completions, a share: 1 where all weights are equal, 1/N where one outweighs all others. engine_gap: mean
-    of |log π_behaviour − log π_θ|, nats per token, over what the policy itself has sampled, so that what
-    differs is how two programs compute the same weights; left out where there is none.
+    log_weight: mean of log π_θ/π_behaviour, nats per completion. better_log_weight: the same over completions
+    with a reward above their group's mean; it is below 0 if what is rewarded has become less likely since it
+    was sampled, and left out if no group has two different rewards. ess: effective sample size (Σw)²/(N·Σw²)
+    as a share of the N completions; 1 if all weights are equal, 1/N if one outweighs all others. engine_gap:
+    mean of |log π_behaviour − log π_θ|, nats per token, over what the policy itself sampled. It measures how
+    differently engine and learner compute the same weights, and is left out if there are no such tokens.
     """
     rest = dict(means)
     weight, square, better, risen, tokens, gap = (rest.pop(name) for name in MOMENTS)

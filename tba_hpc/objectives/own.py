@@ -1,11 +1,11 @@
-"""A loss of the user's: a function that a config names as ``module:function``.
+"""Users' own losses, functions that a config names as ``module:function``.
 
     def reinforce(groups, beta, *, scale=1.0):
         advantage = groups.reward_BK - groups.reward_BK.mean(1, keepdim=True)
         return -scale * advantage * groups.logprob_BK
 
-It gets one group as ``Groups`` (B = 1), β, and train.objective.options by name. It returns the loss of each
-completion, float [1, K], with gradient.
+The function gets one group as ``Groups`` (B = 1), β, and train.objective.options by name. It returns the loss
+of each completion, float [1, K], with gradient.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
 
 
 def own_objective(section: OwnObjective) -> Objective:
-    """The function as an objective.
+    """Make an objective of a user's function.
 
-    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion). Raises ConfigError if there is none, or
-    it does not take its arguments; the objective does if what comes back is no loss of each completion.
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion). Raises ConfigError if there is no such
+    function, or if it does not take its arguments. The objective raises ConfigError if the function does not
+    return a loss with gradient for each completion.
     """
     key = f"train.objective={section.name}"
     function = find_function(key, section.name)

@@ -1,10 +1,10 @@
 """Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO, Dr. GRPO, GSPO, TOPR.
 
-They are right on-policy, or nearly so.
+They are correct on-policy, or nearly on-policy.
 
-baseline_shift, δ, is added to the baseline V of the advantages R − V. On-policy that changes nothing but the
-variance. On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]: with V below the mean under μ
-(δ < 0) it improves on μ, at the mean or above it loses its support (AsymRE, arXiv 2506.20520).
+baseline_shift, δ, is added to the baseline V of the advantages R − V. On-policy it changes only the variance.
+On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]. With V below the mean under μ (δ < 0) it
+improves on μ; with V at the mean or above it loses its support (AsymRE, arXiv 2506.20520).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ EPSILON = 1e-4
 def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> ObjectiveOutput:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): mean over rows of −A·log π_θ.
 
-    A = R less the mean R of the others of its group, where R = r − β·log(π_behaviour/π_ref): the KL penalty
-    is part of the reward, fixed when it was sampled.
-    On-policy its expected gradient is that of −(E[r] − β·KL), K/(K−1) times that of trajectory balance.
-    Nothing corrects for the age of the data.
+    A is R less the mean R of the others in the group, R = r − β·log(π_behaviour/π_ref): the KL penalty is
+    part of the reward, fixed at sampling. On-policy the expected gradient is that of −(E[r] − β·KL), K/(K−1)
+    times that of trajectory balance. Nothing corrects for the age of the data.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
@@ -45,11 +44,11 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
 def proximal_rloo(
     groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
 ) -> ObjectiveOutput:
-    """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
+    """RLOO under PPO's clip, as used for asynchronous RLHF (arXiv 2410.18252).
 
-    Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
-    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there, and clip_share (completions whose
-    clipped term is the lower one).
+    The loss is the mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A). ρ is π_θ/π_behaviour of the whole
+    completion, constant beyond MAX_LOG_RATIO nats; A is as in ``rloo``. Metrics: those of ``rloo``, and
+    clip_share (share of completions whose clipped term is the lower one).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     surrogate_BK, acts_BK = clipped(groups.ratio_BK, advantage_BK, ratio_clip, ratio_clip)
@@ -61,15 +60,16 @@ def grpo(
 ) -> ObjectiveOutput:
     """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
 
-    Mean over rows of the sum over tokens, which ``make_objective`` makes the paper's mean, of
+    The loss is the mean over rows of the sum over tokens, which ``make_objective`` turns into the paper's
+    mean, of
 
         −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
 
-    ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation. Beyond
-    MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
+    ρ is π_θ/π_behaviour of a token. A = (r − r̄)/(σ_r + 1e-4), σ_r the group's sample standard deviation.
+    Beyond MAX_LOG_RATIO nats ρ and π_ref/π_θ are constant and without gradient, because they would overflow.
 
-    second_moment_limit: M2PO's mask instead of the clip (``second_moment_mask``). The paper's is over all
-    tokens of a batch; this one is over those of a group, so that micro-batches change nothing.
+    second_moment_limit: applies M2PO's mask instead of the clip (``second_moment_mask``). The paper's mask is
+    over all tokens of a batch. This one is over those of a group, so that micro-batches change nothing.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
     clip_share (share of tokens whose clipped term is the lower one, or that the mask takes out).
@@ -90,12 +90,13 @@ def dr_grpo(
     second_moment_limit: float | None = None,
     baseline_shift: float = 0.0,
 ) -> ObjectiveOutput:
-    """GRPO done right (arXiv 2503.20783): a row's tokens are added up, and advantages are not rescaled.
+    """GRPO done right (arXiv 2503.20783): a row's tokens are summed, and advantages are not rescaled.
 
-    Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
-    neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
-    by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
-    KL term: ``beta`` is not used. ρ is bounded, or masked, and metrics are, as in ``grpo``.
+    The loss is the mean over rows of the *sum* over tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
+    A = r − r̄. Neither a row's length nor the spread of a group's rewards changes its weight. The paper
+    divides the sum by a constant, in its code the tokens of the longest completion; the normaliser max_tokens
+    does the same. There is no KL term, so ``beta`` is not used. ρ is bounded or masked as in ``grpo``, and
+    metrics are the same.
     """
     advantage_BK = centred(groups.reward_BK) - baseline_shift
     surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
@@ -103,11 +104,11 @@ def dr_grpo(
 
 
 def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> ObjectiveOutput:
-    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio for a completion.
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio per completion.
 
-    Mean over rows of −min(s·A, clip(s, 1 − low, 1 + high)·A), (low, high) = ``ratio_clip``,
-    s = (π_θ/π_behaviour of the completion)^(1/tokens), A as in ``grpo``. It has no KL term: ``beta`` is not
-    used. Metrics as there; clip_share is of completions.
+    The loss is the mean over rows of −min(s·A, clip(s, 1 − low, 1 + high)·A), (low, high) = ``ratio_clip``.
+    s = (π_θ/π_behaviour of the completion)^(1/tokens), and A is as in ``grpo``. There is no KL term, so
+    ``beta`` is not used. Metrics are those of ``grpo``; clip_share is a share of completions.
     """
     log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
     advantage_BK = _standardised(groups.reward_BK)
@@ -118,9 +119,10 @@ def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> Obj
 def topr(groups: Groups, beta: float) -> ObjectiveOutput:
     """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): mean over rows of −w·A·log π_θ, A = r − r̄.
 
-    w is 1 where A ≥ 0, else min(1, π_θ/π_behaviour) of the completion, without gradient. The paper takes
-    rewards of ±1 less a constant baseline; here it is the group's mean. It has no KL term: ``beta`` is not
-    used. Metrics: as ``rloo``, and clip_share (completions with a weight below 1).
+    w is 1 where A ≥ 0, otherwise min(1, π_θ/π_behaviour) of the completion, without gradient. The paper takes
+    rewards of ±1 less a constant baseline; here the baseline is the group's mean. There is no KL term, so
+    ``beta`` is not used. Metrics: those of ``rloo``, and clip_share (share of completions with a weight
+    below 1).
     """
     advantage_BK = centred(groups.reward_BK)
     tapered_BK = (advantage_BK < 0) & (groups.log_weight_BK < 0)
@@ -130,16 +132,16 @@ def topr(groups: Groups, beta: float) -> ObjectiveOutput:
 
 
 def _standardised(reward_BK: Tensor) -> Tensor:
-    """[B, K], detached: rewards less their group's mean, in units of its sample standard deviation."""
+    """Return rewards less their group's mean, in its sample standard deviations, [B, K], detached."""
     return centred(reward_BK) / (reward_BK.std(dim=1, keepdim=True) + EPSILON)
 
 
 def _surrogate(
     groups: Groups, advantage_BK: Tensor, clip: float, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """[B, K, L], to be maximised: ρ·A of each token, clipped, or masked where there is a ``limit``.
+    """Compute ρ·A of each token, [B, K, L], to be maximised: clipped, or masked if there is a ``limit``.
 
-    And the share of tokens upon which the clip or the mask acts.
+    Also returns the share of tokens on which the clip or the mask acts.
     """
     advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
     if limit is None:
@@ -150,7 +152,7 @@ def _surrogate(
 
 
 def _kl_advantage(groups: Groups, beta: float) -> Tensor:
-    """[B, K], detached: leave-one-out advantage of the reward less the KL penalty at sampling."""
+    """Return the leave-one-out advantage of the reward less the KL penalty at sampling, [B, K], detached."""
     kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
     return leave_one_out(groups.reward_BK - beta * kl_BK)
 

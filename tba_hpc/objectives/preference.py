@@ -9,11 +9,11 @@ from tba_hpc.objectives.common import Groups, ObjectiveOutput
 
 
 def online_dpo(groups: Groups, beta: float) -> ObjectiveOutput:
-    """DPO (arXiv 2305.18290, eq. 7) on completions that the policy itself samples (2402.04792).
+    """DPO (arXiv 2305.18290, eq. 7) on completions that the policy itself samples (arXiv 2402.04792).
 
-    Mean over groups of −log σ(β·[log π_θ/π_ref(best) − log π_θ/π_ref(worst)]). Best and worst are those of a
-    group by reward, the first where several tie; a group whose rewards are all the same prefers nothing and
-    adds 0.
+    The loss is the mean over groups of −log σ(β·[log π_θ/π_ref(best) − log π_θ/π_ref(worst)]). Best and worst
+    are a group's completions by reward, the first if several tie. A group whose rewards are all equal prefers
+    nothing and adds 0.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), margin (mean of the bracket times β,
     over groups), ties (share of groups that prefer nothing).

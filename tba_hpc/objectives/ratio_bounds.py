@@ -1,7 +1,7 @@
-"""How much stale data may pull: what weighs the gradient of each token, whatever the loss.
+"""Bounds on the pull of stale data: weights on the gradient of each token, for any loss.
 
-A loss sees the policy through log-probabilities alone, so ∂loss/∂log π_t is all that there is to weigh: where
-it is positive, the token is pushed down.
+A loss sees the policy only through log-probabilities, so it is enough to weight ∂loss/∂log π_t. Where that is
+positive, the token is pushed down.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 
 
 def bounded(objective: Objective, bound: RatioBound) -> Objective:
-    """``objective`` with its gradient weighed by ``bound``; its value stays what it is.
+    """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
 
-    Metrics: the objective's, and clip_share: the share of tokens, or of completions where the ratio is of a
-    completion, that weigh less than without the bound.
+    Metrics: the objective's, and clip_share, the share of tokens that weigh less than without the bound; it
+    is a share of completions if the ratio is that of a completion.
     """
     if isinstance(bound, Unbounded):
         return objective
@@ -37,9 +37,9 @@ def bounded(objective: Objective, bound: RatioBound) -> Objective:
 
 
 def weights(bound: RatioBound, groups: Groups, down_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token [B, K, L] or completion [B, K, 1], detached: its weight; bool, whether the bound acts.
+    """Return weights, and bools for where the bound acts, of tokens [B, K, L] or completions [B, K, 1].
 
-    down_BK: bool, which completions are pushed down.
+    Both are detached. down_BK: bool, which completions are pushed down.
     """
     down_BK1 = down_BK[:, :, None]
     match bound:

@@ -31,6 +31,10 @@ EARLY_STEPS = 20
 """Steps that an early sign is the mean of: a tenth of what a collapse takes, and enough to average chance."""
 
 
+HUGE = 1e6
+"""Mean of rewards, beyond which it is they that make a loss which is not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alert:
     """short: the figure and the key to change, for a line; sentence: all of it, for a page."""
@@ -130,8 +134,18 @@ def skipped_steps(view: View) -> Alert | None:
     trends = view.trends
     if not trends.skipped:
         return None
+    found = f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}"
+    if (
+        most := max(map(abs, [*view.values("search/reward"), *view.values("train/reward")]), default=0)
+    ) > HUGE:
+        return _alert(
+            found,
+            key="the task's reward",
+            why=f"rewards are as large as {most:.2g}, so loss or gradient norm was not finite",
+            remedy="bound them, as between 0 and 1",
+        )
     return _alert(
-        f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}",
+        found,
         key="train.learning_rate.peak",
         why="loss or gradient norm was not finite, so the weights are running away",
         remedy=f"{view.lower_rate}, or bound exchange.max_staleness",
@@ -164,8 +178,18 @@ def constant_reward(view: View) -> Alert | None:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
+    found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
+    if truncated and truncated > 0.99:  # a model ends a few by chance
+        return _alert(
+            found,
+            key="no answer ends",
+            why="either answers need more tokens, or the model ends them with what ends no completion",
+            remedy="read some by tba samples; tba doctor --config RUN/config.yaml compares the chat template "
+            "with the tokens that end a completion; then raise generator.max_tokens, set generator.stop, or "
+            f"correct the files of {view.config.model.path}",
+        )
     return _alert(
-        f"reward {_few(values[-1])} for every one of {count:,} completions{cut}",
+        found,
         key="nothing to learn",
         why="equal rewards give no gradient",
         remedy="check the task's reward against a few completions, the format of answers that it expects "
@@ -293,6 +317,8 @@ def distant_policy(view: View) -> Alert | None:
     optimum β·KL is at most what the reward has risen by.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
+    if wrong_reference(view):  # which is where the distance comes from
+        return None
     if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
         return None
     gain, cost, paid = _gain(view), kl * (view.trends.latest("train/beta") or 0.0), ""
@@ -431,7 +457,7 @@ def truncated(view: View) -> Alert | None:
 def waiting_trainer(view: View) -> Alert | None:
     """The trainer stands still for lack of data: half of the machines would do."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= 0.5 or view.in_turns:
+    if not share or share[0] <= 0.5 or view.in_turns or slow_reward(view):  # that is what it waits for
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",

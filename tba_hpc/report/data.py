@@ -223,9 +223,12 @@ class RunData:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: seconds of surviving steps divided by seconds of held machines."""
-        held = held_seconds(self.attempts, self.ends)
-        return self.step * (self.step_seconds.mean or 0.0) / held if held else None
+        """Effective training time ratio: seconds of surviving steps divided by seconds of held machines.
+
+        None before the first attempt, and if clocks that were set back leave fewer held seconds than useful.
+        """
+        held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
+        return useful / held if held >= useful and held > 0 else None
 
 
 def _size(path: Path) -> ShardSize:

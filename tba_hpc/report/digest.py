@@ -74,7 +74,10 @@ class Merged:
 
 @dataclass
 class Stretch:
-    """The trainer's records of one attempt: their times (unix s), steps, and the last one's event."""
+    """The trainer's records of one attempt: their times (unix s), steps, and the last one's event.
+
+    If the clock is set back, ``start`` moves back with it, so that no second counts twice.
+    """
 
     start: float
     end: float
@@ -157,6 +160,7 @@ class TrainerDigest:
         if event in STARTS or not self.stretches:
             self.stretches.append(Stretch(when, when, step, step))
         now = self.stretches[-1]
+        now.start += min(0.0, when - now.end)
         now.end, now.last, now.event = when, step, event
 
     @property
@@ -195,6 +199,8 @@ class SearcherDigest:
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
             self.stays, self.since, self.stage = self.seconds, when, ""
+        elif when < self.until:  # the clock was set back, and ``since`` is as it has it now
+            self.since += when - self.until
         self.until = when
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)

@@ -102,8 +102,12 @@ class RunMonitor(RunData):
 
     @property
     def _begun(self) -> float:
-        """Start of the newest attempt, unix seconds; earlier records are of other attempts."""
-        return self.attempt.start if self.attempt else 0.0
+        """Start of the newest attempt, unix seconds; earlier records are of other attempts.
+
+        0 if it is in the future: clocks were set back since, and do not tell attempts apart.
+        """
+        start = self.attempt.start if self.attempt else 0.0
+        return start if start <= time.time() + FRESH_SECONDS else 0.0
 
     @property
     def elapsed(self) -> float:

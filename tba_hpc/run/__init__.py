@@ -1,1 +1,1 @@
-"""What a run keeps on disk, apart from the format of shards. Imports neither torch nor h5py."""
+"""Files that a run keeps on disk, except the format of shards. Imports neither torch nor h5py."""

@@ -1,4 +1,4 @@
-"""Run a callable now or in a thread; both return a future, which raises what the callable raised."""
+"""Run a callable now or in a thread. Both return a future, which raises what the callable raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_background(task: Callable[[], T]) -> Future[T]:
-    """Start it in a thread of its own. A process that ends waits for it."""
+    """Start ``task`` in a thread of its own. The process waits for the thread before it exits."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="background")
     done = pool.submit(task)
     pool.shutdown(wait=False)  # the thread ends with its task
@@ -18,7 +18,7 @@ def in_background(task: Callable[[], T]) -> Future[T]:
 
 
 def at_once(task: Callable[[], T]) -> Future[T]:
-    """Run it now."""
+    """Run ``task`` now, and return a future that is done."""
     done: Future[T] = Future()
     try:
         done.set_result(task())

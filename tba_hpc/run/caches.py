@@ -1,4 +1,4 @@
-"""Where engines and compilers cache code on a node: it is run, so nobody else may write it."""
+"""Folder in which engines and compilers cache code on a node. Only its owner may write there: it is run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 CACHES = "TBA_CACHES"
-"""The variable that names the folder, set by batch scripts; the libraries' own variables lead into it."""
+"""Environment variable that names the folder. Batch scripts set it; the libraries' variables lead into it."""
 
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-"""No links out of the folder, no devices. Python 3.11.0 to 3.11.3 cannot be told so; the archive is ours."""
+"""Refuses links out of the folder, and devices. Python 3.11.0 to 3.11.3 lack this; the archive is our own."""
 
 ARCHIVE = "TBA_COMPILED"
-"""The variable that names the run's archive of such a folder, with which nodes begin that have none."""
+"""Environment variable that names the run's archive of the folder. Nodes without the folder unpack it."""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
-    """Make the folder of CACHES, or verify that it is ours; else point all that points there to a new one.
+    """Make the folder of CACHES, or verify that it is ours; otherwise redirect its variables to a new folder.
 
-    Its parent may be writable by everybody, and its name is known: somebody else may have made it.
+    Its parent may be writable by everybody, and its name is known, so that somebody else may have made it.
     """
     folder = environment.get(CACHES)
     if folder and (archive := environment.get(ARCHIVE)):
@@ -42,10 +42,10 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 
 
 def pack_caches(environment: Mapping[str, str]) -> None:
-    """Archive what this node has compiled, for the run's other nodes and restarts; whoever is first does it.
+    """Archive what this node has compiled, for the run's other nodes and restarts, unless one exists.
 
-    vLLM's compiled models keep their place and name in it, as its documentation allows. Nothing is archived
-    without a batch script, or by an engine that compiles nothing.
+    vLLM's compiled models keep their place and name in the archive, as its documentation allows. Nothing is
+    archived without a batch script, or if the engine has compiled nothing.
     """
     folder, archive = Path(environment.get(CACHES, "")), Path(environment.get(ARCHIVE, ""))
     if archive.exists() or not (folder / "VLLM_CACHE_ROOT/torch_compile_cache").is_dir():
@@ -55,13 +55,13 @@ def pack_caches(environment: Mapping[str, str]) -> None:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             tar.add(folder, ".")
         Path(temporary).rename(archive)
-    except OSError as error:  # a full disk, or files of a compiler at work that are gone again
+    except OSError as error:  # a full disk, or a compiler at work has deleted files meanwhile
         log.warning("cannot keep what was compiled in %s: %s", archive, error)
         Path(temporary).unlink()
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Make the folder from the archive if that is ours; all at once, as other ranks of the node start too."""
+    """Unpack the archive as ``folder`` if it is ours; atomically, as other ranks of the node start too."""
     if folder.exists() or not _is_written_by_us_alone(archive):
         return
     with suppress(OSError, tarfile.TarError):  # another rank was faster, or there is no space
@@ -82,7 +82,7 @@ def _is_written_by_us_alone(file: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder, which is made if there is none, is this user's, and nobody else's to enter."""
+    """Make the folder if it is missing; return whether it is this user's and closed to all others."""
     with suppress(OSError):  # a folder of another node
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):

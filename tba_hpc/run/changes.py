@@ -1,4 +1,4 @@
-"""What a resume changes of a run's config, what follows from it, and the event that records it."""
+"""Changes that a resume makes to a run's config, their consequences, and the event that records them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba_hpc.run.events import log_event
 
 
 def create(config: Config) -> RunDir:
-    """As ``RunDir.create``; an event records what that changed. Raises ConfigError."""
+    """Call ``RunDir.create``, and record the changes to the config as an event. Raises ConfigError."""
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     changed = changes(run, config)
@@ -23,23 +23,23 @@ def create(config: Config) -> RunDir:
 
 
 def is_done(run: RunDir, config: Config) -> bool:
-    """Whether the run is finished, and ``config`` asks for no step more."""
+    """Return whether the run is finished and ``config`` asks for no further step."""
     return run.finished and config.train.steps <= run.config().train.steps
 
 
 def reached(run: RunDir) -> int:
-    """The step that a resume goes on from; 0 without a checkpoint."""
+    """Step of the checkpoint that a resume would start from; 0 without a checkpoint."""
     folder = latest_checkpoint(run) if run.checkpoints.is_dir() else None
     return int(folder.stem.removeprefix("step-")) if folder else 0
 
 
 def going_on(run: RunDir) -> str:
-    """Where a resume goes on, in a sentence; empty for a run that has no checkpoint."""
+    """Sentence that says from which step a resume starts; empty for a run without a checkpoint."""
     return f"resuming; the newest checkpoint is of step {step}" if (step := reached(run)) else ""
 
 
 def refuse_steps_behind(run: RunDir, config: Config) -> None:
-    """Raise ConfigError if the run is to end before the step that it has reached."""
+    """Raise ConfigError if ``train.steps`` lies before the step that the run has reached."""
     if run.config_file.exists() and config.train.steps < (step := reached(run)):
         raise ConfigError(
             f"train.steps={config.train.steps} lies behind step {step}, which {run.path} has reached: give "
@@ -48,9 +48,9 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 
 
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys → (old, new value) if ``config`` goes on with a run that came to something.
+    """Map dotted keys to (old, new value) if ``config`` resumes a run; empty if that run came to nothing.
 
-    Ranks and place are left out: every start has its own.
+    Keys of ranks and places are left out, since every start has its own.
     """
     if not run.config_file.exists() or run.came_to_nothing:
         return {}
@@ -59,7 +59,7 @@ def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def consequences(run: RunDir, config: Config) -> str:
-    """The changes, and what follows from them, in one sentence; empty if there are none."""
+    """Sentence that names the changes and their consequences; empty if there are none."""
     changed = changes(run, config)
     if not changed:
         return ""
@@ -72,7 +72,7 @@ def consequences(run: RunDir, config: Config) -> str:
 
 
 def _of_the_rate(run: RunDir, config: Config) -> str:
-    """What becomes of the learning rate, which alone depends on how long a run is."""
+    """Phrase about the learning rate, the only value that depends on the length of a run."""
     old, new, step = run.config().train, config.train, reached(run)
     before, after = (schedules.laid_out_for(train) for train in (old, new))
     if old.learning_rate.schedule == "constant" or before == after:

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: complete or not there, the newest few of them, and what they keep alive.
+"""Checkpoints of a run: how they are written, verified and deleted, and which files they still need.
 
-A checkpoint is complete only when its last file, COMPLETE, exists, which holds the checksums of all others: a
-start verifies them before it believes a checkpoint. RUN/newest-checkpoint names the newest, lest that is
-missed in silence if it is gone.
+A checkpoint is complete once its last file, COMPLETE, exists. That file holds the checksums of all others,
+which a start verifies before it uses the checkpoint. RUN/newest-checkpoint names the newest one: if that has
+disappeared, a start notices.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ BUFFER_FILE = "buffer.h5"
 """The replay buffer inside a checkpoint."""
 
 PROMPTS_FILE = "prompts.h5"
-"""Beside it the requests completed."""
+"""The completed requests, beside the buffer."""
 
 STATE_FILE = "state.json"
-"""Beside it the TrainerState."""
+"""The TrainerState, beside the buffer."""
 
 DAMAGED = "damaged-"
-"""Begins the name of a checkpoint that was set aside."""
+"""Prefix of the name of a checkpoint that was set aside."""
 
 GONE = "it is gone"
-"""The fault of the newest checkpoint if somebody has removed it."""
+"""Fault reported for the newest checkpoint if somebody has removed it."""
 
 
 class StateError(ValueError):
-    """Something on disk cannot be used; the message is one sentence."""
+    """Error for a file or folder that cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """How far the trainer is; beside it a checkpoint holds the learner's files, the buffer and what is done.
+    """Progress of the trainer. Checkpoints also hold the learner's files, the buffer and completed requests.
 
-    cursors: per searcher, the index of the next shard to merge; searchers of earlier attempts stay in it.
-    trajectories, tokens: merged so far (completion tokens); added, duplicates, evicted: what the buffer
-    did with them. train_seconds: wall time of the loop, attempts added up. save_seconds: the longest save
-    of a checkpoint so far, this one included, from its copy in memory to its last file. run: identity of the
-    run that wrote the checkpoint; 0 if unknown.
+    cursors: per searcher, the index of the next shard to merge; it keeps searchers of earlier attempts.
+    trajectories, tokens: trajectories merged so far, and their completion tokens. added, duplicates, evicted:
+    what the buffer did with them. train_seconds: wall time of the loop, summed over attempts. save_seconds:
+    the longest save of a checkpoint so far, this one included, from its copy in memory to its last file.
+    run: identity of the run that wrote the checkpoint; 0 if unknown.
     """
 
     step: int = 0
@@ -100,9 +100,10 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(slots=True)
 class Checkpoints:
-    """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
+    """Writes checkpoints of a run, and keeps the newest ``keep`` complete ones.
 
-    kept_share: of the shards that none needs any more, see ``pruning.prune``.
+    write_arrays: writes arrays to a file and makes it durable. kept_share: share of the shards no longer
+    needed that is kept, see ``pruning.prune``.
     """
 
     run: RunDir
@@ -119,12 +120,12 @@ class Checkpoints:
         *,
         records: Callable[[], None] = lambda: None,
     ) -> Future[TrainerState]:
-        """Copy what a checkpoint holds, and write it; then delete shards and references that none needs.
+        """Copy the state and write a checkpoint; then delete shards and references that none needs.
 
-        One at a time. files: the files of arrays, and what makes these, maybe in another thread. records:
-        makes durable what must be on disk before the checkpoint counts it. A thread writes the copies; the
-        future gives the state that the checkpoint holds, or raises DiskFullError, StateError, ExchangeError.
-        If the disk is full nothing of the checkpoint stays.
+        Only one save may run at a time. files: file names, each with the function that returns its arrays;
+        it may be called in another thread. records: makes durable the records that the checkpoint counts. A
+        thread writes the copies; the future gives the state that the checkpoint holds, or raises
+        DiskFullError, StateError or ExchangeError. On a full disk nothing of the checkpoint stays.
         """
         began = time.monotonic()
 
@@ -153,7 +154,7 @@ class Checkpoints:
         return in_background(complete)
 
     def _prune(self, cursors: Mapping[int, int]) -> None:
-        """Drop shards beside what follows: of a slow file system the next checkpoint does not wait for it."""
+        """Prune shards in a thread, so that the next checkpoint does not wait for a slow file system."""
 
         def work(before: threading.Thread | None) -> None:
             if before:
@@ -164,12 +165,12 @@ class Checkpoints:
         self._pruner.start()
 
     def finish_pruning(self, seconds: float) -> None:
-        """Wait so long at most for what is left to drop; the next start drops the rest."""
+        """Wait at most ``seconds`` for the pruning thread; the next start drops the remaining shards."""
         if self._pruner:
             self._pruner.join(seconds)
 
     def export_reference(self, step: int, learner: Learner) -> None:
-        """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""
+        """Write the policy of ``step`` as the next reference, with the COMPLETE that a resume verifies."""
         folder = self.run.reference(step)
         learner.export(folder)
         write_atomic(folder / COMPLETE, with_checksum(inventory(folder)))
@@ -177,7 +178,7 @@ class Checkpoints:
 
 @contextmanager
 def _or_nothing(run: RunDir) -> Iterator[None]:
-    """If there is no room, remove the unfinished checkpoint, and raise DiskFullError."""
+    """Remove the unfinished checkpoint and raise DiskFullError if the block finds no room."""
     try:
         yield
     except OSError as error:
@@ -194,16 +195,16 @@ def _or_nothing(run: RunDir) -> Iterator[None]:
 
 
 def begin_checkpoint(run: RunDir, step: int) -> Path:
-    """A new folder for the files of a checkpoint; unfinished ones of earlier attempts are removed.
+    """Make a new folder for the files of a checkpoint, and remove unfinished ones of earlier attempts.
 
-    ``step-000400``, or ``step-000400.1`` … if that step has a complete one already (stopped again right after
-    a resume): a complete checkpoint is never written over.
+    Its name is ``step-000400``, or ``step-000400.1`` … if that step has a complete checkpoint already: the
+    run was stopped right after a resume. A complete checkpoint is never overwritten.
     """
-    end_if_superseded()  # the successor's may be among the unfinished ones
+    end_if_superseded()  # the successor's checkpoint may be among the unfinished ones
     _remove_unfinished(run)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
-    again = max(saves, default=-1) + 1  # also if the first is gone: the newest must have the last name
+    again = max(saves, default=-1) + 1  # even if the first is gone: the newest must sort last
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
     folder.mkdir()
     return folder
@@ -217,13 +218,13 @@ def _remove_unfinished(run: RunDir) -> None:
 def complete_checkpoint(
     run: RunDir, folder: Path, state: TrainerState, *, keep: int, listed: str | None = None
 ) -> dict[int, int]:
-    """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
+    """Write ``state.json`` beside files that are already durable, and only then mark ``folder`` COMPLETE.
 
-    listed: their ``inventory``, if it is known. Checkpoints beyond the newest ``keep`` are deleted.
+    listed: inventory of those files, if it is known. Checkpoints beyond the newest ``keep`` are deleted.
     Returns the cursors of the oldest one kept: no resume needs shards before them. Raises DiskFullError.
     """
     listed = inventory(folder) if listed is None else listed
-    fsync(run.checkpoints)  # its name
+    fsync(run.checkpoints)  # makes the name of ``folder`` durable
     write_atomic(folder / STATE_FILE, replace(state, run=run.identity).to_json())
     end_if_superseded()
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
@@ -235,12 +236,12 @@ def complete_checkpoint(
 
 
 def latest_checkpoint(run: RunDir) -> Path | None:
-    """The newest complete checkpoint."""
+    """Newest complete checkpoint, or None."""
     return next(iter(reversed(checkpoint_folders(run, complete=True))), None)
 
 
 def read_state(folder: Path) -> TrainerState:
-    """State of a complete checkpoint. Raises StateError if it is damaged."""
+    """Read the state of a complete checkpoint. Raises StateError if it is damaged."""
     if fault := damage(folder, STATE_FILE):
         raise StateError(
             f"{folder} is damaged ({fault}): start the same run again to resume from another one"
@@ -249,7 +250,7 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def _oldest_state(run: RunDir) -> TrainerState:
-    """Of the oldest complete checkpoint; if it cannot be read, of a fresh run, which needs all."""
+    """State of the oldest complete checkpoint, or of a fresh run, which needs all, if one cannot be read."""
     try:
         states = ((folder, read_state(folder)) for folder in checkpoint_folders(run, complete=True))
         ours = (state for folder, state in states if not misplaced(run, folder, state))
@@ -260,10 +261,10 @@ def _oldest_state(run: RunDir) -> TrainerState:
 
 
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
-    """Checkpoints newer than the newest one that is whole, from the newest on, and what is wrong with each.
+    """Map each checkpoint newer than the newest intact one to its fault, newest first.
 
-    Reads every byte of these and of the whole one. Raises StateError if there were checkpoints, and none is
-    whole.
+    Reads every byte of these and of the intact one. Raises StateError if there are checkpoints, but no intact
+    one.
     """
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
     faults = {newest: GONE} if newest and not newest.exists() else {}
@@ -283,7 +284,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 
 
 def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
-    """Compare a checkpoint's place and name, which may have changed, with its state; empty if they agree."""
+    """Compare a checkpoint's folder and name with its state; return the fault, or "" if they agree."""
     step = next(iter(_order(folder)))
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"
@@ -291,7 +292,7 @@ def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
 
 
 def set_aside(run: RunDir, folder: Path) -> Path:
-    """Give a damaged checkpoint a name by which none is found, and keep it as evidence; returns its path."""
+    """Rename a damaged checkpoint so that it is kept as evidence but no longer found; return its path."""
     name = f"{DAMAGED}{folder.name}"
     aside = folder.with_name(f"{name}-{1 + len(list(folder.parent.glob(f'{name}-*')))}")
     if folder.exists():
@@ -302,9 +303,9 @@ def set_aside(run: RunDir, folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete the references before the one in force at the oldest complete checkpoint.
+    """Delete the references older than the one in force at the oldest complete checkpoint.
 
-    The one of that very step is not: a run that ends there uses the one before.
+    A reference of that same step is not in force yet: a run that ends there uses the one before.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
@@ -315,9 +316,9 @@ def prune_references(run: RunDir) -> None:
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """The complete checkpoints, or else the unfinished ones, by (step, save), ascending.
+    """List the complete checkpoints, or else the unfinished ones, in ascending order of (step, save).
 
-    The newest that was complete still counts if it has lost its COMPLETE: as damaged, not as unfinished.
+    If the one completed last has lost its COMPLETE it is still listed as complete: damaged, not unfinished.
     """
     newest = _named_newest(run)
     there = sorted(filter(_order, run.checkpoints.glob("step-*")), key=_order)
@@ -325,7 +326,7 @@ def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
 
 
 def _named_newest(run: RunDir) -> Path | None:
-    """The checkpoint that was completed last, if it is known."""
+    """Folder of the checkpoint that was completed last, or None if it is unknown."""
     try:
         folder = run.checkpoints / read_regular(run.newest_checkpoint).decode(errors="replace")
     except FileNotFoundError:
@@ -334,6 +335,6 @@ def _named_newest(run: RunDir) -> Path | None:
 
 
 def _order(folder: Path) -> tuple[int, int] | tuple[()]:
-    """Step and save of a checkpoint by its name; empty if that is none of a checkpoint."""
+    """Step and save number in a checkpoint's name; empty if it is not the name of a checkpoint."""
     name = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name)
     return (int(name[1]), int(name[2] or 0)) if name else ()

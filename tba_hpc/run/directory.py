@@ -241,6 +241,7 @@ class RunDir:
 
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
         """but_nothing: leave a run alone that came to nothing."""
+        self._refuse_an_edited_config()
         try:
             old = self.config()
         except ConfigError as error:
@@ -284,18 +285,22 @@ class RunDir:
 
     def config(self) -> Config:
         """The frozen config. Raises ConfigError, also if it was edited or damaged."""
+        self._refuse_an_edited_config()
+        return load_config(self.config_file)
+
+    def _refuse_an_edited_config(self) -> None:
+        copy = self.logs / "latest" / self.config_file.name
+        undo = f"undo that (cp {copy} {self.path}/)" if copy.is_file() else "undo that"
         try:
             text = read_regular(self.config_file).decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.config_file} is damaged ({error}): put a copy of it back") from None
-        if text.startswith(SEAL):
-            seal, _, rest = text.removeprefix(SEAL).partition("\n")
-            if seal != _checksum(rest):
-                raise ConfigError(
-                    f"{self.config_file} was edited or damaged: its checksum does not match; put back a "
-                    "copy, and change keys with 'tba run RUN --set KEY=VALUE'"
-                )
-        return load_config(self.config_file)
+            raise ConfigError(f"{self.config_file} is damaged ({error}): {undo}") from None
+        seal, _, rest = text.removeprefix(SEAL).partition("\n")
+        if text.startswith(SEAL) and seal != _checksum(rest):
+            raise ConfigError(
+                f"{self.config_file} was edited or damaged: its checksum does not match; {undo}, and "
+                "change keys with 'tba run RUN --set KEY=VALUE'"
+            )
 
     def reference(self, step: int) -> Path:
         """The policy of ``step``, which became the reference."""
@@ -358,13 +363,14 @@ class RunDir:
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
 
-        Of those before, the newest ``KEPT_ATTEMPTS`` stay.
+        It has a copy of the config. Of those before, the newest ``KEPT_ATTEMPTS`` stay.
         """
         taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
         for old in taken[:-KEPT_ATTEMPTS]:
             shutil.rmtree(self.logs / f"attempt-{old:03d}", ignore_errors=True)
         folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
         folder.mkdir()
+        shutil.copyfile(self.config_file, folder / self.config_file.name)
         link = self.logs / f".latest.{os.getpid()}.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)

@@ -1,6 +1,6 @@
-"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone.
+"""Evaluations of a run on disk: one part per searcher, replaced by their sum once all parts are there.
 
-A damaged file counts for nothing, and is written over if its split is evaluated again.
+A damaged file is ignored, and overwritten if its split is evaluated again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
 SUMMED = ("correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
-"""Fields of an evaluation that are sums over its answers."""
+"""Fields of an evaluation that are summed over its answers."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to an evaluation prompt in words, and whether it is correct.
+    """Answer to an evaluation prompt as text, and whether it is correct.
 
-    prompt: its id. reward: None if the task gives none in evaluations.
+    prompt: id of the prompt. reward: None if the task gives none in evaluations.
     """
 
     prompt: int
@@ -51,11 +51,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
+    """Greedy answers to a split under the weights of ``step``: one searcher's part, or the whole.
 
-    tokens: that the policy sampled. ref_logprob: log π_ref of them together, nats; None without a reference
-    model. score_name: what the task calls the share of correct answers. answers: a few of them, by prompt.
-    graded, rewards, squares: answers with a reward, the sum of these, and of their squares.
+    tokens: number of tokens that the policy sampled. ref_logprob: their summed log π_ref in nats; None
+    without a reference model. score_name: the task's name for the share of correct answers. answers: a few
+    answers, by prompt. graded: number of answers with a reward. rewards, squares: sums of these rewards and
+    of their squares.
     """
 
     split: Split
@@ -72,7 +73,7 @@ class Evaluation:
     squares: float = 0.0
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """Both together, of the same split and step."""
+        """Add two parts of the same split and step."""
         known = self.ref_logprob is not None and other.ref_logprob is not None
         answers = {answer.prompt: answer for answer in (*self.answers, *other.answers)}
         return replace(
@@ -89,14 +90,14 @@ class Evaluation:
 
     @property
     def is_graded(self) -> bool:
-        """Whether rewards say more of the answers than that they are right or wrong."""
+        """Tell whether rewards tell more about the answers than right or wrong."""
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
     def perplexity(self) -> float | None:
-        """Of the answers under the reference, exp(−Σ log π_ref ÷ tokens), which grows with the KL to it.
+        """Perplexity of the answers under the reference, exp(−Σ log π_ref ÷ tokens); it grows with their KL.
 
-        None without a reference model, or without a token.
+        None without a reference model, or without tokens.
         """
         if self.ref_logprob is None or self.tokens == 0:
             return None
@@ -107,24 +108,24 @@ _FILE = TypeAdapter(Evaluation)
 
 
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
-    """Publish one searcher's part of an evaluation; the last one to do so makes one file of them all."""
+    """Publish one searcher's part of an evaluation. The last searcher merges the parts into one file."""
     folder = _folder(run, part.split, part.step)
     if _read(_whole_file(run, part.split, part.step)):
         return
     folder.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):  # it became whole meanwhile
+    with suppress(FileNotFoundError):  # another searcher has merged the parts meanwhile
         write_atomic(folder / _part_name(searcher, searchers), json.dumps(asdict(part)))
     if whole := _sum_of_parts(folder, searchers):
         _keep_whole(run, whole)
 
 
 def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: int) -> Evaluation | None:
-    """One searcher's part of an evaluation that is not whole yet; None if it has not come."""
+    """Read one searcher's part of an evaluation whose parts are not merged yet; None if it is missing."""
     return _read(_folder(run, split, step) / _part_name(searcher, searchers))
 
 
 def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
-    """Places of the searchers whose parts have not come, if ``searchers`` of them make an evaluation."""
+    """List the places of searchers whose parts are missing, if ``searchers`` parts make an evaluation."""
     if _read(_whole_file(run, split, step)):
         return []
     there = _part_names(_folder(run, split, step))
@@ -136,28 +137,28 @@ def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[
 
 
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
-    """The sum of all parts, however many searchers made it; None until every searcher's part is there."""
+    """Return the sum of all parts, for any number of searchers; None while a part is missing."""
     path, folder = _whole_file(run, split, step), _folder(run, split, step)
     if whole := _read(path):
         return whole
     counts = {int(name.removesuffix(".json").rpartition("-")[2]) for name in _part_names(folder)}
     sums = (_sum_of_parts(folder, searchers) for searchers in sorted(counts))
-    # Again, for the last searcher may have put them together meanwhile.
+    # Read again: the last searcher may have merged the parts meanwhile.
     return next((found for found in sums if found), None) or _read(path)
 
 
 def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
-    """Split and step of every evaluation of which anything is there, by its name."""
+    """Map the name of every evaluation with any file on disk to its split and step."""
     name = re.compile(r"((test|validation)-step-(\d+))(\.json)?")
     named = (name.fullmatch(path.name) for path in run.evaluations.iterdir())
     return {found[1]: (cast(Split, found[2]), int(found[3])) for found in named if found}
 
 
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short.
+    """Delete evaluations of steps beyond ``after``, which a resume repeats, and incomplete ones.
 
-    Of the held-out split parts stay: that is evaluated again under the same weights, and each searcher goes
-    on with its own. Those that are whole become one file, if they were not yet.
+    Parts of the test split stay: it is evaluated again under the same weights, and each searcher continues
+    with its own part. Complete evaluations are merged into one file if they were not yet.
     """
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)
@@ -171,7 +172,7 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
 
 
 def _keep_whole(run: RunDir, whole: Evaluation) -> None:
-    """One file instead of one for each searcher; two of them may do so at once."""
+    """Replace the parts by one file. Two searchers may do so at once."""
     path = _whole_file(run, whole.split, whole.step)
     if not _read(path):
         write_atomic(path, json.dumps(asdict(whole)))
@@ -188,7 +189,7 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
 
 
 def _read(path: Path) -> Evaluation | None:
-    """None if there is no such file, or it is damaged."""
+    """Read an evaluation; None if the file is missing or damaged."""
     text = _if_there(lambda: read_regular(path), otherwise=b"")
     try:
         return _FILE.validate_json(text) if text else None
@@ -199,30 +200,30 @@ def _read(path: Path) -> Evaluation | None:
 
 @functools.cache
 def _warn_of_damage(path: Path) -> None:
-    """Once in a process."""
+    """Log the damage of a file once per process."""
     log.warning("%s is damaged: it counts for nothing", path)
 
 
 def _part_names(folder: Path) -> set[str]:
-    """Of all parts, in one listing; none if the folder is gone."""
+    """List the names of all parts in one directory listing; empty if the folder is gone."""
     there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
     return {path.name for path in there if PART.fullmatch(path.name)}
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """What a file or folder holds, ``otherwise`` if it is not there, or not to be seen just now."""
+    """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server is away."""
     with suppress(FileNotFoundError):
         return unless_away(read, otherwise=otherwise)
     return otherwise
 
 
 def _part_name(searcher: int, searchers: int) -> str:
-    """It holds the number of searchers: parts of another number slice the split differently."""
+    """Name of a part. It includes the number of searchers, since that number decides how the split is cut."""
     return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
 
 
 def _folder(run: RunDir, split: Split, step: int) -> Path:
-    """Of the parts."""
+    """Folder of the parts."""
     return run.evaluations / f"{split}-step-{step:06d}"
 
 

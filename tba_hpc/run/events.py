@@ -1,4 +1,4 @@
-"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``."""
+"""Events of a run's ranks and jobs, over all its starts: one JSON line each in ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from tba_hpc.run.files import parse_json_lines, read_regular
 
-if TYPE_CHECKING:  # it imports the config, which batch scripts do without
+if TYPE_CHECKING:  # it imports the config, which batch scripts avoid
     from tba_hpc.run.directory import RunDir
 
 
 def log_event(run: RunDir, event: str, **extra: object) -> None:
     """Append a line to ``events.jsonl``: ``time`` (unix s), ``event``, ``job``, ``restarts``, and ``extra``.
 
-    job: id of the Slurm job that this process is part of, else empty; restarts: how often it was requeued.
+    job: id of this process's Slurm job, or empty. restarts: how often that job was requeued.
 
     ===========  ====================================================================================
     event       when, and its extra keys
@@ -47,7 +47,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
 
 
 def append_event(file: Path, event: str, **extra: object) -> None:
-    """As ``log_event``, to a file."""
+    """Append an event to ``file``, in the format of ``log_event``."""
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     line = json.dumps({"time": time.time(), "event": event, "job": job, "restarts": restarts, **extra})
     with suppress(OSError), file.open("ab", buffering=0) as events:
@@ -55,7 +55,7 @@ def append_event(file: Path, event: str, **extra: object) -> None:
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """All events in order; a line torn by a crash is left out, no file is no event."""
+    """Read all events in order. A line torn by a crash is left out; a missing file means no events."""
     if not run.events_file.exists():
         return []
     return parse_json_lines(read_regular(run.events_file))

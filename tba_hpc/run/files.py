@@ -1,4 +1,4 @@
-"""Files that become visible whole and durable or not at all, and files of JSON lines."""
+"""Atomic, durable writes of files, retries while a disk is full or away, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 log = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of the system that say that there is no room."""
+"""Error numbers that mean there is no room."""
 
 AWAY = frozenset(
     {
@@ -25,20 +25,20 @@ AWAY = frozenset(
         *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EROFS),
     }
 )
-"""Errors of a file system whose server is away for a while, or that takes no writes until it is mended."""
+"""Error numbers of a file system whose server is away for a while, or that is read-only until repaired."""
 
 AGAIN_SECONDS = 0.5
-"""Pause before a retry."""
+"""Pause before a retry, in seconds."""
 
 Result = TypeVar("Result")
 
 
 class DiskFullError(OSError, ValueError):
-    """No space for a file; nothing of it is visible, and nothing sealed before is lost."""
+    """Error for a file without space. Nothing of it is visible, and nothing sealed before is lost."""
 
 
 def is_for_room(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, says that there is no room."""
+    """Return whether an error, or one in its chain of causes, means that there is no room."""
     while error is not None:
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
             return True
@@ -46,14 +46,26 @@ def is_for_room(error: BaseException | None) -> bool:
     return False
 
 
+def refused_file(error: OSError) -> str:
+    """Say in a sentence which file has no room, or is not the user's; empty for other errors, or no file."""
+    name, reason = error.filename2 or error.filename, error.strerror
+    if name and error.errno in FULL_DISK:
+        return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
+    if name and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{name} is not to be used here ({reason}): ask its owner for the right to, or name another place"
+        )
+    return ""
+
+
 def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> None:
     """Make ``pieces`` visible as ``path``, whole and durable, or not at all.
 
-    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; if it must not,
-    FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises DiskFullError
-    if there is no room (disk, quota or file size limit).
+    Writes a temporary file, calls fsync, renames it and calls fsync on the folder. replace: whether ``path``
+    may exist. If it must not, exactly one of any number of writers on any hosts succeeds; the others get
+    FileExistsError. Raises DiskFullError if there is no room (disk, quota or file size limit).
     """
-    # Process numbers come twice on two hosts.
+    # Two hosts may use the same process number.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -77,16 +89,16 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Give a file its lasting name. Raises FileExistsError if that is taken; rename would replace it."""
+    """Link a file to its final name. Raises FileExistsError if that is taken; a rename would replace it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # else it was linked, and NFS repeated a request already served
+        if temporary.stat().st_nlink != 2:  # otherwise the link succeeded, and NFS repeated the request
             raise
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, if they are missing; their names are durable then."""
+    """Make a folder and its missing parents, and make their names durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -94,18 +106,18 @@ def make_folder(path: Path) -> None:
 
 
 def listing(folder: Path) -> list[str]:
-    """Names of what a folder holds, in any order; a tenth of the time that ``Path.glob`` takes."""
+    """List the names in a folder, in any order. Takes a tenth of the time of ``Path.glob``."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries]
 
 
 def passes(error: OSError) -> bool:
-    """Whether a retry may succeed: the disk is full, or its server away."""
+    """Return whether a retry may succeed, because the disk is full or its server is away."""
     return isinstance(error, DiskFullError) or error.errno in AWAY | FULL_DISK
 
 
 def insist(do: Callable[[], Result], *, seconds: float) -> Result:
-    """``do()``, retried for ``seconds`` while the disk is full or its server away. Raises its last error."""
+    """Call ``do``; retry for ``seconds`` while the disk is full or its server away. Raises the last error."""
     give_up = time.monotonic() + seconds
     warned = False
     while True:
@@ -121,7 +133,7 @@ def insist(do: Callable[[], Result], *, seconds: float) -> Result:
 
 
 def unless_away(do: Callable[[], Result], *, otherwise: Result) -> Result:
-    """``do()``, or ``otherwise`` if the disk is full or its server away just now."""
+    """Return ``do()``, or ``otherwise`` if the disk is full or its server is away just now."""
     try:
         return do()
     except OSError as error:
@@ -131,7 +143,7 @@ def unless_away(do: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """``publish`` for text."""
+    """Publish ``text`` as ``path``, see ``publish``."""
     publish(path, text.encode())
 
 
@@ -145,7 +157,7 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with all in it, or a file; of a link the link alone, whatever it leads to."""
+    """Delete a file, or a folder with its contents. A link is deleted itself, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -159,10 +171,10 @@ def make_durable(folder: Path) -> None:
 
 
 def require_regular(path: Path) -> None:
-    """Raise ConfigError for a folder, a pipe or a device: to open it may fail, or never end."""
+    """Raise ConfigError for a folder, a pipe or a device: opening one may fail or never return."""
     if not stat.S_ISREG(path.stat().st_mode):
         from tba_hpc.config import (
-            ConfigError,  # batch scripts import this module often, and do without configs
+            ConfigError,  # imported late: batch scripts use this module and need no config
         )
 
         raise ConfigError(f"{path} is no regular file: whoever made it, remove it")
@@ -175,13 +187,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file. Raises ConfigError for a folder, a pipe or a device."""
+    """Read the bytes of a file. Raises ConfigError for a folder, a pipe or a device."""
     with open_regular(path) as file:
         return file.read()
 
 
 def parse_json_lines(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a file with one a line, in order; a line torn by a crash is left out."""
+    """Parse a file with one JSON object per line, in order. A line torn by a crash is left out."""
     found = []
     for line in data.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""What a run's trainer did, by its own records, less what every resume took back."""
+"""Surviving history of a run's trainer: its records, without those that a resume has undone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 
 class ShardSize(NamedTuple):
-    """What a shard holds: trajectories, and the tokens of their completions."""
+    """Size of a shard: its trajectories, and the tokens of their completions."""
 
     trajectories: int
     tokens: int
@@ -23,10 +23,11 @@ EMPTY = ShardSize(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence.
+    """Shard that the trainer merged.
 
-    step: optimizer steps done by then; sync: version of the weights published last. again: trajectories that
-    stayed out, as their request had been answered before; answered: these requests.
+    step: optimizer steps done by then. sync: version of the weights published last. request_ids: positions of
+    its groups in the prompt sequence. again: trajectories left out because their request had been answered
+    before. answered: those requests.
     """
 
     key: ShardKey
@@ -44,7 +45,7 @@ class Merge:
 
     @classmethod
     def of(cls, record: Record) -> Merge:
-        """From the event ``merged`` of the trainer's metrics."""
+        """Build a merge from an event ``merged`` of the trainer's metrics."""
         counts = ("step", "sync", "revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
             key=(whole(record, "searcher"), whole(record, "shard")),
@@ -56,12 +57,12 @@ class Merge:
 
 @dataclass(slots=True)
 class History:
-    """The surviving past of the trainer.
+    """Records of the trainer that still count.
 
-    merges: in order. steps: the records of optimizer steps, in order. evictions: by revision, trajectories
-    dropped between merges: stale, of an old reference, or used up. starts: how often a trainer began its
-    loop. redone: per resume, the steps that it took back. gaps: resumes from what is not on record, a phrase
-    each.
+    merges: in order. steps: the records of optimizer steps, in order. evictions: per revision, the number of
+    trajectories dropped between merges: stale, of an old reference, or used up. starts: how often a trainer
+    began its loop. redone: per resume, the number of steps that it undid. gaps: resumes from a state that is
+    not on record, a phrase each.
     """
 
     merges: list[Merge] = field(default_factory=list)
@@ -73,12 +74,12 @@ class History:
 
     @classmethod
     def read(cls, run: RunDir) -> History:
-        """Of the trainer's metrics as they are now."""
+        """Read the history from the trainer's metrics file as it is now."""
         return cls.of(MetricsTail(run.metrics_file("trainer")).records())
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
-        """Fold the records of the trainer's metrics."""
+        """Build the history from records of the trainer's metrics."""
         history = cls()
         for record in records:
             history._take(record)
@@ -96,7 +97,7 @@ class History:
                 self._go_back(whole(record, "step"), whole(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
-        """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
+        """Drop records after ``step`` and ``revision``, where the trainer starts; both are 0 in a new run."""
         if step > self.last_step or revision > self.last_revision:
             self.gaps.append(
                 f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
@@ -110,34 +111,34 @@ class History:
         self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
 
     def until(self, revision: int) -> list[Merge]:
-        """Merges up to a revision."""
+        """List the merges up to a revision."""
         return [merge for merge in self.merges if merge.revision <= revision]
 
     def revisions(self, last: float = math.inf) -> list[int]:
-        """The revisions of merges and evictions, up to the last, ascending."""
+        """List the revisions of merges and evictions up to ``last``, ascending."""
         found = (*(merge.revision for merge in self.merges), *self.evictions)
         return sorted(revision for revision in found if revision <= last)
 
     def dropped(self, last: float = math.inf) -> int:
-        """Trajectories evicted between merges, up to a revision."""
+        """Count the trajectories evicted between merges, up to a revision."""
         return sum(count for revision, count in self.evictions.items() if revision <= last)
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return whole(self.steps[-1], "step") if self.steps else 0
 
     @property
     def last_revision(self) -> int:
-        """Revisions of the buffer."""
+        """Newest revision of the buffer; 0 if there is none."""
         return max(self.revisions(), default=0)
 
 
 def step_records(records: Iterable[Record]) -> list[Record]:
-    """The records of optimizer steps, ascending; of a step done twice (by a resume) the later attempt's."""
+    """List the records of optimizer steps, ascending. A step repeated by a resume keeps the later record."""
     return History.of(records).steps
 
 
 def whole(record: Record, name: str) -> int:
-    """A count; 0 if it is missing."""
+    """Return a field as an integer; 0 if it is missing."""
     return int(number(record, name, 0))

@@ -1,4 +1,4 @@
-"""Inputs that a run is held to beside its config: its prompts, its model's files, and the day it began."""
+"""Inputs that must stay the same over a run: its prompts, its model's files, and the day it began."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tba_hpc.run.files import make_folder, publish
 log = logging.getLogger(__name__)
 
 MODEL_FILES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
-"""Endings of the files that make a model and its tokenizer."""
+"""Suffixes of the files that belong to a model and its tokenizer."""
 
 PIECES, PIECE_BYTES = 16, 64 << 10
-"""Number and size of the pieces of a file that are read: evenly spaced, both ends among them."""
+"""Number and size in bytes of the pieces read from a file. They are evenly spaced and include both ends."""
 
 
 def first_day(run: RunDir) -> date:
-    """The day on which a run began: a chat template that writes the day asks the same on every other."""
+    """Return the day on which the run began, so that chat templates that write the date do not change."""
     return date.fromisoformat(_noted(run.inputs / "day", date.today().isoformat().encode()).decode())
 
 
 def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
-    """Note the prompts of each split when a run begins, and compare them at every later start.
+    """Record checksums of each split's prompts when a run begins, and compare them at every later start.
 
-    Training prompts that were added, and other held-out prompts, are told in the log. Raises ConfigError if
-    training prompts have another text, target or number than when the run asked them.
+    Added training prompts and changed held-out prompts are logged as warnings. Raises ConfigError if earlier
+    training prompts are missing, or have another text, target or position.
     """
     for split, some in prompts.items():
         file = run.inputs / f"{split}.crc32"
@@ -59,10 +59,10 @@ def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> N
 
 
 def hold_to_model(run: RunDir, path: str, folder: Path) -> None:
-    """Note the model's files when a run begins, and compare them at every later start.
+    """Record digests of the model's files when a run begins, and compare them at every later start.
 
-    path: model.path, which ``folder`` belongs to. Raises ConfigError if a file changed, came or went: the
-    reference, engines and tokenizer would be others.
+    path: model.path, to which ``folder`` belongs. Raises ConfigError if a file was changed, added or removed:
+    the reference, engines and tokenizer would differ.
     """
     note = run.inputs / "model"
     files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_FILES and file.is_file())
@@ -80,7 +80,7 @@ def _checksum(prompt: Prompt) -> int:
 
 
 def _noted(file: Path, data: bytes) -> bytes:
-    """Read ``file``, which is made of ``data`` if it did not exist."""
+    """Read ``file``; create it from ``data`` first if it does not exist."""
     if not file.exists():
         make_folder(file.parent)
         with suppress(FileExistsError):  # another searcher was faster
@@ -89,7 +89,7 @@ def _noted(file: Path, data: bytes) -> bytes:
 
 
 def _sampled(file: Path) -> str:
-    """A digest of the file's PIECES: no second read of a large one."""
+    """Digest of the file's PIECES, so that a large file is not read as a whole."""
     summed, size = blake3(), file.stat().st_size
     with file.open("rb") as opened:
         for start in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():

@@ -1,6 +1,7 @@
-"""The inventory of a folder, its last file COMPLETE: checksum, bytes and path of every other file.
+"""Inventory of a folder, in its last file COMPLETE: checksum, size in bytes and path of every other file.
 
-Its first line has a checksum of all the others. Checksums are BLAKE3, which finds accidents, at several GB/s.
+The inventory's first line is a checksum of the others. Checksums are BLAKE3, at several GB/s; they find
+accidental damage.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
 
 READ_BYTES = 8 << 20
-"""One read of a file that is summed up: enough for all cores to share."""
+"""Bytes per read of a file that is checksummed: enough for all cores to share."""
 
 READERS = 8
-"""Most files that are read at once."""
+"""Maximum number of files read at once."""
 
 _LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
 
 
 class SummedFile:
-    """A new file that is summed up while it is written, so that nobody has to read it back.
+    """New file that is checksummed while it is written, so that nobody has to read it back.
 
-    A context manager: the file is durable when the block has ended. ``size`` is in bytes.
+    Use it as a context manager: the file is durable when the block has ended. ``size`` is in bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +52,7 @@ class SummedFile:
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append; returns how many bytes that were."""
+        """Append ``data``, and return its number of bytes."""
         left = memoryview(data).cast("B")
         written = len(left)
         self._sum.update(left)
@@ -61,17 +62,17 @@ class SummedFile:
         return written
 
     def flush(self) -> None:
-        """Nothing is held back; libraries that write files call it."""
+        """Do nothing: writes are unbuffered. Libraries that write files call it."""
 
     def line(self, folder: Path) -> str:
-        """The file's line in the inventory of ``folder``."""
+        """Return the file's line for the inventory of ``folder``."""
         return _line(_text(self._sum), self.size, str(self.path.relative_to(folder)))
 
 
 def inventory(folder: Path, *names: str, known: str = "") -> str:
-    """Lines of these files of ``folder``, or of all but COMPLETE, however deep.
+    """Return inventory lines of the named files of ``folder``, or of all but COMPLETE at any depth.
 
-    known: lines of files that are summed up already, which are not read again.
+    known: lines of files with a known checksum, which are not read again.
     """
     summed_up = {line.split(" ", 2)[2] for line in known.splitlines()}
     everything = (path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
@@ -84,14 +85,14 @@ def inventory(folder: Path, *names: str, known: str = "") -> str:
 
 
 def with_checksum(lines: str) -> str:
-    """The whole of an inventory, for COMPLETE."""
+    """Return the content of COMPLETE: the lines below their own checksum."""
     return f"tba-hpc inventory blake3={_text(blake3(lines.encode()))}\n{lines}"
 
 
 def damage(folder: Path, *only: str) -> str:
-    """What is wrong with the files of a folder, or with these alone, in a few words; empty if nothing is.
+    """Describe the first fault of a folder's files, or of those in ``only``; empty if all are intact.
 
-    Files that COMPLETE does not name are left alone. Raises OSError if the file system does not answer.
+    Files that COMPLETE does not name are ignored. Raises OSError if the file system does not answer.
     """
     try:
         if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
@@ -111,7 +112,7 @@ def damage(folder: Path, *only: str) -> str:
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
     except OSError as error:
-        if error.errno != errno.EIO:  # the others may pass
+        if error.errno != errno.EIO:  # other errors may pass
             raise
         return f"the disk cannot read it: {error}"
     for (path, _, checksum), now_sum in zip(files, now_sums, strict=True):
@@ -125,7 +126,7 @@ def _line(checksum: str, size: int, name: str) -> str:
 
 
 def _checksums(paths: Sequence[Path]) -> list[str]:
-    """A checksum of each file, in hexadecimal. Several files are read at once, in bounded memory."""
+    """Compute a hexadecimal checksum of each file. Several files are read at once, in bounded memory."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(_checksum, paths))
 

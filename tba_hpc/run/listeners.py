@@ -1,7 +1,7 @@
-"""Sockets on which a library listens although nobody is to call: the kernel drops what comes.
+"""Closes sockets on which a library listens without need: the kernel drops whatever arrives.
 
-Each connection that such a library accepts may cost it a descriptor for good, so that any user of the machine
-could end the process.
+Each connection that such a library accepts may cost it a file descriptor forever, so that any user of the
+machine could end the process.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from contextlib import suppress
 import psutil
 
 SO_ATTACH_FILTER, TCP_MD5SIG_EXT = 26, 32
-"""Socket options; the module ``socket`` does not name them."""
+"""Socket options that the module ``socket`` does not name."""
 
 WITH_PREFIX = 1
-"""Flag of the second: only so many bits of the address count."""
+"""Flag of TCP_MD5SIG_EXT: only the given number of address bits counts."""
 
 PIDFD_GETFD = 438
-"""Number of the system call, on every machine; Linux 5.6."""
+"""System call number on every architecture, since Linux 5.6."""
 
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A packet filter of one instruction: keep 0 bytes of whatever comes."""
+"""Packet filter of one instruction, which keeps 0 bytes of each packet."""
 
 EVERYBODY = {
     socket.AF_INET: (struct.pack("H126x", socket.AF_INET),),
@@ -35,13 +35,13 @@ EVERYBODY = {
         struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, callers by IPv4
     ),
 }
-"""Addresses of which no bit counts (struct sockaddr_storage), by the family of the socket that is called."""
+"""Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
 
 
 def drop_all(listener: socket.socket) -> None:
-    """Let a socket take no connection any more. Raises OSError if the system does not allow it.
+    """Stop a socket from accepting connections. Raises OSError if the system does not allow it.
 
-    What is connected stays so. Since June 2026 (6.6.143) Linux lets root alone attach a filter to TCP.
+    Existing connections stay. Since June 2026 (6.6.143) Linux lets only root attach a filter to TCP.
     """
     try:
         _attach_filter(listener)
@@ -56,7 +56,7 @@ def _attach_filter(listener: socket.socket) -> None:
 
 
 def _demand_signatures(listener: socket.socket) -> None:
-    """Have the kernel drop whatever is not signed with a key that nobody knows (RFC 2385)."""
+    """Have the kernel drop packets that are not signed with a key that nobody knows (RFC 2385)."""
     key = os.urandom(80)
     for address in EVERYBODY[listener.family]:
         signed = address + struct.pack("BBHi", WITH_PREFIX, 0, len(key), 0) + key  # struct tcp_md5sig
@@ -64,7 +64,7 @@ def _demand_signatures(listener: socket.socket) -> None:
 
 
 def take(pid: int, descriptor: int) -> int:
-    """A copy of a child's descriptor, to be closed. Raises OSError if the system does not allow it."""
+    """Copy a child's descriptor; the caller closes it. Raises OSError if the system does not allow it."""
     process = os.pidfd_open(pid)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -76,9 +76,9 @@ def take(pid: int, descriptor: int) -> int:
 
 
 def unprotected(*, mpiexec: bool) -> str:
-    """Name what stays open to strangers since the system does not let it be closed; empty if nothing does.
+    """Name the ports that the system does not allow to be closed to strangers; empty if there are none.
 
-    It tries what a run does, on a socket and, for a run that has an ``mpiexec``, with a child of its own.
+    It tries the same calls as a run: on a socket and, for a run with an ``mpiexec``, on a child process.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -89,7 +89,7 @@ def unprotected(*, mpiexec: bool) -> str:
 
 
 def _out_of_reach() -> str:
-    """Name mpiexec's ports if the system does not give a process the sockets of its child."""
+    """Name mpiexec's ports if the system does not let a process copy its child's sockets."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         os.close(take(child.pid, 0))
@@ -101,9 +101,9 @@ def _out_of_reach() -> str:
 
 
 def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
-    """(descriptor, address, port) of the sockets on which a process listens; none if it is gone.
+    """List (descriptor, address, port) of a process's listening sockets; empty if the process is gone.
 
-    loopback: those that only this machine can reach, too.
+    loopback: include those that only this machine can reach.
     """
     with suppress(psutil.Error):
         found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -113,30 +113,30 @@ def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]
 
 
 def own_listeners() -> set[int]:
-    """Descriptors of the sockets on which this process listens now."""
+    """Return the descriptors of this process's listening sockets."""
     return {descriptor for descriptor, _, _ in listeners(os.getpid(), loopback=True)}
 
 
 def stop_listening(*, less: set[int] | None = None) -> None:
-    """Let the sockets on which this process listens now, less some, take no connection any more."""
+    """Stop this process's listening sockets, except those in ``less``, from accepting connections."""
     for descriptor in own_listeners() - (less or set()):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             drop_all(listener)
 
 
 def calls(pid: int, ports: set[int]) -> bool:
-    """Whether a process is connected to one of these ports."""
+    """Return whether a process is connected to one of these remote ports."""
     with suppress(psutil.Error):
         return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
     return False
 
 
 def deafen(pid: int, *, loopback: bool = False) -> None:
-    """Let a child's sockets that ``listeners`` names take no connection any more.
+    """Stop a child's sockets that ``listeners`` names from accepting connections.
 
-    mpiexec listens on every address for its peers on other nodes, of which a run on one machine has none, and
-    no setting prevents that (PRRTE 3.0). What the system does not allow (a hardened kernel, a container) is
-    left: see docs/security.md.
+    mpiexec listens on every address for its peers on other nodes, although a run on one machine has none. No
+    setting prevents that (PRRTE 3.0). Sockets stay open where the system does not allow the change (a
+    hardened kernel, a container): see docs/security.md.
     """
     with suppress(OSError):
         for descriptor, _, _ in listeners(pid, loopback=loopback):

@@ -1,4 +1,4 @@
-"""How much memory a process may still take, on its machine and under the limits of its control groups."""
+"""Memory that a process may still take, on its machine and within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import psutil
 
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("", "memory.max", "memory.current", "inactive_file")
-"""Of control groups: folder of the hierarchy, files with limit and usage, name of the cached files' bytes."""
+"""Names for control groups: hierarchy folder, limit file, usage file, field of the cached files' bytes."""
 
 
 def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may take before something else has to leave; cached files count as free."""
+    """Return the bytes that this process may take before others must give way; cached files count as free."""
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
-    """Bytes left by each group that this process is in and that has a limit: Slurm sets one for a job."""
+    """Yield the bytes left in each of this process's groups that has a limit; Slurm sets one per job."""
     for line in listing.read_text().splitlines() if listing.exists() else []:
         _, controllers, group = line.split(":", 2)
         hierarchy, *names = V1 if controllers == "memory" else V2
@@ -29,7 +29,7 @@ def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Bytes left by a group that has a limit."""
+    """Yield the bytes left in a group, if it has a limit."""
     if not (group / limit).exists() or (most := (group / limit).read_text().strip()) == "max":
         return
     found = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

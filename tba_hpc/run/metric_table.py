@@ -1,7 +1,7 @@
-"""What is logged: every metric and event by name, with its unit and its meaning.
+"""Table of all logged metrics and events, with their units and meanings.
 
-``docs/metrics.md`` is made from these tables, and reports keep the curves of what is marked here. Shares lie
-in 0…1, seconds are wall time, ``log`` and ``nats`` are natural.
+``docs/metrics.md`` is made from these tables, and reports keep the curves of the metrics marked here. Shares
+lie in 0…1, seconds are wall time, ``log`` and ``nats`` are natural.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name in a record. curve: whether reports follow its course."""
+    """Unit and meaning of a name in a record. curve: whether reports plot it over time."""
 
     unit: str
     meaning: str
@@ -134,12 +134,12 @@ SEARCH = {
     "search/nan_groups": Metric("count, so far", "groups sampled again: a log-probability was no number"),
     "search/rejected": Metric("count, so far", "trajectories set aside: reward missing or not finite"),
 }
-"""A searcher's record; counts are since its record before, means over completions scored since."""
+"""A searcher's record. Counts start at its previous record; means are over completions scored since."""
 
 METRICS = {**STEP, **SEARCH}
 
 CURVES = tuple(name for name, metric in METRICS.items() if metric.curve)
-"""What reports draw, summarise and check."""
+"""Names of the metrics that reports draw, summarise and check."""
 
 TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
@@ -156,7 +156,7 @@ TRAINER_EVENTS = {
     "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",
 }
-"""Records of the trainer with ``event``, ``step`` and ``revision``."""
+"""Events of the trainer: records with ``event``, ``step`` and ``revision``."""
 
 SEARCHER_EVENTS = {
     "started": "the rank begins: ``searchers``, and ``place`` if it differs from its number",
@@ -166,7 +166,7 @@ SEARCHER_EVENTS = {
     "moved": "the trainer restarted with another number of places: ``place``, ``searchers``",
     "left": "an elastic searcher has gone: ``place``, ``why`` (stopped, finished, no slot)",
 }
-"""Records of a searcher with ``event``."""
+"""Events of a searcher: records with ``event``."""
 
 FIELDS = {
     "revision": "how often merges or evictions have changed the buffer",

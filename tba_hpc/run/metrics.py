@@ -1,6 +1,6 @@
-"""Writes and reads metrics: one JSON line per record, with its ``time`` in unix seconds; a file per rank.
+"""Writes and reads metrics: a file per rank, and a JSON line per record with its ``time`` in unix seconds.
 
-``metric_table`` says what each name means.
+``metric_table`` gives the meaning of each name.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 PLAIN = frozenset({float, int, str, bool, type(None)})
-"""Types that JSON gives back as they are."""
+"""Types that JSON restores unchanged."""
 
 MOST_UNWRITTEN = 64 << 20
-"""Bytes of records that wait in memory on a full disk; more end the run."""
+"""Maximum bytes of records that wait in memory on a full disk; more end the run."""
 
 CHUNK = 4 << 20
-"""Bytes of a metrics file that are parsed at once."""
+"""Bytes of a metrics file parsed at once."""
 
 RECORDS_PER_SECOND = 8
-"""Of all searchers together, at most."""
+"""Maximum rate of records over all searchers."""
 
 
 def record_seconds(searchers: int) -> float:
-    """Seconds between two records of a searcher, of so many."""
+    """Return the seconds between two records of one of ``searchers`` searchers."""
     return max(1.0, searchers / RECORDS_PER_SECOND)
 
 
 Digest = Callable[[Sequence[Record], int | None], None]
-"""Sums up a file as it is written, for its readers: is given its new records, and its length in bytes if it
-ends with them; see ``report.digest``."""
+"""Callable that summarises a file for its readers while it is written; see ``report.digest``. It takes the
+new records, and the file's length in bytes, or None if some of them are not written yet."""
 
 
 class MetricsWriter:
     """Appends records to ``path``, a line each, visible to readers at once.
 
-    On a full disk records wait in memory, and are written once there is space. digest: of this file; it has
-    taken what is there already. ``sync`` may be called in another thread.
+    On a full disk records wait in memory until there is space. digest: of this file; it already covers the
+    existing records. ``sync`` may be called in another thread.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
@@ -70,7 +70,7 @@ class MetricsWriter:
         self._last = time.monotonic()
 
     def log(self, *records: Mapping[str, Value]) -> None:
-        """Write records with ``time`` added; values of None are left out, numpy values made plain.
+        """Write records with ``time`` added. None values are left out, and numpy values become plain ones.
 
         Raises DiskFullError if more than MOST_UNWRITTEN bytes wait for space.
         """
@@ -84,14 +84,14 @@ class MetricsWriter:
                 self._digest(known, None if self._unwritten else self._file.tell())
 
     def _end_if_superseded(self) -> None:
-        """A process that was frozen until another took its place would write among the other's records."""
+        """End this process if it was frozen and another took its place, whose records it would mix with."""
         if time.monotonic() - self._last > BEAT_SECONDS:
             with suppress(OSError):
                 end_if_superseded()
         self._last = time.monotonic()
 
     def _write(self) -> None:
-        """Write what there is space for; a disk that fills up may take a part of a line."""
+        """Write as much as there is space for; a disk that fills up may take part of a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -124,7 +124,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Outside the handler: no caller is to take this for a full disk that is worth waiting for.
+        # Raised outside the handler, so that no caller takes it for a full disk that is worth waiting for.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
@@ -138,7 +138,7 @@ class MetricsWriter:
 
 
 def _plain(record: Mapping[str, Value]) -> Record:
-    """A record as those see it who read its line."""
+    """Convert a record to the form in which readers of its line get it."""
     values: Mapping[str, Any] = record
     return {
         name: value if type(value) in PLAIN else _plain_value(value)
@@ -148,7 +148,7 @@ def _plain(record: Mapping[str, Value]) -> Record:
 
 
 def _plain_value(value: Any) -> Any:
-    """Of numpy's scalars and arrays, sequences, and subclasses of plain values."""
+    """Convert numpy scalars and arrays, and sequences; subclasses of plain values stay as they are."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -157,9 +157,9 @@ def _plain_value(value: Any) -> Any:
 
 
 class MetricsTail:
-    """Reads what was added to a metrics file since the last look; a missing file is empty.
+    """Reads the records added to a metrics file since the last read; a missing file counts as empty.
 
-    place: where the next record begins, in bytes.
+    place: byte offset of the next record.
     """
 
     def __init__(self, path: Path, *, place: int = 0) -> None:
@@ -168,22 +168,22 @@ class MetricsTail:
 
     @classmethod
     def from_now(cls, path: Path) -> MetricsTail:
-        """Of what comes from now on."""
+        """Make a tail that reads only records written from now on."""
         return cls(path, place=path.stat().st_size if path.exists() else 0)
 
     def records(self) -> Iterator[Record]:
-        """Records completed since the last look, in order."""
+        """Yield the records completed since the last read, in order."""
         while whole := self._whole_lines():
             yield from parse_json_lines(whole)
 
     def new(self) -> list[Record]:
-        """The same as a list."""
+        """Return ``records`` as a list."""
         return list(self.records())
 
     def _whole_lines(self) -> bytes:
-        """The next lines that are complete, CHUNK bytes of them, or one that is longer."""
+        """Read the next complete lines: up to CHUNK bytes, or one longer line."""
         try:
-            file = open_regular(self._path)  # each time: NFS shows what is new to those who open
+            file = open_regular(self._path)  # opened each time: only then does NFS show new data
         except FileNotFoundError:
             return b""
         with file:
@@ -197,7 +197,7 @@ class MetricsTail:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All whole records of a file, in order; lines torn by a crash are left out, no file is no record."""
+    """Read all complete records of a file in order; none if it is missing. Torn lines are left out."""
     return MetricsTail(path).new()
 
 
@@ -206,13 +206,13 @@ def number(record: Mapping[str, Value], name: str) -> float | None: ...
 @overload
 def number(record: Mapping[str, Value], name: str, default: float) -> float: ...
 def number(record: Mapping[str, Value], name: str, default: float | None = None) -> float | None:
-    """The scalar of that name; ``default`` if it is missing or no scalar."""
+    """Return the scalar called ``name``; ``default`` if it is missing or not a scalar."""
     value = record.get(name)
     return default if value is None or isinstance(value, str | Sequence) else float(value)
 
 
 class Clock:
-    """Durations by name, added up: ``with clock("learn"): …``."""
+    """Clock that sums durations by name: ``with clock("learn"): …``."""
 
     def __init__(self) -> None:
         self._total: dict[str, float] = {}
@@ -220,7 +220,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time spent in the block to ``name``, also when it raises."""
+        """Add the time spent in the block to ``name``, even if the block raises."""
         start = time.perf_counter()
         try:
             yield
@@ -233,7 +233,7 @@ class Clock:
         return time.perf_counter() - self._since
 
     def reset(self) -> dict[str, float]:
-        """Seconds per name since the last reset, and start over."""
+        """Return the seconds per name since the last reset, and start over."""
         total, self._total = self._total, {}
         self._since = time.perf_counter()
         return total

@@ -1,4 +1,4 @@
-"""What a rank leaves to its launcher: its log, a sign that all are at work, the sentence of its end."""
+"""Files that a rank leaves for its launcher: its log, a sign that all are at work, and why it ended."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import TYPE_CHECKING, Literal
 
 from tba_hpc.run.files import write_atomic
 
-if TYPE_CHECKING:  # they import config and numpy, which batch scripts do without
+if TYPE_CHECKING:  # they import config and numpy, which batch scripts avoid
     from tba_hpc.core.types import Role
     from tba_hpc.run.directory import RunDir
 
 
 class Exit(IntEnum):
-    """Exit statuses of ranks, ``tba run`` and Slurm jobs, on which scripts may rely (``docs/slurm.md``)."""
+    """Exit statuses of ranks, ``tba run`` and Slurm jobs. Scripts may rely on them (``docs/slurm.md``)."""
 
     DONE = 0
     """The run is finished, or it was stopped on request."""
     FAILED = 1
-    """Something broke that another start may not meet: a peer is missing, an engine died."""
+    """Failure that another start may not meet: a peer is missing, an engine died."""
     REFUSED = 2
-    """Only the user can fix it."""
+    """Failure that only the user can fix."""
     NO_SLOT = 3
     """All slots for elastic searchers are taken."""
     NO_PROGRESS = 4
-    """Given up: it failed again and again, and got no further."""
+    """Given up after repeated failures without progress."""
     UNFINISHED = 75
-    """Preempted or out of time, with a checkpoint: the same command goes on."""
+    """Preempted or out of time, with a checkpoint: the same command resumes the run."""
 
 
 AT_WORK = "at-work"
-"""Name of a file in an attempt's folder."""
+"""Name of the file in an attempt's folder that says that all ranks have come together."""
 
 Kind = Literal["refused", "failed"]
-"""How a rank ended: by something that only the user can fix, or otherwise."""
+"""Kind of a rank's failure: ``refused`` if only the user can fix it, otherwise ``failed``."""
 
 
 def rank_name(role: Role, index: int) -> str:
-    """Stem of the files of a rank: ``searcher-0003``."""
+    """Return the stem of a rank's files: ``searcher-0003``."""
     return f"{role}-{index:04d}"
 
 
 def log_file(logs: Path, name: str) -> Path:
-    """Log of a rank, or of mpiexec, in an attempt's folder."""
+    """Path of the log of a rank, or of mpiexec, in an attempt's folder."""
     return logs / f"{name}.log"
 
 
 def redirect_output(run: RunDir, role: Role, index: int) -> None:
-    """Write standard output and error, from here on, to this rank's own log of the attempt."""
+    """Redirect standard output and error to this rank's own log of the attempt."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
@@ -59,24 +59,24 @@ def redirect_output(run: RunDir, role: Role, index: int) -> None:
 
 
 def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -> None:
-    """Leave the sentence that the launcher shows to the user; a ``refused`` rank is not started again."""
+    """Write the sentence that the launcher shows to the user. A ``refused`` rank is not started again."""
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
-    except OSError as error:  # a full disk may be what is to be reported
+    except OSError as error:  # the note may be about a full disk
         print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
 
 
 def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
-    """The sentence that was left first in an attempt's folder, if any was; ``*``: of whichever kind."""
+    """Read the earliest note in an attempt's folder, or return None; ``*`` means either kind."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
 
 def note_at_work(run: RunDir) -> None:
-    """Say, as the leading trainer, that all ranks of this attempt have come together."""
+    """Note, as the leading trainer, that all ranks of this attempt have come together."""
     (run.attempt / AT_WORK).touch()
 
 
 def at_work(logs: Path) -> bool:
-    """Whether all ranks of an attempt have come together."""
+    """Return whether all ranks of an attempt have come together."""
     return (logs / AT_WORK).exists()

@@ -1,16 +1,17 @@
-"""Who is at work on a run: one launcher or Slurm job, one process per rank; a second one is refused.
+"""Ownership of a run: one launcher or Slurm job, and one process per rank. A second owner is refused.
 
-Kernel locks do not work across hosts on many shared file systems, so a claim is a file made by ``os.link``,
-which succeeds for one of any number of rivals. Claims of a name are numbered, and the highest counts: who
-follows a dead owner takes the next number, so that nobody removes a file that a rival has just made. The
-newest file stays when its owner leaves, as nobody's: a number is never used twice.
+Kernel locks do not work across hosts on many shared file systems. A claim is therefore a file made by
+``os.link``, which succeeds for exactly one of any number of rivals. Claims of a name are numbered, and the
+highest counts. The successor of a dead owner takes the next number, so that nobody removes a file that a
+rival has just made. The newest file stays when its owner leaves, marked as nobody's, so that no number is
+used twice.
 
-An owner keeps the run's folder open. By that other processes of its machine know it: a copied claim names a
-process that is at work on another run.
+An owner keeps the run's folder open, by which other processes of its machine recognise it: in a copied run
+folder a claim names a process that is at work on another run.
 
-An owner touches its file every BEAT_SECONDS. One on another host that is silent for SILENT_SECONDS has lost
-its claim to whoever wants it; if it was only frozen it ends as soon as it notices, and looks before anything
-that it writes counts (``end_if_superseded``).
+An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_SECONDS, anybody
+may take its claim. If it was only frozen, it ends as soon as it notices; it checks this before anything that
+it writes counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -35,42 +36,42 @@ from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
 
 LAUNCH = "launch"
-"""What ``tba run`` or a Slurm job owns, which starts the ranks; these own their names."""
+"""Name owned by ``tba run`` or a Slurm job, which starts the ranks; each rank owns its own name."""
 
 BEAT_SECONDS = 10.0
-"""Time between two signs of life of an owner."""
+"""Seconds between two signs of life of an owner."""
 
 SILENT_SECONDS = 60.0
-"""An owner on another host that gives no sign of life for so long is taken for dead."""
+"""Seconds without a sign of life after which an owner on another host counts as dead."""
 
 LEAVE_SECONDS = 10.0
-"""Time for a rank to leave whose launcher has died, before its successor is refused."""
+"""Seconds that a rank whose launcher died has to leave before its successor is refused."""
 
 LOOK_SECONDS = 0.2
-"""Pause between two looks at a claim."""
+"""Seconds between two looks at a claim."""
 
 SQUEUE_SECONDS = 5.0
-"""Timeout of squeue."""
+"""Timeout of squeue, in seconds."""
 
 AT_WORK = {"RUNNING", "SUSPENDED", "STOPPED"}
-"""Slurm's states of a job whose processes may write; one that waits in the queue has none."""
+"""Slurm states in which a job's processes may write; a job in the queue has no processes."""
 
 _ours: dict[Path, int] = {}
 """Claims of this process, each with a descriptor that keeps the run's folder open."""
 
 
 class OwnedError(ValueError):
-    """Another process is at work on this; the message is one sentence."""
+    """Error raised if another process is at work on a run or name; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Nobody, if there is neither a process nor a job.
+    """Owner of a claim: a process or a Slurm job, or nobody if there is neither.
 
-    machine: within which process numbers are unique. pid 0: a Slurm job, through whatever process. began:
-    start of the process, clock ticks since boot, as its number may be used again. job, restarts: Slurm's, or
-    empty. since: unix seconds. elastic: several such owners may be at work in one job. holds: whether the
-    process keeps the run's folder open, as that of version 0.3.0 did not.
+    machine: scope in which process numbers are unique. pid: process number, or 0 if a Slurm job is the owner
+    through any of its processes. began: start of the process in clock ticks since boot, since its number may
+    be reused. job, restarts: Slurm's values, or empty. since: unix seconds. elastic: several such owners may
+    be at work in one job. holds: whether the process keeps the run's folder open; version 0.3.0 did not.
     """
 
     host: str = ""
@@ -85,7 +86,7 @@ class Owner:
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
-        """This process, or with ``pid`` 0 the Slurm job that it is part of."""
+        """Make an owner of this process, or with ``pid`` 0 of its Slurm job."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -100,7 +101,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process that can be signalled from here."""
+        """Tell whether the owner is a process that can be signalled from this machine."""
         return bool(self.pid) and self.machine == _machine()
 
     def to_json(self) -> str:
@@ -114,12 +115,12 @@ class Owner:
 
 
 UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
-"""Owner of a damaged claim, which counts for as long as there are signs of life."""
+"""Owner of a damaged claim, which counts as long as there are signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim to a name that counts. file: None if there was none yet."""
+    """The claim to a name that counts. file: None if there has been no claim yet."""
 
     name: str
     number: int = 0
@@ -135,13 +136,13 @@ def refuse_owned(run: RunDir) -> None:
 
 
 def owner_at_work(run: RunDir) -> Owner | None:
-    """Who is at work on the run, None for nobody; writes nothing."""
+    """Return the owner that is at work on the run, or None; writes nothing."""
     claim = _newest(run, LAUNCH)
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
 def is_abandoned(run: RunDir) -> bool:
-    """Whether who was at work on the run is gone; no, too, if nobody ever was, or that cannot be told."""
+    """Return whether the run's owner is gone; False if there never was one, or if that cannot be told."""
     try:
         claim = _newest(run, LAUNCH)
         return claim.file is not None and _is_free(run, claim, Owner.this(os.getpid()))
@@ -158,8 +159,8 @@ def claim_for_job(run: RunDir) -> None:
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
     """Own the run, or a rank's name, while the block runs. Raises OwnedError.
 
-    A rank waits for one of its name that may be leaving or dead. If another process takes over meanwhile, as
-    this one was frozen, this one ends with Exit.FAILED.
+    A rank waits for an earlier owner of its name that may be leaving or dead. If this process was frozen and
+    another has taken over meanwhile, this one ends with Exit.FAILED.
     """
     lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
     try:
@@ -169,9 +170,9 @@ def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
 
 
 def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
-    """Own the first of these names that is free until ``release``; None if all are taken.
+    """Own the first free name of ``names`` until ``release``; return None if all are taken.
 
-    Never waits. Otherwise as ``owned``.
+    Never waits; otherwise it works like ``owned``.
     """
     me = Owner.this(os.getpid(), elastic=True)
     for name in names:
@@ -181,7 +182,7 @@ def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
 
 
 class Lease:
-    """A claim of this process, which gives signs of life. number: of the claim, used only once."""
+    """Claim of this process, with a thread that gives signs of life. number: claim number, never reused."""
 
     def __init__(self, file: Path) -> None:
         self.name, self.number = file.stem, _number(file)
@@ -190,9 +191,9 @@ class Lease:
         threading.Thread(target=self._beat, name="owner", daemon=True).start()
 
     def release(self) -> None:
-        """Leave it as nobody's."""
+        """Give up the claim: its file stays, and names nobody."""
         self._left.set()
-        with suppress(OSError):  # a full disk; that this process is gone will be seen, too
+        with suppress(OSError):  # a full disk: rivals will see anyway that this process is gone
             write_atomic(self._file, Owner().to_json())
         os.close(_ours.pop(self._file))
 
@@ -204,7 +205,7 @@ class Lease:
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
-    """Owners of these names with a recent sign of life. now: unix seconds, by default this host's clock."""
+    """Map names to owners with a recent sign of life. now: unix seconds, by default this host's clock."""
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
     claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
     now = time.time() if now is None else now
@@ -212,9 +213,9 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
 
 
 def end_if_superseded() -> None:
-    """End this process if another has taken over a name of its, or it is a rank of an earlier attempt.
+    """End this process if another has taken over one of its names, or if it belongs to an earlier attempt.
 
-    To be called before something counts that it has written. Raises OSError if the file system cannot tell.
+    Call it before anything that this process wrote takes effect. Raises OSError if the disk cannot tell.
     """
     for mine in list(_ours):
         run = RunDir(mine.parent.parent)
@@ -225,7 +226,7 @@ def end_if_superseded() -> None:
 
 
 def keeps_open(run: RunDir, pid: int) -> bool | None:
-    """Whether a process of this machine has the run's folder open; None if this user may not see that."""
+    """Return whether a process of this machine has the run's folder open; None if this user may not look."""
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except PermissionError:
@@ -236,14 +237,14 @@ def keeps_open(run: RunDir, pid: int) -> bool | None:
 
 
 def _leads_to(link: Path, folder: Path) -> bool:
-    """Compare names first: to look at any file of a process may take long, if its server is away."""
-    with suppress(OSError):  # it was closed just now
+    """Return whether a link leads to ``folder``. Names are compared first, as a file's server may be away."""
+    with suppress(OSError):  # the descriptor was closed just now
         return link.readlink().name == folder.name and link.samefile(folder)
     return False
 
 
 def clock(run: RunDir) -> float:
-    """Unix seconds by the clock that stamps the files of all hosts."""
+    """Return unix seconds by the clock that timestamps the files of all hosts."""
     file = run.owners / f".{secrets.token_hex(8)}.tmp"
     file.touch()
     try:
@@ -253,7 +254,7 @@ def clock(run: RunDir) -> float:
 
 
 def _end(sentence: str) -> None:
-    """End this process at once, whatever its standard error is: closed, a broken pipe, one that is full."""
+    """End this process at once, even if its standard error is closed, broken or a full pipe."""
     try:
         if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
             os.write(sys.stderr.fileno(), sentence.encode())
@@ -265,9 +266,9 @@ def _end(sentence: str) -> None:
 
 
 def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
-    """Make ``me`` the owner; returns the file that says so. Raises OwnedError, ConfigError.
+    """Make ``me`` the owner, and return the claim's file. Raises OwnedError or ConfigError.
 
-    wait: for an owner to leave, for so long that one that is still there is at work. Sets the umask to 077.
+    wait: wait for an owner to leave, long enough that one still there must be at work. Sets the umask to 077.
     """
     os.umask(0o077)
     with run.writing():
@@ -287,9 +288,9 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim of that number, and remove earlier ones; None if a rival was faster."""
+    """Make the claim with that number, and remove earlier ones; return None if a rival was faster."""
     mine, taken = run.owners / f"{name}.{number:06d}", False
-    folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # before anybody sees the claim
+    folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # opened before anybody sees the claim
     try:
         taken = _publish(mine, me)
     finally:
@@ -301,7 +302,7 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
 
 
 def _publish(mine: Path, me: Owner) -> bool:
-    """Write a claim and remove earlier ones; false if a rival was faster."""
+    """Write a claim and remove earlier ones; return False if a rival was faster."""
     try:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:
@@ -316,7 +317,7 @@ def _publish(mine: Path, me: Owner) -> bool:
 
 
 def _newest(run: RunDir, name: str) -> Claim:
-    """The claim to a name that counts. On NFS a listing may still show one that was removed."""
+    """Read the claim to a name that counts. On NFS a listing may still show one that was removed."""
     give_up = time.monotonic() + SILENT_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
         try:
@@ -331,15 +332,15 @@ def _newest(run: RunDir, name: str) -> Claim:
 
 
 def _read(file: Path) -> Owner:
-    """Who made a claim. Raises OSError."""
+    """Read the owner from a claim's file; UNKNOWN if it is damaged. Raises OSError."""
     try:
         return Owner(**json.loads(read_regular(file)))
-    except (ValueError, TypeError):  # half of it, or other bits: left by a crash or a disk
+    except (ValueError, TypeError):  # truncated or corrupted by a crash or a disk
         return UNKNOWN
 
 
 def _highest(claim: Path) -> int:
-    """The highest number among the claims to the same name."""
+    """Return the highest number among the claims to the same name."""
     return max(map(_number, claim.parent.glob(f"{claim.stem}.*")), default=0)
 
 
@@ -348,7 +349,7 @@ def _number(file: Path) -> int:
 
 
 def _last_sign(file: Path | None) -> float:
-    """When a claim was last touched, by the file system's clock; 0 if it is gone."""
+    """Return when a claim was last touched, by the file system's clock; 0 if it is gone."""
     try:
         return file.stat().st_mtime if file else 0.0
     except OSError as error:
@@ -375,12 +376,12 @@ def _sentence(run: RunDir, claim: Claim) -> str:
 
 
 def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
-    """Whether nobody is at work under a claim."""
+    """Return whether nobody is at work under a claim."""
     owner = claim.owner
     if not (owner.pid or owner.job):
         return True
     if owner.pid and owner.machine == me.machine:
-        left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a try short
+        left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a claim short
         gone = _began(owner.pid) != owner.began
         return left_by_us or gone or (owner.holds and keeps_open(run, owner.pid) is False)
     if _is_of_an_earlier_start(claim, me):
@@ -393,13 +394,13 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Whether an owner gives no sign of life any more.
+    """Return whether an owner has stopped giving signs of life.
 
-    A sign that is far ahead was made by another clock, a client's, or one that was set: the owner is watched
-    for longer than it goes without one.
+    A sign from the future was made by another clock: a client's, or one that was set. In that case the owner
+    is watched for longer than the time between two signs.
     """
 
-    def sign() -> float:  # a job's launcher gives none, but its ranks do
+    def sign() -> float:  # a job's launcher gives no signs, but its ranks do
         files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
         return max(map(_last_sign, files), default=0.0)
 
@@ -415,10 +416,10 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Whether the owner was at work in this process's own job, but cannot be any more.
+    """Return whether the owner was at work in this process's own Slurm job, but cannot be any more.
 
-    A requeued job starts all its processes again, and one job starts its ranks one step after the other; but
-    two ``tba run`` or two elastic searchers may be at work in one job.
+    A requeued job restarts all its processes, and a job starts its ranks in one Slurm step after another. But
+    two ``tba run`` or two elastic searchers may be at work in one job at the same time.
     """
     owner = claim.owner
     several = owner.elastic or (claim.name == LAUNCH and owner.pid)
@@ -426,7 +427,7 @@ def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
 
 
 def _began(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None if it is gone."""
+    """Return when a process of this machine began, in clock ticks since boot; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -435,13 +436,13 @@ def _began(pid: int) -> int | None:
 
 
 def _machine() -> str:
-    """Tells machines, and containers on one, apart: host names need not be unique."""
+    """Return an identifier of this machine or container, as host names need not be unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
-    """Whether the owner's job has processes, as Slurm says; None if it cannot be asked."""
+    """Ask Slurm whether the owner's job has processes; None if it cannot be asked."""
     command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
@@ -455,5 +456,5 @@ def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
 
 
 def _is_of(run: RunDir, comment: str) -> bool:
-    """Whether a job's comment, if it has one, names the run: Slurm uses ids again."""
+    """Return whether a job's comment, if it has one, names the run, since Slurm reuses job ids."""
     return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))

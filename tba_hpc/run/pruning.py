@@ -1,6 +1,6 @@
-"""Deletes shards that no resume needs any more, or keeps a share of them for people.
+"""Deletes shards that no resume needs any more, except a share that is kept for inspection.
 
-Which shards are kept follows from searcher and index alone, evenly over the run.
+Searcher and index alone decide which shards are kept, evenly over the run.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from tba_hpc.run.files import make_folder
 log = logging.getLogger(__name__)
 
 GOLDEN, PLASTIC = 0.6180339887498949, 0.7548776662466927
-"""Multiples of them, modulo 1, lie evenly in 0…1, however many they are."""
+"""Numbers whose multiples modulo 1 are spread evenly over 0…1, for any count."""
 
 
 def place_of(key: ShardKey) -> float:
-    """Where in 0…1 a shard is: those below a share are kept. The very first of a run is at 0."""
+    """Return a shard's place in 0…1: it is kept if that lies below the share. A run's first shard is at 0."""
     searcher, index = key
     return (index * GOLDEN + searcher * PLASTIC) % 1.0
 
 
 def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
-    """Drop the shards before these indices, by searcher, in the order of their indices; refused files stay.
+    """Drop each searcher's shards before its cursor, in ascending order of index; refused files stay.
 
-    share: of all shards that are kept, 0…1. What cannot be dropped is left to the next call, maybe of the
-    next start.
+    share: the share of all shards that is kept, 0…1. Shards that cannot be dropped are left to the next call,
+    perhaps that of the next start.
     """
     errors: list[OSError] = []
     for searcher, end in cursors.items():
@@ -50,7 +50,7 @@ def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
 
 
 def _drop(run: RunDir, key: ShardKey, share: float) -> None:
-    """Move the file of a shard to RUN/kept, or delete it if it is not to be kept."""
+    """Move a shard's file to RUN/kept if it is in the kept share, or delete it."""
     file, kept = run.shard_file(*key), run.kept_file(*key)
     if place_of(key) < share:
         if not kept.parent.is_dir():

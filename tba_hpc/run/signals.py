@@ -1,4 +1,4 @@
-"""Signals: a flag for being asked to stop, processes that end with their parent, or with their session."""
+"""Signals: a flag for stop requests, and ends of processes with their parent or their session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 
 KILL_ROUNDS = 3
-"""Looks for what is left of a session that is to end."""
+"""Maximum number of searches for processes left of a session that is to end."""
 
 _libc = ctypes.CDLL(None)
 
@@ -21,9 +21,10 @@ _libc = ctypes.CDLL(None)
 class StopFlag:
     """``with StopFlag() as stop``: SIGTERM, SIGUSR1 and SIGINT set a flag that loops read at safe points.
 
-    The handler does nothing else: saving inside a handler could interrupt a save. Before the block these
-    signals end the process at once, which is right while there is nothing to save: no flag is read inside
-    a slow import or the start of MPI. After it they are ignored: what is left is to leave. Main thread only.
+    The handler does nothing else, since saving inside a handler could interrupt a save. Before the block
+    these signals end the process at once. That is right while there is nothing to save, since no flag is read
+    during a slow import or the start of MPI. After the block they are ignored: the process is about to exit.
+    Use it in the main thread only.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -45,9 +46,9 @@ class StopFlag:
 
 
 def kill_session(leader: int) -> None:
-    """End all processes of the session that ``leader`` began, other process groups of it included.
+    """Kill all processes of the session that ``leader`` began, including its other process groups.
 
-    Its own group at once, so that none escapes by forking; then other groups, while some are found.
+    Its own group is killed at once, so that none escapes by forking; then other groups, while some are found.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
@@ -57,7 +58,7 @@ def kill_session(leader: int) -> None:
 
 
 def _kill_if_of(session: int, pid: int) -> bool:
-    """Whether a process was of that session, and is ended now; one that has ended is not."""
+    """Kill a process if it is of that session and still runs; return whether it was killed."""
     with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)
@@ -66,9 +67,9 @@ def _kill_if_of(session: int, pid: int) -> bool:
 
 
 def die_with(parent: int, number: int) -> None:
-    """In a new process: have the kernel send it signal ``number`` once its ``parent`` is gone.
+    """Have the kernel send this new process signal ``number`` once its ``parent`` is gone, however it ended.
 
-    However the parent ended. A process whose parent is gone already ends here.
+    A process whose parent is already gone exits here.
     """
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

@@ -1,6 +1,6 @@
-"""Stacks of a rank's threads in its log: where it hangs, on request, or where it was when it died.
+"""Stacks of a rank's threads in its log, written when it hangs, when it dies, or on request.
 
-``kill -USR2 PID`` writes those of a rank that is at work.
+``kill -USR2 PID`` writes the stacks of a running rank.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HEADER = b"Timeout ("
-"""Begins what ``faulthandler`` writes about a process that is late."""
+"""First words that ``faulthandler`` writes about a late process."""
 
 THREAD = "Thread 0x"
-"""Begins the stack of each thread; the main thread's is the last."""
+"""First words of each thread's stack; the main thread's stack is the last."""
 
 FRAMES = 8
-"""Innermost frames of the main thread that are told."""
+"""Number of innermost frames of the main thread that are reported."""
 
 TAIL_BYTES = 1 << 18
-"""End of a log that is searched."""
+"""Bytes at the end of a log that are searched."""
 
 
 def write_stacks_to_log() -> None:
-    """Have a fatal signal, such as SIGSEGV, and SIGUSR2 write the stacks of all threads to standard error."""
+    """Have fatal signals, such as SIGSEGV, and SIGUSR2 write the stacks of all threads to standard error."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
 
 
 def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool]:
-    """Watch a loop that calls ``stop_asked`` at every safe point.
+    """Wrap ``stop_asked``, which a loop calls at every safe point, so that a hanging loop is noticed.
 
-    If it does not come to one for ``seconds``, the stacks of all threads go to standard error, even while
-    the main thread holds Python's lock. Call the result instead.
+    Call the returned function instead. If it is not called for ``seconds``, the stacks of all threads go to
+    standard error, even while the main thread holds Python's lock.
     """
     armed = -math.inf
 
@@ -51,7 +51,7 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Ranks that came to no safe point for too long, by the logs of an attempt: name, innermost frames."""
+    """Yield name and innermost frames of each rank that reached no safe point in time, from its log."""
     for log in sorted(logs.glob("*-[0-9]*.log")):
         _, found, stacks = _tail(log).rpartition(HEADER)
         lines = stacks.decode(errors="replace").splitlines()

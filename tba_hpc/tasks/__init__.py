@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.own_code import import_own
-from tba_hpc.core.ports import Serve, Task, Tokenizer
+from tba_hpc.core.ports import Serve, Showing, Task, Tokenizer
 from tba_hpc.core.task_contract import checked_prompts, require_methods
 from tba_hpc.core.types import Resource
 from tba_hpc.core.wording import did_you_mean
@@ -92,6 +92,13 @@ def make_task(
     require_methods(task)
     if isinstance(task, Rows):
         task.room = room
+    if config.special_tokens:
+        if not isinstance(task, Showing):
+            raise ConfigError(
+                f"task.special_tokens would be ignored by the task {config.name}: give it the method "
+                "show_special_tokens() of ports.Showing"
+            )
+        task.show_special_tokens()
     return task
 
 

@@ -24,15 +24,26 @@ POINTS, DIGITS = 5, 40
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 
+GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
     r"(?:\\text\{[^{}]*\}"
-    r"|\\(?:angle|triangle|frac|cdot|alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta)(?![a-zA-Z])"
-    r"|[a-zA-Z]|_\s*(?:\d|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
+    rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
+    r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
 """Names that an answer may give its value: letters and their sums, words, no number."""
 
+SYMBOL = re.compile(
+    rf"(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))\s*(?:_\s*(?:\w|\{{\w*\}})|\^\{{-1\}})*\s*(?:\(.*\))?"
+    r"|[A-Z]{2,3}|\[[A-Z]+\]|\\(?:angle|triangle)\s*[A-Z]+|\\overline\s*\{[A-Z]+\}"
+    r"|\\frac\{d\w\}\{d\w\}|\\text\{[^{}]*\}"
+)
+"""One name: a letter, a function, a line, an area, an angle, a derivative, words."""
+
+LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+"""A letter that is a name, and not of a command."""
+
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
-SUM = re.compile(r"(?=.*[\d)]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/-]|\\cdot)+", re.DOTALL)
+SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\frac(?=\{))+", re.DOTALL)
 """Arithmetic with written numbers alone."""
 
 LEFT_TO_DO = re.compile(
@@ -144,15 +155,27 @@ def _same_relation(given: str, gold: str) -> bool:
     turned = [TURNED.get(sign, sign) for sign in reversed(my_signs)]
     if turned == their_signs and all(map(_same, reversed(mine), theirs)):
         return True
-    if {*my_signs, *their_signs} == {"="} and mine[0] == theirs[0] and _names(theirs[0], theirs[-1]):
-        return _all_are(mine[1:], theirs[-1])
-    return len(mine) == len(theirs) == 2 and _same_condition(mine, my_signs[0], theirs, their_signs[0])
+    named = mine[0] == theirs[0]
+    equated = {*my_signs, *their_signs} == {"="} and _names(theirs[0], theirs[-1])
+    if equated and (named or not any(map(LETTER.search, mine))):
+        return _all_are(mine[named:], theirs[-1])
+    if _is_solved(theirs) or not len(mine) == len(theirs) == 2:
+        return False
+    return _same_condition(mine, my_signs[0], theirs, their_signs[0])
+
+
+def _is_solved(sides: list[str]) -> bool:
+    """Recognise a name and its number, for which what is yet to be solved is no answer."""
+    ends = sides[0], sides[-1]
+    return any(SYMBOL.fullmatch(end) for end in ends) and any(not LETTER.search(end) for end in ends)
 
 
 def _says(sides: list[str], signs: list[str], value: str) -> bool:
     """Compare all sides with the value; the first, or of two the last, may be a name that the value lacks."""
-    if set(signs) <= {"=", r"\equiv"} or signs == [r"\in"]:
+    if set(signs) <= {"=", r"\equiv"}:
         return _all_are(_unnamed(sides, value), value)
+    if signs == [r"\in"]:
+        return _names(sides[0], value) and _same(sides[1], value)
     region = _region(sides, signs)
     return region is not None and listing(value) is not None and _same(region, value)
 
@@ -166,14 +189,23 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
-    if _names(sides[0], value):
-        return sides[1:]
+    while len(sides) > 1 and _names(sides[0], value):
+        sides = sides[1:]
     return sides[:1] if len(sides) == 2 and _names(sides[1], value) else sides
 
 
 def _names(side: str, value: str) -> bool:
-    """Recognise a name of something that does not stand in the value."""
-    if side.startswith(("-", "+")) or not (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side)):
+    """Recognise a name of something that does not stand in the value.
+
+    A value of letters takes one name alone; what is itself a name, or words, takes none: A=B answers twice.
+    """
+    is_name = SYMBOL.fullmatch(side) or (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side))
+    if side.startswith(("-", "+")) or not is_name:
+        return False
+    bare = quantity(value).value
+    if LETTER.search(bare) and (
+        not SYMBOL.fullmatch(side) or SYMBOL.fullmatch(bare) or notation.are_words(bare)
+    ):
         return False
     return not re.search(rf"(?<![\\a-zA-Z]){re.escape(side)}(?![a-zA-Z])", value)
 
@@ -239,10 +271,9 @@ def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -
 
 def _same_quantity(given: str, gold: str) -> bool:
     """Units where both have one; 28 % is 28, and 0.28 is 28 %."""
-    time = re.compile(r"\d{1,2}:\d\d")
-    if time.fullmatch(given) and time.fullmatch(gold):
-        return False  # they are not the same text
     mine, theirs = quantity(given), quantity(gold)
+    if mine.value != theirs.value and _are_times(mine.value, theirs.value):
+        return False
     if mine.unit and theirs.unit and mine.unit != theirs.unit:
         return False
     if mine.percent != theirs.percent:
@@ -250,6 +281,11 @@ def _same_quantity(given: str, gold: str) -> bool:
         bare = (theirs if mine.percent else mine).value
         return _same_value(hundredth, bare) or _same_value(rf"\frac{{{hundredth}}}{{100}}", bare)
     return _same_value(mine.value, theirs.value)
+
+
+def _are_times(given: str, gold: str) -> bool:
+    """Recognise times of the day, which no other ratio equals: 3:05, and 12:30 if the gold answer is that."""
+    return bool(re.search(r":0\d", given + gold) or (":" in given and re.fullmatch(r"\d{1,2}:\d\d", gold)))
 
 
 def _same_value(given: str, gold: str) -> bool:
@@ -279,7 +315,7 @@ def _based(text: str) -> tuple[str, str] | None:
 
 UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
-    r"|'|\"|…|\\[lc]?dots|\\begin\{(?!\w*matrix)"
+    r"|'|\"|…|\\[lc]?dots|\\approx|\\begin\{(?!\w*matrix)"
 )
 """Marks that the parser would leave out, or misread."""
 

@@ -34,12 +34,14 @@ def filled_in(template: str, fields: Mapping[str, object]) -> str:
 
 
 def require_text(row: Mapping[str, object], name: str) -> None:
-    """Raise Unusable unless a field is a text that is not empty, or a number."""
+    """Raise Unusable unless a field is a text that says something, or a number."""
     if name not in row:
         raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
     value = row[name]
-    if value == "" or value != value:  # NaN, as libraries write a missing value
-        raise Unusable(f"{name!r} is {'empty' if value == '' else 'NaN'}")
+    if value != value:  # as libraries write a missing value
+        raise Unusable(f"{name!r} is NaN")
+    if isinstance(value, str) and not value.strip():
+        raise Unusable(f"{name!r} is empty")
     if type(value) in KINDS:
         raise Unusable(f"{name!r} is {KINDS[type(value)]}, but must be a text or a number")
 

@@ -80,7 +80,6 @@ class Jsonl(Rows[Fields]):
             key="task.options.validation_prompts",
             identity=self.identity,
         )
-        self._tokenizer = tokenizer
         self._for_messages = {
             f"task.options.template={PROMPT}": template == PROMPT,
             "task.options.chat=true": chat,
@@ -90,6 +89,8 @@ class Jsonl(Rows[Fields]):
         }
         self._weights = {name: section.weight for name, section in reward.items()}
         self._rewards = make_rewards(reward)
+        if not any(isinstance(one, Function) for one in self._rewards.values()):
+            self.longest_call = math.inf  # judges and programs have timeouts of their own
         self._template, self._target = template, target
         self._correct_from = correct_from
         self._judge_truncated = judge_truncated
@@ -162,11 +163,17 @@ class Jsonl(Rows[Fields]):
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
-    def try_rewards(self) -> None:
-        """Try each judge and function once, on the first row. Raises ConfigError if one gives no number."""
+    def try_rewards(self, seconds: float = math.inf) -> None:
+        """Try each judge and function once, on the first row. Raises ConfigError if one gives no number.
+
+        seconds: deadline of a call.
+        """
+        row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():
-            if isinstance(reward, Judge | Function):
-                reward.try_on(self.row(self.prompts("train")[0]))
+            if isinstance(reward, Judge):
+                reward.try_on(row)
+            elif isinstance(reward, Function):
+                reward.try_on(row, seconds)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from threading import Timer
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -41,8 +42,8 @@ LONGEST_PAUSE = 30.0
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes of a server that may answer later."""
 
-REFUSALS = {401, 403, 404}
-"""Status codes of a key that is not accepted, and of an address where no judge is."""
+REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
+"""Status codes of a key that is not accepted, and of an address where no judge is, or is no more."""
 
 LOOK_SECONDS = 5.0
 """Timeout of the question before a run."""
@@ -57,6 +58,14 @@ SCALE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 """Remarks of a judge on its numbers, which are none: what stands in brackets, and their range."""
+
+
+class Reply(NamedTuple):
+    """What a judge answers to a POST. wait: seconds until it is to be asked again, 0 if it says nothing."""
+
+    status: int
+    body: bytes
+    wait: float
 
 
 class JudgeError(RuntimeError):
@@ -92,7 +101,7 @@ class Judge:
         """
         try:
             seconds = min(self._section.seconds, LOOK_SECONDS)
-            status, _ = self._post(json.dumps(self._question(row, "")).encode(), seconds)
+            status = self._post(json.dumps(self._question(row, "")).encode(), seconds).status
         except TimeoutError:
             return
         except (OSError, HTTPException) as error:
@@ -108,11 +117,12 @@ class Judge:
 
     def _ask(self, row: Mapping[str, object], completion: str) -> float:
         body = json.dumps(self._question(row, completion)).encode()
+        wait = 0.0
         for again in range(RETRIES + 1):
             if again:
-                self._pause(min(FIRST_PAUSE * 2 ** (again - 1), LONGEST_PAUSE))
+                self._pause(min(max(wait, FIRST_PAUSE * 2 ** (again - 1)), LONGEST_PAUSE))
             try:
-                status, answer = self._post(body, self._section.seconds)
+                status, answer, wait = self._post(body, self._section.seconds)
             except (OSError, HTTPException) as error:  # away, silent, or cut off
                 found = str(error) or type(error).__name__
                 continue
@@ -123,8 +133,8 @@ class Judge:
                 break
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
-    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
-        """Status and answer, or OSError or HTTPException; all of it within ``seconds``."""
+    def _post(self, body: bytes, seconds: float) -> Reply:
+        """What it answers, or OSError or HTTPException; all of it within ``seconds``."""
         address = urlsplit(self._url)
         path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         headers = {"Content-Type": "application/json"}
@@ -148,7 +158,8 @@ class Judge:
             connection.close()
         if time.monotonic() >= end:
             raise TimeoutError(f"timed out after {seconds:g} s")
-        return answer.status, data
+        wait = answer.getheader("Retry-After", "")  # seconds, or a date, which is left alone
+        return Reply(answer.status, data, float(wait) if wait.isdecimal() else 0.0)
 
     def _question(self, row: Mapping[str, object], completion: str) -> dict[str, object]:
         fields = {**row, "completion": completion}
@@ -165,9 +176,9 @@ class Judge:
         try:
             found = json.loads(answer)
             if self._section.model is not None:
-                return rating(found["choices"][0]["message"]["content"] or "")
+                return _rating_of(found["choices"][0])
             return float(found["reward"] if isinstance(found, dict) else found)
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             said = self._masked(answer.decode(errors="replace"))  # before it is cut
             raise self._error(f"answered {said[:80]!r}, which holds no reward") from None
 
@@ -176,6 +187,17 @@ class Judge:
 
     def _masked(self, text: str) -> str:
         return text.replace(self._secret, "***") if self._secret else text
+
+
+def _rating_of(choice: Mapping[str, Any]) -> float:
+    """The number of a chat model's message, NaN if it was cut off: its last number is then some other.
+
+    Its text may come in parts. Raises LookupError or TypeError if it is no message.
+    """
+    content = choice["message"]["content"] or ""
+    if choice.get("finish_reason") == "length":
+        return math.nan
+    return rating(content if isinstance(content, str) else "".join(part["text"] for part in content))
 
 
 def rating(text: str) -> float:

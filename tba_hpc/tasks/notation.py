@@ -86,7 +86,8 @@ LAYOUT = _rules(
     (r"(?<!\\)\\[()\[\]]|(?<!\\)\$", ""),
     (r"\{\s*,\s*\}", ","),
     (r"\\(?:math(?:rm|bf|it|sf|tt)|text(?:rm|bf|it|normal)|mbox|operatorname)(?![a-zA-Z])", r"\\text"),
-    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}|\\(?:rm|bf|it)\s*\{([^{}]*)\}", r"\\text{\1\2}"),
+    (r"\\(?:boldsymbol|bm|pmb)(?![a-zA-Z])|\\(?:text)?color\s*\{[a-z]{3,}\}|(?<![\w}^\\])\{\s*\}", ""),
     (r"\\text\s+(?=\{)", r"\\text"),
     (r"\\text\{\s*\}", ""),
     (r"\\text\{\s*([a-fi-kn-rt-zA-KM-Z])\s*\}|(?<![\d})])(?<![\d})] )\\text\{([ghlmsL])\}", r" \1\2 "),
@@ -97,6 +98,7 @@ LAYOUT = _rules(
     (r"\\(?:varnothing|O)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"\\mathbb\s*\{?R\}?", r"(-\\infty ,\\infty )"),
     (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\(\s*\\begin\{array\}\s*\{c+\}(.*?)\\end\{array\}\s*\)", r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
@@ -339,7 +341,10 @@ def _measured(value: str, unit: str) -> Quantity | None:
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)
     names = unit.partition("^")[0].split()
-    if not 1 <= len(names) <= 4 or any(len(name) < 3 or NO_UNIT.fullmatch(name) for name in names):
+    plain = all(re.sub(r"[/-]", "", name).isalpha() for name in names)
+    if not (plain and 1 <= len(names) <= 4) or any(
+        len(name) < 3 or NO_UNIT.fullmatch(name) for name in names
+    ):
         return None
     return Quantity(value, unit)
 
@@ -356,5 +361,7 @@ def _unit(text: str) -> str:
 
 
 def _singular(word: str) -> str:
+    if "/" in word:
+        return "/".join(map(_singular, word.split("/")))
     word = word.casefold().replace("metre", "meter").replace("litre", "liter")
     return UNITS.get(word) or UNITS.get(word.removesuffix("s")) or word.removesuffix("s")

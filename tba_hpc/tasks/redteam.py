@@ -7,6 +7,7 @@ user's judges the answers. No prompt and no model comes with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
-from tba_hpc.core.ports import Serve, Tokenizer, Victim
+from tba_hpc.core.ports import Serve, Tokenizer, Victim, decoder
 from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options, refuse_files
 
@@ -45,6 +46,7 @@ class RedTeam:
 
     score_name = "attack success rate"
     evaluation_temperature = 1.0
+    longest_call = math.inf  # the victim has deadlines of its own
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class RedTeam:
                 f"task.options.victim_context_length={victim_context_length}: lower the first or raise the "
                 "second"
             )
-        self._decode = tokenizer.decode
+        self._tokenizer = tokenizer
+        self._said: Callable[[np.ndarray], str] = tokenizer.decode
         prompt = tokenizer.encode(_read(Path(attack_prompt_file)))
         self._prompts = tuple(Prompt(i, prompt, target="") for i in range(attacks))
         self._serve = serve
@@ -158,7 +161,11 @@ class RedTeam:
         return logprobs.astype(np.float64).reshape(len(completions), -1)
 
     def _attack(self, completion: Completion) -> str:
-        return self._decode(completion.tokens).strip()
+        return self._said(completion.tokens).strip()
+
+    def show_special_tokens(self) -> None:
+        """See ports.Showing."""
+        self._said = decoder(self._tokenizer, special=True)
 
     @cached_property
     def _victim(self) -> Victim:

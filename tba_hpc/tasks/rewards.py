@@ -15,6 +15,8 @@ fields that no other argument takes.
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import reprlib
 import sys
 import threading
@@ -24,10 +26,18 @@ from types import FrameType
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.own_code import find_function
+from tba_hpc.core.own_code import OF_A_FILE, find_function, in_words, where_is
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
+
+log = logging.getLogger(__name__)
+
+TRIAL_SECONDS = 10.0
+"""How long the start of a run waits for a trial."""
+
+IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
+"""The remedy for a function that does not end."""
 
 Fields = Mapping[str, object]
 """A row of JSONL."""
@@ -87,18 +97,30 @@ class Function:
                 meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
-    def try_on(self, fields: Fields) -> None:
+    def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call it once on an empty completion, in a thread, as the scorer's calls are.
 
-        Raises ConfigError where it gives anything but a number, or handles signals, which no thread may.
+        seconds: deadline of a call; after TRIAL_SECONDS it goes on with a warning. Raises ConfigError where
+        it takes longer, gives anything but a number, or handles signals, which no thread may.
         """
-        error, signals = _tried(lambda: self([(fields, "")]))
+        error, signals, where = _tried(lambda: self([(fields, "")]), min(seconds, TRIAL_SECONDS))
+        if where and seconds <= TRIAL_SECONDS:
+            raise ConfigError(
+                f"{self._key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
+            )
+        if where:
+            log.warning(
+                "%s still runs after %g s on an empty completion, at %s: after %g s it is set aside; %s",
+                *(self._key, TRIAL_SECONDS, where, seconds, IN_TIME),
+            )
         if signals:
             raise ConfigError(
                 f"{self._key} handles signals, which only a main thread may, but rewards are computed in "
                 "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
                 "verify(…, timeout_seconds=None)"
             )
+        if isinstance(error, FileNotFoundError):
+            log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
         if isinstance(error, NoNumberError):  # what else it raises may be the empty text's fault
             raise ConfigError(f"{error}: give a number for each completion")
 
@@ -138,8 +160,11 @@ class Function:
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _tried(call: Callable[[], object]) -> tuple[BaseException | None, bool]:
-    """Make a call in a thread: what it raised, and if it tried to handle signals, even if it hides that."""
+def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
+    """Make a call in a thread: what it raised; if it tried to handle signals, even if it hides that.
+
+    And the line where it is, if it has not ended in time.
+    """
     raised, signals = list[BaseException](), list[object]()
 
     def watch(frame: FrameType, event: str, called: Any) -> None:
@@ -155,5 +180,6 @@ def _tried(call: Callable[[], object]) -> tuple[BaseException | None, bool]:
 
     thread = threading.Thread(target=work, name="trial", daemon=True)
     thread.start()
-    thread.join()
-    return (raised[0] if raised else None), bool(signals)
+    thread.join(seconds)
+    where = where_is(thread.ident or 0)[0] if thread.is_alive() else ""
+    return (raised[0] if raised else None), bool(signals), where

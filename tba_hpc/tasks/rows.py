@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer, decoder
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import first_few
 from tba_hpc.tasks.data import MOST_SET_ASIDE
@@ -34,7 +34,10 @@ class Rows(ABC, Generic[Row]):
             )
         self._ask = template
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode
+        self._tokenizer = tokenizer
         self._decode = tokenizer.decode
+        self._said: Callable[[np.ndarray], str] = tokenizer.decode
+        self._special = False
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._rows: dict[Prompt, Row] = {}  # a prompt equals only itself
         self.room: int | None = None
@@ -88,9 +91,13 @@ class Rows(ABC, Generic[Row]):
         """The row of one of ``prompts``."""
         return self._rows[prompt]
 
+    def show_special_tokens(self) -> None:
+        """See ports.Showing."""
+        self._said, self._special = decoder(self._tokenizer, special=True), True
+
     def text(self, completion: Completion) -> str:
         """What the model wrote."""
-        return self._decode(completion.tokens)
+        return self._said(completion.tokens)
 
 
 class RightOrWrong(Rows[None]):

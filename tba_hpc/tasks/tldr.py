@@ -11,6 +11,7 @@ A greedy completion counts as a win where the gold reward model likes it better 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -42,6 +43,7 @@ class TLDR(Rows[None]):
     """Reward: the reward model's, or by ``eos_penalty`` for a completion that did not end by itself."""
 
     score_name = "win rate"
+    longest_call = math.inf  # it loads models
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class TLDR(Rows[None]):
         return RewardModel(name, batch=self._batch, key=key)
 
     def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
-        text = f"{self._decode(prompt.tokens)}{self._decode(completion.tokens)}"
+        text = f"{self._decode(prompt.tokens)}{self.text(completion)}"
         return model.ended(text) if completion.finish_reason == "stop" else text
 
 

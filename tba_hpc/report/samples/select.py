@@ -15,7 +15,7 @@ import numpy as np
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import is_own
-from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer, decoder
 from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
 from tba_hpc.learner.file_tokenizer import FileTokenizer
@@ -267,6 +267,11 @@ def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple
     """Split a completion into the segments of a ``Sample``; the first is the policy's."""
     parts = np.split(tokens, np.flatnonzero(action_T[1:] != action_T[:-1]) + 1)
     return tuple((("policy", "environment")[place % 2], decode(part)) for place, part in enumerate(parts))
+
+
+def run_decoder(run: RunDir) -> Decode:
+    """Puts completions into words as the run's rewards see them. Raises ConfigError."""
+    return decoder(run_tokenizer(run), special=run.config().task.special_tokens)
 
 
 def run_tokenizer(run: RunDir) -> Tokenizer:

@@ -1,0 +1,67 @@
+"""Whether completions begin and end where a model's chat template has its answers begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from tba_hpc.config import Config
+from tba_hpc.core.ports import ChatTokenizer, Message
+from tba_hpc.learner.file_tokenizer import end_ids
+
+ASKED: Message = {"role": "user", "content": "A question."}
+ANSWER: Message = {"role": "assistant", "content": "An answer."}
+NEXT: Message = {"role": "user", "content": "Another one."}
+"""By these a template is looked at."""
+
+
+def is_chat(config: Config) -> bool:
+    """Decide if a task shows its prompts in the model's chat template."""
+    return bool(config.task.options.get("chat")) or config.task.name == "environment"
+
+
+def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """Say in sentences what is odd about a run's chat template. Raises ConfigError if it refuses chats."""
+    path, options = config.model.path, config.task.options.get("chat_template_kwargs") or {}
+    ends = {tokenizer.eos_token_id, *end_ids(path)}
+    for sentence in odd_ends(tokenizer, ends, config.generator.stop, options):
+        yield f"the chat template of model.path={path} {sentence}"
+
+
+def odd_ends(
+    tokenizer: ChatTokenizer, ends: Collection[int], stop: Collection[str], options: Mapping[str, Any]
+) -> Iterator[str]:
+    """Say that neither a token of ``ends`` nor a text of ``stop`` follows an answer, and what leads to none.
+
+    The end may be the head of the user's next message, which some models write. Nothing is said of a template
+    that leaves answers out. options: its variables.
+    """
+
+    def shown(*messages: Message, ask: bool = False) -> str:
+        return tokenizer.render(messages, tools=(), ask=ask, **options)
+
+    head, answer, closing = shown(ASKED, ANSWER).partition(ANSWER["content"])
+    between = shown(ASKED, ANSWER, NEXT).partition(ANSWER["content"])[2].partition(NEXT["content"])[0]
+    tokens = [token for text in (closing, between) for token in tokenizer.encode_rendered(text).tolist()]
+    is_end = not answer or any(text in closing or text in between for text in stop)
+    if not is_end and not set(ends).intersection(tokens):
+        yield _endless(tokenizer, closing.strip() or between.strip(), ends)
+    asked = shown(ASKED, ask=True)
+    lead = head.removeprefix(asked).strip()
+    if answer and lead and asked == shown(ASKED) and head.startswith(asked):
+        yield (
+            f"ignores add_generation_prompt, so that prompts end before the {lead!r} that leads to an "
+            "answer: unless the model was tuned to write that itself, give its tokenizer_config.json a "
+            "chat_template that adds it"
+        )
+
+
+def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
+    """Say that what a template has after an answer ends no completion."""
+    tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
+    known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
+    remedy = known + stop if end else "give its tokenizer_config.json a chat_template that ends messages"
+    return (
+        f"has {repr(end) if end else 'nothing'} after an answer, where no completion ends (the engine ends "
+        f"them at {', '.join(map(str, sorted(ends)))}): unless the model was tuned to end otherwise, {remedy}"
+    )

@@ -1,0 +1,52 @@
+"""What is wrong with the files of a model, as far as their names, sizes and headers say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that git put in the place of a large one."""
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files that list the parts of a model's weights."""
+
+READ = (".safetensors", ".bin", ".json", ".model")
+"""Endings of files that are looked at."""
+
+
+def fault(folder: Path) -> str | None:
+    """Say why a model's folder cannot be loaded; None if nothing is found. Reads no weights."""
+    lacking = [
+        f"{part}, which {index} lists"
+        for index in INDICES
+        if (folder / index).is_file()
+        for part in sorted(set(json.loads((folder / index).read_text("utf-8"))["weight_map"].values()))
+        if not (folder / part).is_file()
+    ]
+    if lacking:
+        return f"lacks {lacking[0]}"
+    files = sorted(file for file in folder.iterdir() if file.suffix in READ and file.is_file())
+    return next((f"holds {file.name}, {found}" for file in files if (found := _fault_of(file))), None)
+
+
+def _fault_of(file: Path) -> str | None:
+    """Say what a file is instead of itself."""
+    with file.open("rb") as opened:
+        begins = opened.read(len(POINTER))
+        if begins == POINTER:
+            return "a pointer of git LFS in the place of the file"
+        if file.suffix != ".safetensors":
+            return None
+        size, length = file.stat().st_size, int.from_bytes(begins[:8], "little")
+        opened.seek(8)
+        whole = 8 + length if 8 + length <= size else None
+        try:
+            header = json.loads(opened.read(length)) if whole else {}
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            whole = None
+    if whole is None:
+        return f"whose {size:,} bytes are no safetensors"
+    needed = whole + max(ends, default=0)
+    return None if size == needed else f"with {size:,} of {needed:,} bytes"

@@ -1,0 +1,122 @@
+"""Calls of a task's code, in a thread of their own: one that does not end costs that thread, not the run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import where_is
+
+T = TypeVar("T")
+
+YIELDS = 5
+"""Niceness of the threads: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
+
+MOST_HANGING = 3
+"""Calls beyond their deadlines at which a searcher ends."""
+
+LEAVING_SECONDS = 5.0
+"""How long a process that ends waits for what a thread is doing."""
+
+
+class OverranError(Exception):
+    """A call went on beyond its deadline; the message says for how long, and where it is."""
+
+
+class Worker:
+    """A daemon thread that does what it is given, in order; nobody has to wait for it, as for a pool's."""
+
+    def __init__(self, name: str) -> None:
+        self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+        atexit.register(self.close, LEAVING_SECONDS)  # libraries may abort a process whose threads still run
+
+    @property
+    def ident(self) -> int:
+        """The thread's, for Python."""
+        return self._thread.ident or 0
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call."""
+        done: Future[T] = Future()
+        self._given.put((done, call))
+        return done
+
+    def close(self, seconds: float) -> None:
+        """Have it end after what it is doing and was given; wait so long for that."""
+        atexit.unregister(self.close)
+        self._given.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        _yield_to_trainer()
+        while given := self._given.get():
+            done, call = given
+            try:
+                done.set_result(call())
+            except BaseException as error:  # whoever asked for it gets it
+                done.set_exception(error)
+            del given, done, call  # what they hold may be large
+
+
+class TaskCalls:
+    """Makes the calls, all in one thread until a call hangs; that thread stays behind, and a new one follows.
+
+    task: name of its class. seconds: deadline of a call. Each that hangs halves it: all together take less
+    than twice as long, so that nobody gives up on the searcher before it says why. noted: as run.underway has
+    it, if a process that a call ends is to be noticed.
+    """
+
+    def __init__(
+        self, task: str, seconds: float, noted: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._task, self._seconds = task, min(seconds, threading.TIMEOUT_MAX)
+        self._noted = noted
+        self._hanging = 0
+        self._worker = Worker("task")
+
+    def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
+        """What a call gives, or raises; OverranError after its deadline, ConfigError at MOST_HANGING.
+
+        what, more: its name, and what else errors say of it.
+        """
+        with self._noted(what):
+            done = self._worker.submit(call)
+            late = wait([done], self._seconds).not_done
+        if late:
+            self._leave(f"{what}{more}")
+        return done.result()
+
+    def close(self) -> None:
+        """No call may follow."""
+        self._worker.close(0)
+
+    def _leave(self, what: str) -> None:
+        line, stack = where_is(self._worker.ident)
+        error = OverranError(f"ran for {self._seconds:g} s, last at {line}")
+        error.add_note(stack)
+        self._hanging += 1
+        self._seconds /= 2
+        if self._hanging == MOST_HANGING:
+            raise ConfigError(
+                f"the task {self._task} had {MOST_HANGING} calls that do not end, now {what} {error}: give "
+                "what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
+            ) from error
+        self._worker.close(0)
+        self._worker = Worker("task")
+        raise error
+
+
+def _yield_to_trainer() -> None:
+    """If both share a machine, as its engine does: samples a step late are better than a late step."""
+    thread = threading.get_native_id()
+    # A job may run at a lower priority already, and only root may raise it.
+    os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
