@@ -241,9 +241,10 @@ def falling(view: View) -> Alert | None:
 
 
 def _fall_of_score(view: View) -> str:
-    """An evaluation is below an earlier one by 15 points and three standard errors: good runs sag by less.
+    """Tell of an evaluation that is below an earlier one by 15 points and three standard errors.
 
-    Of graded rewards the share of correct answers is not the score.
+    Good runs sag by less, or make up for it: a policy that has regained half of a fall is not unlearning. Of
+    graded rewards the share of correct answers is not the score.
     """
     found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
@@ -253,6 +254,8 @@ def _fall_of_score(view: View) -> str:
     if high.score - low.score <= max(0.15, 3 * hypot(_standard_error(high), _standard_error(low))):
         return ""
     last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
+    if last.score > (high.score + low.score) / 2:
+        return ""
     fall = f"{_share(high.score)} at step {high.step} to {_share(low.score)} at step {low.step}"
     return f"{last.score_name} fell from {fall}, now {_share(last.score)}"
 
@@ -264,7 +267,7 @@ def _standard_error(evaluation: Evaluation) -> float:
 
 
 def _fall_of_reward(view: View) -> str:
-    """Fresh rewards fell, by more than chance moves them, and by half of all that they ever moved.
+    """Tell of fresh rewards that fell by more than chance moves them, and by half of all they ever moved.
 
     The largest fall of some dozen values that differ by chance alone is four to five times the noise.
     """
@@ -275,7 +278,8 @@ def _fall_of_reward(view: View) -> str:
     values = [point.value for point in smooth]
     high, low = max(combinations(smooth, 2), key=lambda fall: fall[0].value - fall[1].value)
     noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
-    if high.value - low.value <= max(0.5 * (max(values) - min(values)), 6 * noise, 1e-9):
+    regained = values[-1] > (high.value + low.value) / 2
+    if regained or high.value - low.value <= max(0.5 * (max(values) - min(values)), 6 * noise, 1e-9):
         return ""
     fall = f"{_few(high.value)} at step {high.step} to {_few(low.value)} at step {low.step}"
     return f"reward fell from {fall}, now {_few(now)}"
