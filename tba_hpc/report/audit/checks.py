@@ -227,7 +227,7 @@ def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterato
 
 
 def check_buffer(evidence: Evidence) -> Check:
-    """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
+    """Check that the newest checkpoint counts each merged trajectory once: stored, duplicate or evicted."""
     state = evidence.newest
     violations = [violation for one in evidence.usable[-1:] for violation in _buffer_violations(one)]
     looked_at = (

@@ -270,7 +270,7 @@ def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple
 
 
 def run_decoder(run: RunDir) -> Decode:
-    """Puts completions into words as the run's rewards see them. Raises ConfigError."""
+    """Return the decoder that shows completions as the run's rewards see them. Raises ConfigError."""
     return decoder(run_tokenizer(run), special=run.config().task.special_tokens)
 
 
