@@ -1,1 +1,1 @@
-"""What will go wrong, found before it does: the machine, the cluster, the task, the memory."""
+"""Checks that find problems before they occur: of the machine, the cluster, the task and the memory."""

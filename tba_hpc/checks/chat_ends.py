@@ -1,4 +1,4 @@
-"""Whether completions begin and end where a model's chat template has its answers begin and end."""
+"""Checks that completions begin and end where answers do in the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tba_hpc.learner.file_tokenizer import end_ids
 ASKED: Message = {"role": "user", "content": "A question."}
 ANSWER: Message = {"role": "assistant", "content": "An answer."}
 NEXT: Message = {"role": "user", "content": "Another one."}
-"""By these a template is looked at."""
+"""Messages with which a template is examined."""
 
 
 def is_chat(config: Config) -> bool:
-    """Decide if a task shows its prompts in the model's chat template."""
+    """Tell whether a task shows its prompts in the model's chat template."""
     return bool(config.task.options.get("chat")) or config.task.name == "environment"
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Say in sentences what is odd about a run's chat template. Raises ConfigError if it refuses chats."""
+    """Yield sentences on what is odd about the chat template. Raises ConfigError if it refuses chats."""
     path, options = config.model.path, config.task.options.get("chat_template_kwargs") or {}
     ends = {tokenizer.eos_token_id, *end_ids(path)}
     for sentence in odd_ends(tokenizer, ends, config.generator.stop, options):
@@ -31,10 +31,10 @@ def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
 def odd_ends(
     tokenizer: ChatTokenizer, ends: Collection[int], stop: Collection[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Say that neither a token of ``ends`` nor a text of ``stop`` follows an answer, and what leads to none.
+    """Yield phrases if no token of ``ends`` or text of ``stop`` follows an answer, or nothing leads to one.
 
-    The end may be the head of the user's next message, which some models write. Nothing is said of a template
-    that leaves answers out. options: its variables.
+    The end may be the head of the user's next message, which some models write. Templates that leave answers
+    out are not judged. options: variables of the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:
@@ -57,7 +57,7 @@ def odd_ends(
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Say that what a template has after an answer ends no completion."""
+    """Say that the template's text after an answer ends no completion, and how to mend that."""
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
     remedy = known + stop if end else "give its tokenizer_config.json a chat_template that ends messages"

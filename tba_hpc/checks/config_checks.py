@@ -1,4 +1,4 @@
-"""What of a config would hurt a run: files, models and data that are missing, a bad task, a rate too high."""
+"""Checks of a config: missing files, models and data, a bad task, a learning rate that is too high."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MADE_BY = {
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:
-    """Whether the local files that a config names exist, as seen from here.
+    """Check that the local files that a config names exist, as seen from here.
 
-    Options of a task of the user's own are not looked at. Raises ConfigError for a bad task.
+    Options of a user's own task are not checked. Raises ConfigError for a bad task.
     """
     if facts.config is None or facts.in_container:
         return
@@ -40,7 +40,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_context_length(facts: Facts) -> Iterator[Finding]:
-    """Whether the model takes sequences as long as model.context_length, if its config.json is here."""
+    """Check that the model takes sequences of model.context_length, if its config.json is here."""
     config = facts.config
     file = find_file(config.model.path, "config.json", facts.environment) if config else None
     if config is None or file is None:
@@ -48,7 +48,7 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         fields |= fields.get("text_config") or {}
-    except (ValueError, TypeError, AttributeError):  # the ranks refuse it
+    except (ValueError, TypeError, AttributeError):  # the ranks refuse such a file
         return
     most = fields.get("max_position_embeddings") or fields.get("n_positions") or 0
     stretched = fields.get("rope_scaling") or "factor" in json.dumps(fields.get("rope_parameters"))
@@ -59,7 +59,7 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
-    """Whether generator.engine holds arguments of the vLLM installed here; elsewhere its engines find out."""
+    """Check generator.engine against the arguments of the vLLM installed here; without one, engines do it."""
     if facts.config is None or facts.in_container or not facts.config.generator.engine:
         return
     known = _engine_arguments()
@@ -71,7 +71,7 @@ def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
 
 
 def _engine_arguments() -> list[str]:
-    """Names of the fields of vLLM's EngineArgs: its source is read, since importing it takes seconds."""
+    """Read the names of the fields of vLLM's EngineArgs from its source; importing it takes seconds."""
     vllm = find_spec("vllm")
     if vllm is None or vllm.origin is None:
         return []
@@ -82,7 +82,7 @@ def _engine_arguments() -> list[str]:
 
 
 def check_resources(facts: Facts) -> Iterator[Finding]:
-    """Whether ranks will find the models and data that a config names; a container may show other folders."""
+    """Check that ranks will find a config's models and data; a container may show other folders."""
     if facts.config is None:
         return
     if lacking := missing(facts.config, facts.environment, of_custom_task=False):
@@ -92,13 +92,13 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:
-    """Whether data may be too old for the learning rate, judged by the shipped configs."""
+    """Check that data is not too old for the learning rate, judged by the shipped configs."""
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
 
 
 def check_chat_template(facts: Facts) -> Iterator[Finding]:
-    """Which conversations the model's chat template allows, if the task has an environment."""
+    """Report which conversations the model's chat template allows, if the task has an environment."""
     config = facts.config
     if config is None or config.task.name != "environment" or facts.in_container or not find_spec("torch"):
         return
@@ -120,10 +120,10 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Whether the ranks would refuse the task, as far as ``facts.seconds`` allow to see.
+    """Check whether the ranks would refuse the task, as far as that shows within ``facts.seconds``.
 
-    In a process of its own (``task_check.py``), for a task's code is the user's; with such a copy of it as a
-    run keeps.
+    The check runs in its own process (``task_check.py``), since a task's code is the user's. It uses a copy
+    of that code, as a run does.
     """
     if facts.config is None or facts.in_container:
         return
@@ -134,7 +134,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
-    """folder: with its code."""
+    """Run the check. folder: holds the copy of the task's code."""
     around = {**facts.environment, "CUDA_VISIBLE_DEVICES": ""}
     around["PYTHONPATH"] = f"{folder}:{around.get('PYTHONPATH', '')}".rstrip(":")
     words = [facts.fetched_by] if facts.fetched_by else []
@@ -147,7 +147,7 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
             text=True,
             timeout=facts.seconds,
         )
-    except (OSError, subprocess.TimeoutExpired):  # then the ranks find out
+    except (OSError, subprocess.TimeoutExpired):  # the ranks will find out
         return
     said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []

@@ -1,4 +1,4 @@
-"""``tba doctor``: what this cluster, or this machine, has, and what would go wrong there."""
+"""``tba doctor``: reports what this cluster or machine has, and what would go wrong there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tba_hpc.launch.slurm_queue import SlurmError
 from tba_hpc.report.tables import Terminal
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
-"""What batch scripts and tools call."""
+"""Slurm commands that batch scripts and tools call."""
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -39,10 +39,10 @@ SLURM = "Slurm"
 
 
 def examine(site: Site | None, root: Path, model: str | None, *, seconds: float | None) -> list[Finding]:
-    """Everything that can be said of runs in ``root`` from ``model`` (none: not asked).
+    """Return all findings about runs in ``root`` that start from ``model`` (None: not checked).
 
-    site: None for this machine, or for its Slurm as it is. seconds: longest wait for a trial start; None
-    starts none.
+    site: None for this machine, or for its Slurm without a site file. seconds: longest wait for a trial
+    start; None starts none.
     """
     if site is None and shutil.which("sbatch") is None:
         alone = "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"
@@ -80,7 +80,7 @@ def _this_machine(root: Path, model: str | None) -> list[Finding]:
 
 
 def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) -> list[Finding]:
-    """What is known of a cluster without a job."""
+    """Check a cluster as far as that is possible without a job."""
     library, no_library = mpi_checks.find_library(site)
     facts = Facts(
         site=site,
@@ -98,7 +98,7 @@ def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) ->
 
 
 def _check_request(site: Site, root: Path) -> Finding:
-    """Whether Slurm would take a job of two nodes."""
+    """Check whether Slurm would accept a job of ``trial.NODES`` nodes."""
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
     except LaunchError as error:
@@ -108,7 +108,7 @@ def _check_request(site: Site, root: Path) -> Finding:
 
 
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
-    """Findings ``here`` and of a trial start, whose nodes know better of MPI and of the file system."""
+    """Join findings ``here`` with a trial start's, whose nodes know better about MPI and the file system."""
     known = {finding.name for finding in there}
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)
     findings = []
@@ -121,7 +121,7 @@ def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[
 
 
 def print_findings(findings: Sequence[Finding], *, as_json: bool = False) -> None:
-    """A table with every remedy, and how many problems there are; or a JSON list."""
+    """Print a table with every remedy and the number of problems; or a JSON list."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return

@@ -1,4 +1,4 @@
-"""Facts of a run or a cluster, and findings: what a check, a function of facts, says of them."""
+"""Facts about a run or a cluster, checks (functions of facts), and their findings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tba_hpc.launch.slurm_queue import ask, fields
 Level = Literal["ok", "warning", "problem"]
 
 NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
-"""Asks for as little as possible: for one machine, or a cluster without a site file."""
+"""Site that requests as little as possible, for one machine or a cluster without a site file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """problem: a run would fail; warning: it may, or loses something. Both say what to do in ``remedy``."""
+    """Result of a check. problem: a run would fail. warning: it may, or loses something. remedy: the cure."""
 
     name: str
     level: Level
@@ -34,28 +34,28 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Both in one."""
+        """Finding and remedy in one sentence."""
         return f"{self.found}: {self.remedy}" if self.remedy else self.found
 
 
 def ok(name: str, found: str) -> Finding:
-    """Nothing to do."""
+    """Make a finding that needs no action."""
     return Finding(name, "ok", found)
 
 
 def warning(name: str, found: str, remedy: str) -> Finding:
-    """A run may fail, or loses something."""
+    """Make a finding for a run that may fail or loses something."""
     return Finding(name, "warning", found, remedy)
 
 
 def problem(name: str, found: str, remedy: str) -> Finding:
-    """A run would fail."""
+    """Make a finding for a run that would fail."""
     return Finding(name, "problem", found, remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmFacts:
-    """settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins."""
+    """Slurm's ``scontrol show config``, fields of partitions by name, and ``srun --mpi=`` plugins."""
 
     settings: Mapping[str, str]
     partitions: Mapping[str, Mapping[str, str]]
@@ -72,9 +72,9 @@ class SlurmFacts:
 
     @classmethod
     def of(cls, settings: str, partitions: str, mpi: str) -> SlurmFacts:
-        """From what Slurm prints: ``Key = value`` lines; a line for each partition; plugins, one a line.
+        """Parse what Slurm prints: ``Key = value`` lines; a line per partition; plugins, one per line.
 
-        After these come the versions of pmix, which are plugins too.
+        After the plugins come the versions of pmix, which are plugins, too.
         """
         found = [fields(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
         lines = [line.removeprefix("srun:").strip() for line in mpi.splitlines()]
@@ -86,13 +86,13 @@ class SlurmFacts:
         )
 
     def partition(self, name: str | None) -> Mapping[str, str] | None:
-        """A partition, or the default one; None if there is none of that name."""
+        """Return a partition, by default the cluster's default one; None if there is none of that name."""
         if name:
             return self.partitions.get(name)
         return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)
 
     def used(self, site: Site) -> tuple[Mapping[str, str], ...]:
-        """The partitions that a job on ``site`` would use; Slurm itself refuses those that do not exist."""
+        """Return the partitions that a job on ``site`` would use; Slurm itself refuses missing ones."""
         roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
         names = dict.fromkeys(role.partition or site.partition for role in roles)
         return tuple(found for name in names if (found := self.partition(name)))
@@ -100,13 +100,13 @@ class SlurmFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known; a check says nothing of what is not.
+    """Known facts; a check reports nothing about unknown ones.
 
     root, shared: the run root, and whether other machines must see it. model: the policy. slurm, partitions:
-    what Slurm says of itself, and of the partitions that a job would use. library, no_library: the MPI
-    library that ranks load, and why none can be loaded. job: the fields of a job that Slurm took.
-    environment, python: of the ranks. fetched_by: the command that brings models and data to them. beside:
-    the folder of the config, whose modules it may name. seconds: timeout of the look at the task.
+    Slurm's description of itself, and of the partitions that a job would use. library, no_library: the MPI
+    library that ranks load, and why none can be loaded. job: fields of a job that Slurm accepted.
+    environment, python: of the ranks. fetched_by: command that downloads models and data for them. beside:
+    folder of the config, whose modules the config may name. seconds: timeout of the check of the task.
     """
 
     site: Site = NO_SITE
@@ -128,18 +128,18 @@ class Facts:
 
     @property
     def on_login_node(self) -> bool:
-        """Whether ranks run elsewhere, as jobs of Slurm."""
+        """True if ranks run elsewhere, as jobs of Slurm."""
         return self.slurm is not None
 
     @property
     def alone(self) -> bool:
-        """Whether this machine is the only node that a job could get."""
+        """True if this machine is the only node that a job could get."""
         here = ({socket.gethostname().partition(".")[0]}, {"localhost"})
         return {partition.get("Nodes") for partition in self.partitions} in here
 
     @property
     def in_container(self) -> bool:
-        """Whether ranks run where paths may be others than here."""
+        """True if ranks run in a container, where paths may differ from those here."""
         return self.site.container is not None
 
 
@@ -147,7 +147,7 @@ Check = Callable[[Facts], Iterable[Finding]]
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
-    """What the checks find, one after the other. A check that crashes is a finding, too.
+    """Run the checks one after the other and yield their findings; a crash of a check is a finding, too.
 
     Raises the ConfigError of a check.
     """
@@ -167,7 +167,7 @@ def _crash(check: Check, error: Exception) -> Finding:
 
 
 def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
-    """The warnings that checks find. Raises ConfigError for the first problem."""
+    """Run the checks and return their warnings. Raises ConfigError for the first problem."""
     warnings = []
     for finding in judge(checks, facts):
         if finding.level == "problem":
@@ -177,12 +177,12 @@ def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
 
 
 def job_environment(site: Site) -> dict[str, str]:
-    """Environment of the ranks, as far as it is known here."""
+    """Return the environment of the ranks, as far as it is known here."""
     own = mpi_library.variables(site.mpi_library) | site.environment
     expanded = {name: os.path.expandvars(value) for name, value in own.items()}
     return {"HF_HUB_OFFLINE": "1", **os.environ, **expanded}
 
 
 def login_python(site: Site) -> str:
-    """The Python that the ranks will use, or this one if only a container has that."""
+    """Return the Python that the ranks will use, or this process's if the site names none."""
     return os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable

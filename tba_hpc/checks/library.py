@@ -1,6 +1,6 @@
-"""Which MPI library a process has loaded.
+"""Describes the MPI library that a process has loaded.
 
-It must not import mpi4py: a process that has loaded it describes itself, by ``describe``.
+It must not import mpi4py: a process that has loaded the library describes itself by ``describe``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ LOOK = (
     "import json, dataclasses; from tba_hpc.checks.library import describe; "
     "print(json.dumps(dataclasses.asdict(describe(MPI.Get_library_version()))))"
 )
-"""Prints a Library as JSON; loads MPI without starting it, which some libraries refuse outside of a job."""
+"""Program that prints a Library as JSON. It does not start MPI, as some libraries fail to outside a job."""
 
 NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
-"""File names of MPI libraries; MPICH's may have names of their own, and those of Cray the compiler's."""
+"""File names of MPI libraries. MPICH variants have names of their own; Cray's also name the compiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """An MPI library. version: as it calls itself. path: its file.
+    """An MPI library. version: as the library reports it. path: its file.
 
-    own: whether it came with packages of this Python. pmix: whether it has loaded a PMIx, by which ranks
+    own: whether it came with packages of this Python. pmix: whether it has loaded a PMIx, with which ranks
     under srun find each other.
     """
 
@@ -39,7 +39,7 @@ class Library:
 
     @property
     def plugin(self) -> str:
-        """The plugin of srun by which its ranks find each other; empty for an MPICH built with PMIx."""
+        """Plugin of srun with which ranks find each other; empty for an MPICH built with PMIx."""
         if "Open MPI" in self.version:
             return "pmix"
         if self.pmix:
@@ -48,7 +48,7 @@ class Library:
 
 
 def describe(version: str) -> Library:
-    """The library of this process, given the text of MPI_Get_library_version."""
+    """Describe the library of this process, given the text of MPI_Get_library_version."""
     files = mapped_files(os.fsdecode(Path("/proc/self/maps").read_bytes()))
     path = next((file for file in files if NAME.fullmatch(file.name)), None)
     return Library(
@@ -60,6 +60,6 @@ def describe(version: str) -> Library:
 
 
 def mapped_files(maps: str) -> list[Path]:
-    """Files of the text of /proc/PID/maps, each once."""
+    """Return the files in the text of /proc/PID/maps, each once."""
     columns = [line.split(maxsplit=5) for line in maps.splitlines()]
     return list(dict.fromkeys(Path(column[5]) for column in columns if column[5:] and column[5][0] == "/"))

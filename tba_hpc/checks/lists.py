@@ -1,4 +1,4 @@
-"""Which checks each command makes, and the facts that they need."""
+"""Checks that each command makes, and the facts that they need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FILES = (
     config_checks.check_context_length,
     config_checks.check_engine_arguments,
 )
-"""Of any config that is to be used here."""
+"""Checks of any config that is used here."""
 
 RUN = (machine.check_engine, machine.check_ports, config_checks.check_task)
-"""Before ``tba run`` starts ranks, besides FILES."""
+"""Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
     *FILES,
@@ -33,12 +33,12 @@ SUBMIT = (
     machine.check_folder,
     machine.check_interpreter,
     *CONFIG,
-    config_checks.check_task,  # at last: it takes longest
+    config_checks.check_task,  # last, since it takes longest
 )
-"""Before a run waits for hours in the queue."""
+"""Checks before a run waits for hours in the queue."""
 
 ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, config_checks.check_resources)
-"""Before elastic searchers do, for a run that exists."""
+"""Checks before elastic searchers of an existing run wait in the queue."""
 
 LAPTOP = (
     mpi_checks.check_library,
@@ -75,11 +75,11 @@ NODE = (
     machine.check_model,
     machine.check_network,
 )
-"""By the nodes of a trial start."""
+"""Checks by the nodes of a trial start."""
 
 
 def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:
-    """The facts of a run as a job; without ``split``, of one-node jobs of searchers. Raises SlurmError."""
+    """Collect facts of a run's job; without ``split``, of one-node searcher jobs. Raises SlurmError."""
     asked = SlurmFacts.look()
     searchers = asked.partition(site.searcher.partition or site.partition)
     return Facts(

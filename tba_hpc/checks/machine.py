@@ -1,4 +1,4 @@
-"""What of a machine would hurt a run: GPUs, file system, shared memory, model, network."""
+"""Checks of a machine: GPUs, file system, shared memory, model, network."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
-"""File systems of one machine."""
+"""File systems that only one machine sees."""
 
 VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|dummy|wg")
-"""How interfaces begin that lead to no other node."""
+"""Beginnings of the names of interfaces that lead to no other node."""
 
 FAST = re.compile(r"ib|hsn|opa")
-"""How interfaces of InfiniBand, Slingshot and Omni-Path begin."""
+"""Beginnings of the names of InfiniBand, Slingshot and Omni-Path interfaces."""
 
 UNKNOWN = "an unknown file system"
 """Kind of a file system that /proc/mounts does not list."""
@@ -44,25 +44,25 @@ UNKNOWN = "an unknown file system"
 SHM = Path("/dev/shm")
 
 OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that every machine has for itself."""
+"""Folders of which every machine has its own."""
 
 GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
 CLOCKS = "clocks"
-"""Names of findings that others look for."""
+"""Names of findings that other modules look for."""
 
 LEASE_SECONDS = SILENT_SECONDS - BEAT_SECONDS
-"""Clocks that differ by more may cost a live rank its claim: one in good health is silent for a beat."""
+"""Largest safe difference of clocks. Beyond it a live rank, silent between beats, may lose its claim."""
 
 SWAPS = 30
-"""How often a file is replaced under a reader."""
+"""Number of times that a file is replaced under a reader."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
-"""Below this a run may end in the middle: checkpoints, shards, two copies of the weights, three processes."""
+"""Limits below which a run may end early: checkpoints, shards, two copies of the weights, three processes."""
 
 
 def check_capacity(facts: Facts) -> Iterator[Finding]:
-    """Whether a whole run fits on this machine."""
+    """Check that a whole run fits in this machine's memory."""
     memory = psutil.virtual_memory().available
     found = f"{len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory available"
     if memory < LITTLE_MEMORY:
@@ -72,7 +72,7 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine(facts: Facts) -> Iterator[Finding]:
-    """Whether vLLM's compiled parts find the system's libraries that they need. Nodes may have others."""
+    """Check that vLLM's compiled parts find the system libraries they need. Nodes may have others."""
     if facts.in_container or (facts.config and is_own(facts.config.model.path)):
         return
     if library := missing_library():
@@ -82,14 +82,14 @@ def check_engine(facts: Facts) -> Iterator[Finding]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Finding]:
-    """Where there are GPUs: whether their kernels can be compiled, as they are while an engine starts."""
+    """Check that kernels can be compiled if there are GPUs; engines compile them at their start."""
     if not nvidia_smi()[0] or not installed_torch()[1]:
         return
     yield from judge_compiler(facts.environment, Path(sysconfig.get_path("include")))
 
 
 def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Finding]:
-    """include: the folder where this Python has its header, of which Triton's own compilations know, too."""
+    """Check for a compiler and Python.h. include: folder of this Python's header; Triton knows it, too."""
     path = environment.get("PATH", os.defpath)
     found = environment.get("CC") or shutil.which("gcc", path=path) or shutil.which("clang", path=path)
     if not found:
@@ -102,7 +102,7 @@ def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Fi
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
-    """Whether other users of this machine can be kept from the ports of a run."""
+    """Check that other users of this machine can be kept from the ports of a run."""
     mpiexec = facts.config is None or facts.config.one_world
     if found := unprotected(mpiexec=mpiexec):
         files = ", or set exchange.transport=files, which needs no mpiexec" if mpiexec else ""
@@ -115,7 +115,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """Whether there are as many as the site says, and torch was built for their driver."""
+    """Check that there are as many GPUs as the site says, and that torch was built for their driver."""
     names, driver, newest, error = nvidia_smi()
     yield judge_gpus(facts.site.gpus_per_node, names, driver, newest, error, *installed_torch())
 
@@ -123,7 +123,7 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 def judge_gpus(
     expected: int, names: tuple[str, ...], driver: str, newest: str, error: str, torch: str, built: str
 ) -> Finding:
-    """newest: CUDA that the driver runs; built: CUDA of ``torch``, empty for none."""
+    """Judge GPUs. newest: newest CUDA that the driver runs. built: CUDA of ``torch``, empty for none."""
     if expected and "rocm" in torch:
         return ok(GPUS, f"torch {torch}; AMD GPUs are not checked")
     if len(names) < expected:
@@ -143,7 +143,7 @@ def judge_gpus(
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """On a login node: whether the torch that the nodes will use was built for their GPUs."""
+    """Check on a login node that the torch which the nodes will use was built for their GPUs."""
     torch, site = installed_torch()[0], facts.site
     if site.gpus_per_node and site.python == [sys.executable] and torch.endswith("+cpu"):
         yield _built_for_cpu(torch)
@@ -159,7 +159,7 @@ def _major(version: str) -> int:
 
 
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
-    """Names of the GPUs, driver, newest CUDA that it runs; and what nvidia-smi said instead."""
+    """Return names of the GPUs, driver, newest CUDA that it runs, and nvidia-smi's error if it lists none."""
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"
     listed, table = _output("nvidia-smi", "-L"), _output("nvidia-smi")
@@ -178,7 +178,7 @@ def _output(*command: str) -> str:
 
 
 def installed_torch() -> tuple[str, str]:
-    """Version of the torch installed, by its metadata, and of its CUDA; empty for none."""
+    """Return the installed torch's version, by its metadata, and its CUDA's; empty for none."""
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
@@ -192,9 +192,9 @@ def installed_torch() -> tuple[str, str]:
 
 
 def check_folder(facts: Facts) -> Iterator[Finding]:
-    """Whether runs can be written to the run root, read by nobody else, seen by all nodes, and have room.
+    """Check that the run root is writable, private, seen by all nodes, and has room.
 
-    A trial does what a run does there, or in the folder where it would be made.
+    A trial does there what a run does; if the root does not exist, in the folder where it would be made.
     """
     if facts.root is None:
         return
@@ -213,7 +213,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
 
 
 def _links(path: Path) -> bool:
-    """Whether a second name can be given to a file, and only once."""
+    """Tell whether a second name can be given to a file, and only once."""
     other = path.with_name("link")
     try:
         os.link(path, other)
@@ -226,7 +226,7 @@ def _links(path: Path) -> bool:
 
 
 def _swaps(path: Path) -> bool:
-    """Whether a file that is replaced over and over is there whenever a reader looks."""
+    """Tell whether a reader always finds a file that is replaced over and over."""
 
     def write() -> None:
         for _ in range(SWAPS):
@@ -239,14 +239,14 @@ def _swaps(path: Path) -> bool:
                 path.read_bytes()
             except FileNotFoundError:
                 return False
-            except OSError:  # a client's cache may be behind
+            except OSError:  # a client's cache may lag behind
                 continue
         writer.result()
     return True
 
 
 def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
-    """Do in a folder, which is removed, what a run does, and say what it would do to one. Raises OSError."""
+    """Do what a run does, in a folder that is removed afterwards, and judge the result. Raises OSError."""
     elsewhere = "choose another folder with --run-root"
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
         file, began = Path(name) / "file", time.monotonic()
@@ -268,7 +268,7 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
 
 
 def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
-    """Of nodes that wrote a file at the same moment: its stamps, which alone leases go by; unix seconds."""
+    """Judge unix times of files that nodes wrote at the same moment; leases trust only these stamps."""
     if len(stamps) < 2:
         return
     late, *_, early = sorted(stamps, key=lambda host: stamps[host])
@@ -280,7 +280,7 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
-    """Whether a file system lasts, and is one that all nodes may see."""
+    """Judge whether a file system lasts, and is of a kind that all nodes may see."""
     if shared and LOCAL.fullmatch(kind):
         found = f"{root} is on {kind}, which other nodes do not see"
         return warning(FILE_SYSTEM, found, "put runs on a file system that all nodes share: --run-root")
@@ -291,7 +291,7 @@ def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
 
 
 def judge_space(free: int, inodes: int | None) -> Finding:
-    """Whether there is room for checkpoints and shards. inodes: None if they are not counted."""
+    """Judge the room for checkpoints and shards. free: bytes. inodes: None if they are not counted."""
     found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} files more")
     if inodes is not None and inodes < LITTLE_INODES:
         remedy = "delete files or raise the quota: a run seals a shard every few seconds"
@@ -302,7 +302,7 @@ def judge_space(free: int, inodes: int | None) -> Finding:
 
 
 def _mounts() -> str:
-    """The text of /proc/mounts; empty where there is no /proc."""
+    """Read /proc/mounts; empty where there is no /proc."""
     try:
         return Path("/proc/mounts").read_text(errors="replace")
     except OSError:
@@ -310,9 +310,9 @@ def _mounts() -> str:
 
 
 def mount_kind(path: Path, mounts: str) -> str:
-    """File system type of ``path`` (absolute, no links), given the text of /proc/mounts.
+    """Return the file system type of ``path`` (absolute, no links), given the text of /proc/mounts.
 
-    In a chroot and in some containers the mount that holds it is not listed: then it is an unknown one.
+    It is UNKNOWN if the mount is not listed, as in a chroot and in some containers.
     """
     kinds: dict[Path, str] = {}
     for _, point, kind, *_ in (columns for line in mounts.splitlines() if len(columns := line.split()) > 2):
@@ -321,9 +321,9 @@ def mount_kind(path: Path, mounts: str) -> str:
 
 
 def check_interpreter(facts: Facts) -> Iterator[Finding]:
-    """On a login node: whether jobs will find the Python and the files that they are to use.
+    """Check on a login node that jobs will find the Python and the files that they need.
 
-    Of the code they have a copy beside their run.
+    The code is not checked, since jobs have a copy of it beside their run.
     """
     if facts.in_container or facts.alone:
         return
@@ -339,7 +339,7 @@ def check_interpreter(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_folder(path: Path, facts: Facts) -> str | None:
-    """What of ``path`` every machine has for itself; None where that is not known."""
+    """Name the part of ``path`` of which every machine has its own; None if there is none known."""
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"
@@ -350,7 +350,7 @@ def _own_folder(path: Path, facts: Facts) -> str | None:
 
 
 def check_scratch(facts: Facts) -> Iterator[Finding]:
-    """Whether TMPDIR can be written to, and has room for what libraries put there."""
+    """Check that TMPDIR is writable and has room for what libraries put there."""
     folder = Path(facts.environment.get("TMPDIR") or "/tmp")
     remedy = "set TMPDIR, in the site file under environment, to a folder of the node's own with room"
     try:
@@ -368,13 +368,13 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
 
 
 def model_bytes(name: str | None, environment: Mapping[str, str]) -> int:
-    """Of the weights of a model that is here; 0 if it is not."""
+    """Return the bytes of a model's weights; 0 if the model is not here."""
     config = find_file(name, "config.json", environment) if name else None
     return sum(file.stat().st_size for file in config.parent.glob("*.safetensors")) if config else 0
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """Whether the policy can be loaded, in the environment of that machine."""
+    """Check that the policy can be loaded in the environment of this machine."""
     name, environment = facts.model, facts.environment
     if name is None:
         return
@@ -395,13 +395,13 @@ def check_model(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Whether /dev/shm holds two copies of the weights."""
+    """Check that /dev/shm holds two copies of the weights."""
     free = shutil.disk_usage(SHM).free if SHM.exists() else 0
     yield judge_shared_memory(free, model_bytes(facts.model, facts.environment))
 
 
 def judge_shared_memory(free: int, weights: int) -> Finding:
-    """free: bytes in /dev/shm. weights: bytes of the model, 0 if they are not known."""
+    """Judge /dev/shm. free: bytes there. weights: bytes of the model, 0 if unknown."""
     needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {free / 1e9:.1f} GB free"
     if free >= needed:
         return ok("shared memory", found)
@@ -411,7 +411,7 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """Which network MPI and gloo should use, and whether it must be configured."""
+    """Find the network that MPI and gloo should use, and check whether it must be configured."""
     speeds: dict[str, int] = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -423,7 +423,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
-    """speeds: Mbit/s of each interface that leads to other nodes, 0 if it does not say."""
+    """Judge interfaces. speeds: Mbit/s of each one that leads to other nodes, 0 if unknown."""
     if not speeds:
         return warning(NETWORK, "no interface leads to other nodes", "ask how nodes reach each other")
     names = sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))

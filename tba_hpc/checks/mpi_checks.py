@@ -1,4 +1,4 @@
-"""Which MPI library ranks load, whether it is the one that the site file means, and fits mpiexec."""
+"""Checks of the MPI library that ranks load: it must be the one that the site file means, and fit mpiexec."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tba_hpc.launch.mpi_library import SITE, WHEEL
 from tba_hpc.launch.plan import Site
 
 LIBRARY = "MPI library"
-"""Name of a finding."""
+"""Name of the findings about the MPI library."""
 
 OF_MPI = re.compile(r"(?<!co)mpi|hpc-?x", re.IGNORECASE)
-"""What names of modules hold that load an MPI; compilers do not."""
+"""Part of the names of modules that load an MPI; compilers' names do not match."""
 
 
 def find_library(site: Site) -> tuple[Library | None, str]:
-    """The MPI library that ranks load, as their Python loads it here; or why it loads none.
+    """Return the MPI library that the ranks' Python loads here, or the reason why it loads none.
 
-    Neither if only the nodes know.
+    Both are empty if only the nodes can tell.
     """
     if site.container or site.setup or (site.modules and site.mpi_library != WHEEL):
         return None, ""
@@ -36,13 +36,13 @@ def find_library(site: Site) -> tuple[Library | None, str]:
         return None, str(error)
     if found := re.search(r'^{"version":.*}$', done.stdout, re.MULTILINE):
         return Library(**json.loads(found[0])), ""
-    if site.modules:  # one of them may bring it
+    if site.modules:  # one of the modules may bring the library
         return None, ""
     return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
-    """Whether ranks load a library, and the one that the site file seems to mean."""
+    """Check that ranks load a library, and that it is the one that the site file seems to mean."""
     library, site = facts.library, facts.site
     if facts.no_library:
         found = f"mpi4py cannot load an MPI library (mpi_library: {site.mpi_library}): {facts.no_library}"
@@ -68,7 +68,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(said: str, choice: str) -> str:
-    """If mpi4py cannot load a library."""
+    """Return the remedy if mpi4py cannot load a library."""
     if "libmpi.so.12" in said:
         return (
             "it wants an MPICH by this name: on a Cray load cray-mpich-abi; elsewhere link the library as "
@@ -80,7 +80,7 @@ def _remedy(said: str, choice: str) -> str:
 
 
 def check_mpiexec(facts: Facts) -> Iterator[Finding]:
-    """Whether there is an mpiexec on this machine, of the library that ranks load."""
+    """Check that this machine has an mpiexec, and that it belongs to the library that ranks load."""
     try:
         mpiexec = local.find_mpiexec()
         version = local.refuse_other_mpiexec(mpiexec)
@@ -97,6 +97,6 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
 
 
 def _release(text: str) -> str:
-    """``5.0`` of what a library or an mpiexec says of itself; empty for a text without a release."""
+    """Extract the release, such as ``5.0``, from the version text of a library or mpiexec; may be empty."""
     found = re.search(r"\d+\.\d+", text)
     return found[0] if found else ""

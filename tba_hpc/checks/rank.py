@@ -1,6 +1,6 @@
-"""A rank of the doctor's trial start: joins the world, says what its node lacks, takes part in a broadcast.
+"""A rank of the doctor's trial start: joins the world, reports what its node lacks, joins in a broadcast.
 
-Importing it starts MPI.
+Importing this module starts MPI.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
 NBYTES = 128 << 20
-"""Bytes that are broadcast."""
+"""Number of bytes that are broadcast."""
 
 
 def greet(directory: RunDir, role: Role) -> None:
-    """Be one rank.
+    """Run one rank of the trial.
 
-    Raises ConfigError or ExchangeError saying what is wrong with the world, or who went missing.
+    Raises ConfigError or ExchangeError that says what is wrong with the world, or which rank is missing.
     """
     config = directory.config()
     trainers, searchers = config.launch.trainers, config.launch.searchers
@@ -51,7 +51,7 @@ def greet(directory: RunDir, role: Role) -> None:
 
 
 def broadcast(world: MpiWorld) -> float:
-    """Seconds until bytes of the leader are in every node's memory, sent like weights; all ranks call it.
+    """Broadcast bytes of the leader to every node, as weights are; return the seconds. All ranks call it.
 
     Raises ExchangeError if a rank is missing.
     """

@@ -1,6 +1,6 @@
-"""The models, data sets and files that a config names, and where they are on this machine.
+"""Finds the models, data sets and files that a config names, and their places on this machine.
 
-It loads none of them and never asks the hub: a login node looks at names and files alone.
+It loads none of them and never asks the hub: a login node only looks at names and files.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tba_hpc.core.types import Resource
 from tba_hpc.tasks import TASKS, task_resources
 
 WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of a model's weights; if there are several, an index lists them."""
+"""Patterns of a model's weight files; if there are several, an index lists them."""
 
 
 def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
-    """Everything that a config names. Raises ConfigError for a bad task or bad options.
+    """List all resources that a config names. Raises ConfigError for a bad task or bad options.
 
-    of_custom_task: whether a task of the user's own is imported, to be asked.
+    of_custom_task: whether to import a user's own task and ask it, too.
     """
     models = {"model.path": config.model.path, "buffer.duplicates.model": config.buffer.embedding_model}
     files = {"task.train_file": config.task.train_file, "task.test_file": config.task.test_file}
@@ -35,14 +35,14 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
 
 
 def is_here(resource: Resource) -> bool:
-    """Whether it is, or would have to be, a path of this machine rather than of the hub's cache."""
+    """Tell whether a resource is, or would have to be, a path on this machine and not in the hub's cache."""
     return resource.kind == "file" or is_local(resource.name) or Path(resource.name).is_dir()
 
 
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Where a resource lies, complete as far as file names show; None if it must be fetched.
+    """Return the place of a resource, complete as far as file names show; None if it must be fetched.
 
-    environment: the variables HF_… of those who will load it.
+    environment: holds the variables HF_… of the processes that will load it.
     """
     if resource.kind == "data set":
         return _data_place(resource, environment)
@@ -54,16 +54,16 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
 
 
 def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """A file of a model's folder, or of its newest version in the hub's cache; None if it is not there."""
+    """Find a file in a model's folder, or in its newest version in the hub's cache; None if missing."""
     here = is_local(model) or Path(model).is_dir()
     folder = _expanded(model) if here else snapshot(model, environment)
     return folder / name if folder and (folder / name).is_file() else None
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
-    """What of the hub's a config names that is not in the cache, so that it could not be loaded offline.
+    """List a config's hub resources that the cache lacks, so that they cannot be loaded offline.
 
-    Empty if the environment allows asking the hub, or the cache lies where only the nodes know.
+    Empty if the environment allows asking the hub, or if only the nodes know the cache's place.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []
@@ -72,7 +72,7 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
 
 
 def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]) -> str:
-    """What is said of what is ``missing``, without the remedy."""
+    """Describe the ``missing`` resources in a sentence without a remedy."""
     names = " and ".join(map(str, lacking))
     return (
         f"nothing whole of {names} is in {hub_home(environment)} (HF_HOME), where ranks look, and "
@@ -81,42 +81,42 @@ def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]
 
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Whether the Hugging Face libraries may not ask the hub."""
+    """Tell whether the Hugging Face libraries are forbidden to ask the hub."""
     return environment.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def hub_home(environment: Mapping[str, str]) -> Path:
-    """Where the Hugging Face libraries keep all that they loaded from the hub."""
+    """Return the folder of all that the Hugging Face libraries loaded from the hub."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     return _expanded(home)
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where they keep models."""
+    """Return the folder where the Hugging Face libraries keep models."""
     chosen = environment.get("HF_HUB_CACHE")
     return _expanded(chosen) if chosen else hub_home(environment) / "hub"
 
 
 def data_cache(environment: Mapping[str, str]) -> Path:
-    """Where they keep data sets, as tables."""
+    """Return the folder where the Hugging Face libraries keep data sets, as tables."""
     chosen = environment.get("HF_DATASETS_CACHE")
     return _expanded(chosen) if chosen else hub_home(environment) / "datasets"
 
 
 def _expanded(path: str) -> Path:
-    """As the Hugging Face libraries read it; ``~`` stays where no home is known."""
+    """Expand a path as the Hugging Face libraries do; ``~`` stays where no home is known."""
     return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111, the other way raises then
 
 
 def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
-    """The folder of a hub model's newest version in the cache, if there is one."""
+    """Return the cache's folder of a hub model's newest version, if there is one."""
     folder = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     newest = folder / "refs/main"
     return folder / "snapshots" / newest.read_text().strip() if newest.is_file() else None
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all files of a model's weights are there: those that an index lists, or any."""
+    """Tell whether a model's weight files are all there: those that an index lists, or any without one."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             parts = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
@@ -125,9 +125,9 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Folder of a data set in the cache, where its library has left it once before.
+    """Find a data set's folder in the cache, where its library left it before.
 
-    The library writes names in its own way, with other capitals and underscores.
+    The library spells names in its own way, with other capitals and underscores.
     """
     owner, _, title = resource.name.rpartition("/")
     for folder in data_cache(environment).glob(f"{owner}___*" if owner else "*"):

@@ -1,4 +1,4 @@
-"""What of a Slurm cluster would hurt a run."""
+"""Checks of a Slurm cluster for what would harm a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba_hpc.launch.slurm_queue import mebibytes
 
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
-    """Whether the site's ``mpi`` exists, and fits the MPI library that ranks load."""
+    """Check that the site's ``mpi`` exists, and fits the MPI library that ranks load."""
     asked, site, title = facts.slurm, facts.site, "MPI plugin"
     if asked is None or (facts.config and not facts.config.one_world):
         return
@@ -40,7 +40,7 @@ def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_request(facts: Facts) -> Iterator[Finding]:
-    """What to know if a job counts on GPUs without asking for a number of them."""
+    """Warn if a job counts on GPUs without requesting a number of them."""
     site = facts.site
     requests = [own.gpu_request or site.gpu_request or "" for own in (site.trainer, site.searcher)]
     alone = site.exclusive or any("--exclusive" in option for option in (*site.sbatch_options, *requests))
@@ -53,7 +53,7 @@ def check_gpu_request(facts: Facts) -> Iterator[Finding]:
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
-    """Whether a job will know the variables that values of the site hold; the nodes may know others."""
+    """Check that variables in the site's values are set here; the nodes may know others."""
     for key, names in facts.site.variables.items():
         for name in names:
             if name not in os.environ and not name.startswith("SLURM_"):
@@ -63,7 +63,7 @@ def check_variables(facts: Facts) -> Iterator[Finding]:
 
 
 def check_het_jobs(facts: Facts) -> Iterator[Finding]:
-    """Whether het jobs would ever start."""
+    """Check that this cluster can start het jobs."""
     if facts.slurm is None or not facts.site.hetjob or (facts.split and facts.split.form != "het"):
         return
     scheduler = facts.slurm.settings.get("SchedulerType", "")
@@ -80,7 +80,7 @@ def check_het_jobs(facts: Facts) -> Iterator[Finding]:
 
 
 def check_requeue(facts: Facts) -> Iterator[Finding]:
-    """Whether a job may go back to the queue by itself."""
+    """Check whether a job may requeue itself."""
     if facts.slurm is None:
         return
     if not facts.site.requeue:
@@ -97,7 +97,7 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
 
 
 def check_job_requeue(facts: Facts) -> Iterator[Finding]:
-    """Whether Slurm has accepted that a job may be requeued."""
+    """Check that Slurm has accepted that the job may be requeued."""
     if facts.site.requeue and facts.job.get("Requeue") == "0":
         yield warning(
             "requeue",
@@ -110,7 +110,7 @@ def check_job_requeue(facts: Facts) -> Iterator[Finding]:
 
 
 def check_partitions(facts: Facts) -> Iterator[Finding]:
-    """Whether they take jobs as long and large as the site asks for; Slurm would queue others for ever."""
+    """Check that partitions take the site's time and memory; Slurm would queue larger jobs for ever."""
     site = facts.site
     for partition in facts.partitions:
         name, longest = partition["PartitionName"], partition.get("MaxTime", "UNLIMITED")
@@ -131,7 +131,7 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_nodes(facts: Facts) -> Iterator[Finding]:
-    """Whether the partitions have as many nodes; Slurm would take a het job all the same, and queue it."""
+    """Check that partitions have enough nodes; Slurm accepts and queues a het job that is too large."""
     asked, split, site = facts.slurm, facts.split, facts.site
     if asked is None or split is None:
         return
@@ -152,13 +152,13 @@ def check_nodes(facts: Facts) -> Iterator[Finding]:
 
 
 def check_preemption(facts: Facts) -> Iterator[Finding]:
-    """What happens to a job of ours when a more important one wants its nodes."""
+    """Report what happens to the run's job when a more important one wants its nodes."""
     for partition in facts.partitions if facts.slurm else ():
         yield _preemption(facts.slurm.settings if facts.slurm else {}, partition, facts.site.signal_seconds)
 
 
 def _preemption(settings: Mapping[str, str], partition: Mapping[str, str], wanted: int) -> Finding:
-    """wanted: seconds that a time limit leaves for a checkpoint."""
+    """Judge a partition. wanted: seconds that a time limit leaves for a checkpoint."""
     title, name, mode = "preemption", partition["PartitionName"], partition.get("PreemptMode", "OFF")
     kind, grace = settings.get("PreemptType", "preempt/none"), int(partition.get("GraceTime", "0"))
     if kind == "preempt/none" or mode == "OFF":

@@ -1,7 +1,7 @@
-"""Whether a run's task can be what its config says, found out before anything of the run is made.
+"""Checks a run's task against its config before anything of the run is made.
 
-In a process of its own, ``python -m tba_hpc.checks.task_check`` with a config on its input, since a task's
-code is the user's; see ``config_checks.check_task``. It uses no GPU; what it cannot see, the ranks refuse.
+This runs in its own process, ``python -m tba_hpc.checks.task_check`` with a config on stdin, since a task's
+code is the user's; see ``config_checks.check_task``. It uses no GPU. Faults that it cannot see, ranks refuse.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 
-log = logging.getLogger("tba_hpc.checks.task_check")  # also where this module is the program
+log = logging.getLogger("tba_hpc.checks.task_check")  # the same name if this module is the program
 
 
 def check(config: Config, *, try_rewards: bool = False) -> None:
-    """Load the task and look at all its prompts. Raises ConfigError.
+    """Load the task and check all its prompts. Raises ConfigError.
 
-    try_rewards: whether to ask judges and functions once, as where ranks start here at once.
+    try_rewards: whether to call judges and reward functions once, for ranks that start here at once.
     """
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
@@ -56,12 +56,12 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
-    """The model's; None if only the ranks can tell. Raises ConfigError."""
+    """Load the model's tokenizer; None if only the ranks can. Raises ConfigError."""
     path, has_torch = config.model.path, find_spec("torch") is not None
     if is_own(path):  # its module may import torch
         backend = own_backend(config) if has_torch else None
         return backend.tokenizer() if backend else None
-    if config.task.name == "environment" and has_torch and FileTokenizer.find(path):  # its chat template
+    if config.task.name == "environment" and has_torch and FileTokenizer.find(path):  # chat template needed
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(path)
@@ -69,7 +69,7 @@ def _tokenizer(config: Config) -> Tokenizer | None:
 
 
 def _require_fetched(config: Config, remedy: str) -> None:
-    """Raise ConfigError if the ranks, offline, would find no model or data set of a name."""
+    """Raise ConfigError if a named model or data set is missing for the ranks, which are offline."""
     if lacking := missing(config, os.environ):
         raise ConfigError(
             f"{missing_sentence(lacking, os.environ)}: where there is a network, type: {remedy}"
@@ -77,7 +77,7 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if a folder that is to be the model holds none, or not all of it."""
+    """Raise ConfigError if the model's folder holds no model, or not all of it."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
@@ -89,14 +89,14 @@ def _require_folder(path: str) -> None:
 
 
 def _serve(*_: object, **__: object) -> Victim:
-    """No model is served here, so a task that asks for one at once ends the check."""
+    """End the check, since no model is served here for a task that asks for one at once."""
     raise SystemExit(0)
 
 
 if __name__ == "__main__":
     print_in_any_encoding()
     modules.use_here()
-    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # rows that are set aside
+    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # shows rows set aside
     try:
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:

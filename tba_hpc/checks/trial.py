@@ -1,6 +1,6 @@
-"""Starts ranks on the cluster as a run would: whether they make one MPI world, and what their nodes lack.
+"""Starts ranks on the cluster as a run would, to see if they form one MPI world, and what their nodes lack.
 
-The batch script is that of every run; only the ranks differ: each is a ``tba greet`` (``rank.py``).
+The batch script is the same as for every run. Only the ranks differ: each is a ``tba greet`` (``rank.py``).
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.notes import first_note
 
 NO_MODEL = "none"
-"""Model of a trial whose nodes look for none."""
+"""Model of a trial in which nodes do not look for a model."""
 
 NODES = 2
-"""Nodes of a trial: one trains, one searches."""
+"""Number of nodes of a trial: one trains, one searches."""
 
 PROMPTS = 840
-"""Prompts of a step that is never taken; any likely number of ranks divides them."""
+"""Prompts of a step that is never taken; divisible by any likely number of ranks."""
 
 SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
-"""Site keys of a trial: the shorter a job, the sooner it starts; one try is enough."""
+"""Site keys of a trial. Shorter jobs start sooner, and one try is enough."""
 
 JOIN_SECONDS = 60
-"""Deadline of the ranks for each other."""
+"""Deadline by which the ranks must find each other."""
 
 WATCH_SECONDS, QUEUE_SECONDS = 0.5, 30.0
-"""Pause between two looks at a job that runs, and the longest at one that waits."""
+"""Pause between two checks of a running job, and the longest pause for one that waits."""
 
 TITLE, BROADCAST = "one MPI world", "MPI between nodes"
-"""Names of findings."""
+"""Names of findings about the ranks' world and their messages."""
 
 WORLD = "world"
-"""Under this name the leader leaves what all ranks found together; nodes do under theirs."""
+"""Name under which the leader leaves the findings of all ranks together; nodes use their own names."""
 
 ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
-"""The sentence of a rank that was started without the others, and the plugin it asks for."""
+"""Sentence of a rank that was started alone, with the plugin that it asks for."""
 
 TROUBLE = re.compile(
     r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes are unusable: .*"
     r"|PMIX ERROR.*|An error .*MPI_Init.*"
 )
-"""What in the log of a job says what went wrong."""
+"""Lines in a job's log that say what went wrong."""
 
 UNREACHED = re.compile(r"did not (?:join the world|welcome all ranks)")
-"""Of ranks that started, and cannot exchange messages."""
+"""Message of ranks that started but cannot exchange messages."""
 
 PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
 """Errors of ranks that PMIx could not start or connect."""
@@ -77,16 +77,16 @@ _FINDINGS = TypeAdapter(list[Finding])
 
 
 def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
-    """Leave what a node, or the leader, has found."""
+    """Write the findings of a node or of the leader to a file of the attempt."""
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
 def prepare(
     site: Site, root: Path, model: str | None, *, lay_out: Callable[[Plan, Site], Plan] | None = None
 ) -> tuple[Config, Plan, str]:
-    """Config, nodes and batch script of a trial in ``root``, whose ranks look for ``model``.
+    """Return config, plan and batch script of a trial in ``root``, whose ranks look for ``model``.
 
-    lay_out: chooses the sides of its components.
+    lay_out: chooses the sides of the job's components.
     """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
@@ -111,9 +111,9 @@ def prepare(
 
 
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
-    """Submit a trial start, wait ``seconds`` for its end: what it finds, whether there is one world first.
+    """Submit a trial start, wait up to ``seconds`` for its end, and return its findings.
 
-    Raises ConfigError for a read-only ``root``.
+    The first finding says whether the ranks form one world. Raises ConfigError for a read-only ``root``.
     """
     config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=choose_sides)
     run = RunDir.create(config)
@@ -136,7 +136,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     world = left.pop(WORLD, None)
     stamps = {file.name.removeprefix("clock-"): file.stat().st_mtime for file in run.attempt.glob("clock-*")}
     findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
-    if findings[0].level == "warning" or run.finished:  # else its logs are needed
+    if findings[0].level == "warning" or run.finished:  # otherwise its logs are needed
         shutil.rmtree(run.path)
     return [
         *findings,
@@ -148,7 +148,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
-    """One finding for all nodes that have the same; what is well is not said of each."""
+    """Join equal findings of nodes; leave out "ok", except of GPUs and the network."""
     hosts: dict[Finding, list[str]] = {}
     for host, findings in left.items():
         for finding in findings:
@@ -158,14 +158,14 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
-    """Wait until the run's job has ended or gone back to the queue; what to say if that takes too long."""
+    """Wait until the run's job has ended or is requeued; return a finding if that takes too long."""
     end, pause = time.monotonic() + seconds, WATCH_SECONDS
     while active := slurm_queue.active_job(run):
         if any(event["event"] == "requeue" for event in read_events(run)):
             break
         if time.monotonic() > end:
             return [_too_late(job, active.state, seconds)]
-        # A queue may be long, and its server is asked by everybody.
+        # A queue may be long, and everybody asks its server.
         pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else WATCH_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
@@ -180,7 +180,7 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
 
 
 def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
-    """Whether the ranks of an ended trial made one world; joined: and exchanged messages."""
+    """Judge whether the ranks of an ended trial formed one world. joined: they exchanged messages, too."""
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
     trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
     trouble = trouble or "no error in its log"

@@ -1,1 +1,1 @@
-"""The trainer's and the searcher's loop, and what they consist of."""
+"""The loops of trainer and searcher, and their parts."""

@@ -1,4 +1,4 @@
-"""Calls of a task's code, in a thread of their own: one that does not end costs that thread, not the run."""
+"""Calls a task's code in a separate thread: a call that does not end costs the thread, not the run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tba_hpc.core.own_code import where_is
 T = TypeVar("T")
 
 YIELDS = 5
-"""Niceness of the threads: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
+"""Niceness of the threads. On two cores 80 steps of the quickstart took 34 s with it, and 43 s without."""
 
 MOST_HANGING = 3
-"""Calls beyond their deadlines at which a searcher ends."""
+"""Number of calls beyond their deadlines at which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
-"""How long a process that ends waits for what a thread is doing."""
+"""Longest wait of an ending process for a thread's current call."""
 
 
 class OverranError(Exception):
-    """A call went on beyond its deadline; the message says for how long, and where it is."""
+    """A call exceeded its deadline; the message says for how long it ran, and where it is."""
 
 
 class Worker:
-    """A daemon thread that does what it is given, in order; nobody has to wait for it, as for a pool's."""
+    """A daemon thread that makes calls in order. Nobody has to wait for it, as for a pool's threads."""
 
     def __init__(self, name: str) -> None:
         self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -41,17 +41,17 @@ class Worker:
 
     @property
     def ident(self) -> int:
-        """The thread's, for Python."""
+        """Python's identifier of the thread."""
         return self._thread.ident or 0
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call."""
+        """Queue a call; return the future of its result."""
         done: Future[T] = Future()
         self._given.put((done, call))
         return done
 
     def close(self, seconds: float) -> None:
-        """Have it end after what it is doing and was given; wait so long for that."""
+        """Let the thread end after all queued calls; wait up to ``seconds`` for that."""
         atexit.unregister(self.close)
         self._given.put(None)
         self._thread.join(seconds)
@@ -62,17 +62,17 @@ class Worker:
             done, call = given
             try:
                 done.set_result(call())
-            except BaseException as error:  # whoever asked for it gets it
+            except BaseException as error:  # passed on to the caller
                 done.set_exception(error)
-            del given, done, call  # what they hold may be large
+            del given, done, call  # frees what they hold, which may be large
 
 
 class TaskCalls:
-    """Makes the calls, all in one thread until a call hangs; that thread stays behind, and a new one follows.
+    """Makes all calls in one thread; if a call hangs, its thread is left behind and a new one follows.
 
-    task: name of its class. seconds: deadline of a call. Each that hangs halves it: all together take less
-    than twice as long, so that nobody gives up on the searcher before it says why. noted: as run.underway has
-    it, if a process that a call ends is to be noticed.
+    task: name of the task's class. seconds: deadline of a call. Each hanging call halves it. All together
+    then take less than twice as long, so that nobody gives up on the searcher before it says why. noted:
+    notes calls (see run.underway), so that it is known which call ended the process.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class TaskCalls:
         self._worker = Worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
-        """What a call gives, or raises; OverranError after its deadline, ConfigError at MOST_HANGING.
+        """Return or raise what a call does; OverranError past the deadline, ConfigError at MOST_HANGING.
 
-        what, more: its name, and what else errors say of it.
+        what, more: the call's name, and what else errors say about it.
         """
         with self._noted(what):
             done = self._worker.submit(call)
@@ -96,7 +96,7 @@ class TaskCalls:
         return done.result()
 
     def close(self) -> None:
-        """No call may follow."""
+        """End the thread; no call may follow."""
         self._worker.close(0)
 
     def _leave(self, what: str) -> None:
@@ -116,7 +116,7 @@ class TaskCalls:
 
 
 def _yield_to_trainer() -> None:
-    """If both share a machine, as its engine does: samples a step late are better than a late step."""
+    """Lower the thread's priority, for a shared machine: late samples are better than a late step."""
     thread = threading.get_native_id()
     # A job may run at a lower priority already, and only root may raise it.
     os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))

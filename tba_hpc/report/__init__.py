@@ -1,1 +1,1 @@
-"""What a user sees of a run: terminal display, summary, HTML page. Reads files, changes none of the run."""
+"""Views of a run: terminal display, summary and HTML page. They read the run's files and change none."""

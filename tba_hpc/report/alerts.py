@@ -1,6 +1,6 @@
-"""What is wrong with a run, in sentences: the figure, since when, why it matters, which key to change.
+"""Alerts about a run, in sentences: the figure, since when, why it matters, and which key to change.
 
-Each rule looks at the run's curves alone. Its threshold is where a figure is wrong for nearly every task, so
+Each rule looks only at the run's curves. Its threshold is where a figure is wrong for nearly every task, so
 that a healthy run raises no alert.
 """
 
@@ -19,25 +19,25 @@ from tba_hpc.report.curves import Point, Trends
 from tba_hpc.run.evaluations import Evaluation
 
 SHOWN = 3
-"""Alerts that a line has room for."""
+"""Number of alerts that fit in a line."""
 
 LEAST_POINTS = 6
-"""Points of a curve below which it has no trend."""
+"""Least number of points for which a curve has a trend."""
 
 SMOOTH = 3
-"""Neighbouring points whose mean a peak or a trough of the reward is."""
+"""Number of neighbouring points that are averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Steps that an early sign is the mean of: a tenth of what a collapse takes, and enough to average chance."""
+"""Steps that an early sign averages: enough to average out chance, and a tenth of a collapse's duration."""
 
 
 HUGE = 1e6
-"""Mean of rewards, beyond which it is they that make a loss which is not finite."""
+"""Mean reward beyond which the rewards themselves make the loss non-finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """short: the figure and the key to change, for a line; sentence: all of it, for a page."""
+    """An alert. short: the figure and the key to change, for a line. sentence: the whole text, for a page."""
 
     short: str
     sentence: str
@@ -45,7 +45,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the rules look at. evaluations: complete ones, of both splits."""
+    """Input of the rules. evaluations: complete ones, of both splits."""
 
     trends: Trends
     config: Config
@@ -58,49 +58,49 @@ class View:
 
     @property
     def solved(self) -> bool:
-        """Whether the last evaluation, or without any the reward, leaves little to learn."""
+        """True if the last evaluation (without one, the reward) leaves little to learn."""
         scores = [evaluation.score for evaluation in self.by_step]
         return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
 
     @property
     def in_turns(self) -> bool:
-        """Whether trainer and searchers are meant to wait for each other."""
+        """True if trainer and searchers are meant to wait for each other."""
         return self.config.exchange.max_staleness == 0
 
     @property
     def lower_rate(self) -> str:
-        """A remedy of many figures."""
+        """Remedy that many rules share."""
         return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
 
     def values(self, name: str) -> list[float]:
-        """The points of a metric's trend, by step."""
+        """Return the values of a metric's trend, ordered by step."""
         return [point.value for point in self.trends.trend(name)]
 
     def held(self, name: str, wrong: Callable[[float], bool]) -> tuple[float, int] | None:
-        """A metric now, and since which step it is wrong at every point; None if it is not wrong now."""
+        """Return a metric's value now, and since which step it is always wrong; None if it is right now."""
         now, since = self.trends.latest(name), _since(self.trends.trend(name), wrong)
         return (now, since) if now is not None and since is not None and wrong(now) else None
 
 
 def alerts(trends: Trends, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
-    """All that is wrong, the worst first."""
+    """Return all alerts, the worst first."""
     view = View(trends, config, evaluations)
     return [alert for rule in RULES if (alert := rule(view))]
 
 
 def line(found: Sequence[Alert]) -> str:
-    """The worst few in one line."""
+    """Return the worst few alerts in one line."""
     return " · ".join(alert.short for alert in found[:SHOWN])
 
 
 def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: str) -> Alert:
-    """words: the figure. since: the first step at which it was wrong. key: what to change first."""
+    """Make an alert. words: the figure. since: first step at which it was wrong. key: first to change."""
     found = words if since is None else f"{words} since step {since}"
     return Alert(f"{found}: {key}", f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}.")
 
 
 def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | None:
-    """First step of the stretch up to now in which every point is wrong; None if the last is not."""
+    """Return the first step since which every point is wrong; None if the last is not."""
     first = None
     for point in reversed(points):
         if not wrong(point.value):
@@ -110,7 +110,7 @@ def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | Non
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Means of a few neighbours, so that chance seldom makes a peak."""
+    """Average a few neighbouring points, so that chance seldom makes a peak."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -118,7 +118,7 @@ def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
 
 
 def _few(value: float) -> str:
-    """Two digits or more: 0.044, 1.3, 250."""
+    """Format a value with two digits or more: 0.044, 1.3, 250."""
     return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
@@ -130,7 +130,7 @@ def _share(value: float) -> str:
 
 
 def skipped_steps(view: View) -> Alert | None:
-    """Steps whose loss or gradient norm was not finite."""
+    """Alert if a loss or gradient norm was not finite, so that steps were skipped."""
     trends = view.trends
     if not trends.skipped:
         return None
@@ -153,7 +153,7 @@ def skipped_steps(view: View) -> Alert | None:
 
 
 def wrong_reference(view: View) -> Alert | None:
-    """At the first step the policy is the reference, and log π − log π_ref is 0."""
+    """Alert if log π − log π_ref is not 0 at the first step, when the policy is the reference."""
     ratio, lengths = view.trends.first_log_ratio, view.values("search/length")
     if ratio is None or view.config.train.reference.name == "behaviour":
         return None
@@ -170,10 +170,10 @@ def wrong_reference(view: View) -> Alert | None:
 
 
 def constant_reward(view: View) -> Alert | None:
-    """Every completion has had the same reward."""
+    """Alert if every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
     flat = view.values("search/flat_groups")
-    # Were a tenth of them right, 200 would have shown it.
+    # If a tenth of them were right, 200 would have shown it.
     if count < 200 or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
         return None
     truncated = view.trends.latest("search/truncated_share")
@@ -199,7 +199,7 @@ def constant_reward(view: View) -> Alert | None:
 
 
 def rejected_rewards(view: View) -> Alert | None:
-    """Trajectories set aside for lack of a usable reward; a few in a thousand are no mistake of the task."""
+    """Alert if trajectories lack a usable reward; a few in a thousand are no mistake of the task."""
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
     if share <= 0.01:
@@ -214,7 +214,7 @@ def rejected_rewards(view: View) -> Alert | None:
 
 
 def nan_groups(view: View) -> Alert | None:
-    """Groups whose log-probabilities were not numbers, from weights that are."""
+    """Alert if logprobs of groups were not numbers although the weights are."""
     if not (groups := view.trends.nan_groups):
         return None
     return _alert(
@@ -228,7 +228,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """The policy became worse, by its score or else by its reward."""
+    """Alert if the policy became worse, by its score or else by its reward."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(
@@ -241,10 +241,10 @@ def falling(view: View) -> Alert | None:
 
 
 def _fall_of_score(view: View) -> str:
-    """Tell of an evaluation that is below an earlier one by 15 points and three standard errors.
+    """Say if an evaluation is below an earlier one by 15 points and by three standard errors.
 
-    Good runs sag by less, or make up for it: a policy that has regained half of a fall is not unlearning. Of
-    graded rewards the share of correct answers is not the score.
+    Good runs sag by less, or make up for it: a policy that has regained half of a fall is not unlearning.
+    Graded rewards are left out, since the share of correct answers is not their score.
     """
     found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
@@ -261,15 +261,15 @@ def _fall_of_score(view: View) -> str:
 
 
 def _standard_error(evaluation: Evaluation) -> float:
-    """Of its score, after one more right and one more wrong answer: a few prompts never prove a 0."""
+    """Return a score's standard error with one right and one wrong answer added: few prompts prove no 0."""
     share = (evaluation.correct + 1) / (evaluation.total + 2)
     return sqrt(share * (1 - share) / evaluation.total)
 
 
 def _fall_of_reward(view: View) -> str:
-    """Tell of fresh rewards that fell by more than chance moves them, and by half of all they ever moved.
+    """Say if fresh rewards fell by more than chance, and by half of their whole range.
 
-    The largest fall of some dozen values that differ by chance alone is four to five times the noise.
+    Among some dozen values that differ only by chance, the largest fall is four to five times the noise.
     """
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
@@ -286,10 +286,10 @@ def _fall_of_reward(view: View) -> str:
 
 
 def sinking_answers(view: View) -> Alert | None:
-    """What is rewarded has become less likely since it was sampled.
+    """Alert if rewarded completions have become less likely since they were sampled.
 
-    Recorded runs that learn from data 10 to 99 steps old stay above −.01 nats a token; those that do not come
-    to −.04 to −1.
+    Recorded runs that learn from data 10 to 99 steps old stay above −.01 nats a token. Runs that fail to
+    learn reach −.04 to −1.
     """
     length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
@@ -315,13 +315,13 @@ def sinking_answers(view: View) -> Alert | None:
 
 
 def distant_policy(view: View) -> Alert | None:
-    """The policy is far from its reference: farther than the reward pays for, or wherever it is.
+    """Alert if the policy is farther from its reference than the reward pays for, or far in any case.
 
-    Below .1 nats per token a KL is never dear; above 1 the text is another language to the reference. At the
-    optimum β·KL is at most what the reward has risen by.
+    Below .1 nats per token a KL is never too high; above 1 the text is another language to the reference. At
+    the optimum, β·KL is at most the rise of the reward.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
-    if wrong_reference(view):  # which is where the distance comes from
+    if wrong_reference(view):  # then that is why the policy is distant
         return None
     if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
         return None
@@ -340,7 +340,7 @@ def distant_policy(view: View) -> Alert | None:
 
 
 def _gain(view: View) -> float | None:
-    """By how much the reward rose, if the objective weighs that against the KL to one reference."""
+    """Return the rise of the reward, if the objective weighs it against the KL to one reference."""
     train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
     if not train.objective.weighs_kl or train.reference.name != "frozen" or tempered or not rewards:
@@ -349,7 +349,7 @@ def _gain(view: View) -> float | None:
 
 
 def collapsed_entropy(view: View) -> Alert | None:
-    """The policy is certain of what it writes, completions hardly differ, and it is no better for it."""
+    """Alert if the policy is certain of what it writes and completions hardly differ before it is solved."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
     if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
         return None
@@ -365,7 +365,7 @@ def collapsed_entropy(view: View) -> Alert | None:
 
 
 def few_effective(view: View) -> Alert | None:
-    """Few completions carry the gradient of an objective that reweights them or takes them for its own."""
+    """Alert if few completions carry the gradient of an objective that reweights or assumes own samples."""
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
         return None  # trajectory balance holds for any sampling distribution
@@ -383,7 +383,7 @@ def few_effective(view: View) -> Alert | None:
 
 
 def engine_gap(view: View) -> Alert | None:
-    """Engine and learner give the same weights different probabilities; bfloat16 alone makes .01 nats."""
+    """Alert if engine and learner differ in logprobs of equal weights; bfloat16 alone makes .01 nats."""
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
     first, dtype = (view.values(name) or [0.0])[0], view.config.model.dtype
     if not (held := view.held(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
@@ -400,7 +400,7 @@ def engine_gap(view: View) -> Alert | None:
 
 
 def biased_samples(view: View) -> Alert | None:
-    """What an objective takes for samples of the policy is filtered before it learns from it."""
+    """Alert if samples are filtered although the objective takes them for the policy's own."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
     filters = {
@@ -426,7 +426,7 @@ def biased_samples(view: View) -> Alert | None:
 
 
 def flat_groups(view: View) -> Alert | None:
-    """Four fifths of the groups teach nothing."""
+    """Alert if four fifths of the groups teach nothing."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     held = view.held(name, lambda value: value > 0.8)
     if held is None or view.solved:
@@ -442,7 +442,7 @@ def flat_groups(view: View) -> Alert | None:
 
 
 def truncated(view: View) -> Alert | None:
-    """Half of the completions run into the token limit, or ever more do."""
+    """Alert if half of the completions reach the token limit, or more and more do."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
@@ -459,9 +459,9 @@ def truncated(view: View) -> Alert | None:
 
 
 def waiting_trainer(view: View) -> Alert | None:
-    """The trainer stands still for lack of data: half of the machines would do."""
+    """Alert if the trainer waits for data so much that half of its machines would do."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= 0.5 or view.in_turns or slow_reward(view):  # that is what it waits for
+    if not share or share[0] <= 0.5 or view.in_turns or slow_reward(view):  # the reward is what it waits for
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
@@ -473,7 +473,7 @@ def waiting_trainer(view: View) -> Alert | None:
 
 
 def slow_reward(view: View) -> Alert | None:
-    """Rewards take most of the searchers' time."""
+    """Alert if rewards take most of the searchers' time."""
     held = view.held("search/reward_share", lambda share: share > 0.7)
     if not held or len(view.values("search/reward_share")) < LEAST_POINTS:
         return None

@@ -1,4 +1,4 @@
-"""The attempts of a run, from its events: how each ended, and the faults on the way."""
+"""Reads the attempts of a run from its events: how each ended, and the faults on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""
 
 STARTS = ("started", "resumed")
-"""Events in the metrics of a rank that begin an attempt; what it counts begins at 0 again."""
+"""Events in a rank's metrics that begin an attempt; the rank's counters restart at 0."""
 
 ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
@@ -32,16 +32,16 @@ FAULTS = {
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",
 }
-"""Kinds of faults → words. The first three are in the metrics, the others in the events."""
+"""Words by kind of fault. Metrics have the first two kinds; the others are read from the events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A start of the ranks, or of a job that came to none (``name`` is empty).
+    """One start of the ranks, or of a job that started none (``name`` is empty).
 
-    job, restarts: Slurm's job and how often it was requeued before; start, end: unix seconds, ``end`` None
-    while the attempt goes on or if nobody noted it. outcome: one of ENDS, KILLED, empty while it goes
-    on; note: exit status or sentence. requeued: the job went back to the queue after it.
+    job, restarts: Slurm's job, and the number of its requeues before. start, end: unix seconds; ``end`` is
+    None while the attempt goes on, or if nobody noted it. outcome: one of ENDS, KILLED, or empty while it
+    goes on. note: exit status or sentence. requeued: whether the job then went back to the queue.
     """
 
     name: str = ""
@@ -57,15 +57,15 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """All attempts, oldest first."""
+    """Return all attempts, oldest first."""
     found: list[Attempt] = []
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
-        if last and kind == "start" and same and not last.name and not last.end:  # the ranks of an allocation
+        if last and kind == "start" and same and not last.name and not last.end:  # that allocation's ranks
             found[-1] = replace(_begun(event), start=last.start)
         elif kind in ("allocated", "start"):
-            if last and not last.end:  # what has no end by now will never have one
+            if last and not last.end:  # an attempt without an end by now will never have one
                 found[-1] = replace(last, outcome=KILLED)
             found.append(_begun(event))
         elif last and kind in ENDS:
@@ -88,7 +88,7 @@ def _begun(event: Event) -> Attempt:
 
 
 def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:
-    """Seconds in which the attempts held machines, which a Slurm job also does between two of them."""
+    """Return the seconds for which machines were held; a Slurm job also holds them between attempts."""
     held = sum(end - attempt.start for attempt, end in zip(found, ends, strict=True))
     for before, after, end in zip(found, found[1:], ends, strict=False):
         if after.job and (before.job, before.restarts) == (after.job, after.restarts):
@@ -97,13 +97,13 @@ def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:
 
 
 def failures_in_a_row(found: Sequence[Attempt]) -> int:
-    """Attempts at the end of which the ranks failed, back from the newest."""
+    """Count the newest attempts in a row whose ranks failed."""
     outcomes = [attempt.outcome for attempt in reversed(found)]
     return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
 
 
 def fault_words(faults: Mapping[str, int]) -> list[str]:
-    """``3 × engine rebuilt`` for each kind that happened."""
+    """Return a text such as ``3 × engine rebuilt`` for each kind of fault that happened."""
     return [f"{count} × {FAULTS[kind]}" for kind, count in faults.items() if count]
 
 
@@ -116,7 +116,7 @@ class CumulativeCounter:
     last: int = 0
 
     def take(self, record: Record) -> int:
-        """Count one more record of a rank; returns how much that adds."""
+        """Count one more record of a rank; return the increase."""
         if record.get("event") in STARTS:
             self.last = 0
         now = int(number(record, self.name, self.last))

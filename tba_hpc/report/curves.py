@@ -1,4 +1,4 @@
-"""The course of a run's metrics, folded record by record into a few hundred points each; folds add up."""
+"""Folds a run's metrics record by record into curves of a few hundred points; two curves can be added."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import Record, number
 
 POINTS = 256
-"""Most points of a curve: as many as a plot has room for."""
+"""Largest number of points of a curve: as many as fit in a plot."""
 
 TREND_POINTS = 64
-"""Most points of a trend: each of many records, so that noise averages out."""
+"""Largest number of points of a trend. Each averages many records, so that noise averages out."""
 
 LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
-"""What a current value is the mean of, unless a point is of more by itself."""
+"""Numbers of steps and completions that a current value averages, unless one point averages more."""
 
 STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Means of a searcher's record, weighted by its trajectories unless OF_TIME."""
+"""Metrics of searchers' records, weighted by the record's trajectories unless in OF_TIME."""
 
 NEWEST_STEPS = 120
-"""Steps of which ``Trends.rewarded`` is kept one by one: a collapse takes some dozen."""
+"""Newest steps for which ``Trends.rewarded`` keeps each value; a collapse takes some dozen steps."""
 
 OF_TIME = frozenset(
     f"search/{name}"
@@ -34,11 +34,11 @@ OF_TIME = frozenset(
         *("load_seconds", "propagation_seconds"),
     )
 )
-"""Figures of a searcher's record that are weighted by the record, not by its trajectories."""
+"""Metrics of searchers in which each record weighs the same, whatever its number of trajectories."""
 
 
 class Point(NamedTuple):
-    """Mean over a span of steps. step: where the span begins; weight: what the mean is of."""
+    """A mean over a span of steps. step: first of the span. weight: total weight of the averaged values."""
 
     step: int
     value: float
@@ -47,10 +47,10 @@ class Point(NamedTuple):
 
 @dataclass
 class Curve:
-    """Weighted means over equal spans of steps, in whatever order the values come.
+    """Weighted means over equal spans of steps; values may come in any order.
 
-    limit: the most spans; beyond that their width, in steps, doubles. sums: of a span, by its number,
-    Σ value · weight and Σ weight. latest_weight: of what ``latest`` is the mean.
+    limit: largest number of spans. Beyond it, their width (in steps) doubles. sums: Σ value · weight and
+    Σ weight, by the span's number. latest_weight: weight of the newest points that ``latest`` averages.
     """
 
     limit: int = POINTS
@@ -59,12 +59,12 @@ class Curve:
     latest_weight: float = 1.0
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
-        """Count one more value, of ``step``."""
+        """Add one more value, of ``step``."""
         self._put(step // self.width, value * weight, weight)
         self._bound()
 
     def add(self, other: Curve) -> None:
-        """Count all that another one holds."""
+        """Add all values of another curve."""
         while self.width < other.width:
             self._widen()
         for span, (total, weight) in other.sums.items():
@@ -72,12 +72,12 @@ class Curve:
         self._bound()
 
     def cut(self, step: int) -> None:
-        """Forget the spans that begin after ``step``: those steps are done again."""
+        """Drop the spans that begin after ``step``, since those steps are done again."""
         self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
 
     @property
     def points(self) -> list[Point]:
-        """By step."""
+        """Points ordered by step."""
         return [
             Point(span * self.width, total / weight, weight)
             for span, (total, weight) in sorted(self.sums.items())
@@ -85,17 +85,17 @@ class Curve:
 
     @property
     def values(self) -> list[float]:
-        """Of the points, by step."""
+        """Values of the points, ordered by step."""
         return [point.value for point in self.points]
 
     @property
     def mean(self) -> float | None:
-        """Over all values; None of nothing."""
+        """Mean over all values; None if there are none."""
         return _mean(self.points)
 
     @property
     def latest(self) -> float | None:
-        """Mean of the newest points that together have the weight for it, or of all; None of nothing."""
+        """Mean of the newest points that together have ``latest_weight``, or of all; None without points."""
         newest, weight = [], 0.0
         for point in reversed(self.points):
             if weight >= self.latest_weight:
@@ -106,7 +106,7 @@ class Curve:
 
     @property
     def trend(self) -> Curve:
-        """The same with TREND_POINTS at most."""
+        """The same curve with at most TREND_POINTS points."""
         coarse = replace(self, limit=TREND_POINTS, sums=dict(self.sums))
         coarse._bound()
         return coarse
@@ -143,11 +143,12 @@ def _curves() -> dict[str, Curve]:
 
 @dataclass
 class Trends:
-    """The curves of a run, by the names of the metrics, and what is counted since its start.
+    """Curves of a run by name of the metric, and counts since its start.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
-    if that is plainly against π_ref. last_skip: the last step that was skipped. rejected: trajectories set
-    aside, nan_groups: groups sampled again, in all attempts. graded: whether some reward was neither 0 nor 1.
+    if that step's reference is plain π_ref. last_skip: the last step that was skipped. rejected: trajectories
+    set aside in all attempts. nan_groups: groups sampled again in all attempts. graded: whether some reward
+    was neither 0 nor 1.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -162,7 +163,7 @@ class Trends:
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
-        """Add a record of the trainer. A resume drops what it takes back, to the nearest span."""
+        """Add a record of the trainer. A resume drops the steps that it takes back, to the nearest span."""
         skipped = self.skips.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:
@@ -201,7 +202,7 @@ class Trends:
             self.curves[name].take(step, value, weight)
 
     def add(self, other: Trends) -> None:
-        """Add what was folded of a searcher's file."""
+        """Add the trends folded from a searcher's file."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
         self.trajectories += other.trajectories
@@ -211,13 +212,13 @@ class Trends:
 
     @property
     def skipped(self) -> int:
-        """Optimizer steps not taken, in all attempts."""
+        """Number of skipped optimizer steps in all attempts."""
         return self.skips.total
 
     def trend(self, name: str) -> list[Point]:
-        """Of a metric, by step."""
+        """Return a metric's trend, ordered by step."""
         return self.curves[name].trend.points
 
     def latest(self, name: str) -> float | None:
-        """What a metric is now; None if it was never recorded."""
+        """Return a metric's current value; None if it was never recorded."""
         return self.curves[name].latest

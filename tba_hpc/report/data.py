@@ -1,6 +1,7 @@
-"""A run as its files have it, folded as they grow: the data of status, summary, report and compare.
+"""Data of a run for status, summary, report and compare, folded from its files as they grow.
 
-Reads at any time, on any machine, in bounded memory: the digest of each metrics file, and later lines.
+It can be read at any time and on any machine, in bounded memory: each metrics file has a digest, after which
+only later lines are read.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
-"""Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
+"""Number of searchers above which only the mean of their rates and the band of their curves are shown."""
 
 MEAN_REWARD = "mean reward"
-"""Name of the score of a run whose rewards are not just 0 and 1."""
+"""Name of the score if rewards are not just 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a run has done, as ``tba status``, ``tba audit`` and the summary count it.
+    """Counts of what a run has done, for ``tba status``, ``tba audit`` and the summary.
 
-    attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
-    back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
-    history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
-    with those merged; dropped: those of them that answered a request once more.
+    attempts: starts of the trainer's loop. steps: in the surviving history. redone: steps that resumes took
+    back. shards, trajectories, tokens: acknowledged ones, which no accident takes back. They are merged by
+    the surviving history or sealed beyond it; tokens are of completions. duplicates, evicted: merged
+    trajectories that the replay buffer rejected as duplicates, or evicted. dropped: merged trajectories that
+    answered a request a second time.
     """
 
     attempts: int
@@ -56,9 +58,9 @@ class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
     finished: whether nothing is left to do. trends: of trainer and searchers; steps that were done twice
-    count once. events: of launchers and batch scripts, see ``run.events.log_event``; not those of
-    submissions, after which a run may wait for days. submissions: what submits the run again, by the job
-    submitted so. evaluations: the complete ones, by name.
+    count once. events: of launchers and batch scripts, see ``run.events.log_event``. Submissions are left
+    out, since a run may wait for days after one. submissions: commands that submit the run again, by the id
+    of the job that each submitted. evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -81,7 +83,7 @@ class RunData:
         return data
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read what the run's files have gained."""
         self.finished = self.run.finished
         self._read_events()
         self._read_trainer(self.run.metrics_file("trainer"))
@@ -110,38 +112,38 @@ class RunData:
         if path not in self._tails:
             digest, self._tails[path] = kept_digest(path, SearcherDigest(index))
             self.trends.add(digest.trends)
-            digest.trends = self.trends  # what follows counts there
+            digest.trends = self.trends  # later records are folded into the run's trends
             self.searchers[index] = digest
         for record in self._tails[path].records():
             self.searchers[index].take(record)
 
     @property
     def trends(self) -> Trends:
-        """See there."""
+        """Curves and counts of the whole run."""
         return self.trainer.trends
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.trainer.step
 
     @property
     def step_seconds(self) -> Curve:
-        """How long each of them took."""
+        """Curve of the wall time of steps, in seconds."""
         return self.trends.curves["time/step_seconds"]
 
     @property
     def newest(self) -> float:
         """Time of the newest record, unix seconds; 0 if there is none.
 
-        Not of elastic searchers: they outlive the run.
+        Elastic searchers are left out, since they outlive the run.
         """
         own = [digest.last for index, digest in self.searchers.items() if not is_elastic(index)]
         return max(series([self.trainer.latest, *own], "time"), default=0.0)
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each kind of fault happened."""
+        """Number of faults of each kind."""
         met = Counter(str(event["event"]) for event in self.events)
         met["rebuilds"] = sum(digest.rebuilds.total for digest in self.searchers.values())
         met["damaged"] = len(self.trainer.damaged)
@@ -150,40 +152,40 @@ class RunData:
 
     @property
     def alerts(self) -> list[Alert]:
-        """What is wrong by now, the worst first."""
+        """Current alerts, the worst first."""
         return alerts(self.trends, self.config, list(self.evaluations.values()))
 
     def evaluated(self, split: Split) -> list[Evaluation]:
-        """The complete evaluations of a split, by step."""
+        """Return the complete evaluations of a split, ordered by step."""
         return [found for found in self.evaluations.values() if found.split == split]
 
     @property
     def graded(self) -> bool:
-        """Whether rewards are not just 0 and 1, so that their mean is the run's score.
+        """True if rewards are not just 0 and 1, so that their mean is the run's score.
 
-        While all answers to held-out prompts get 0, only the rewards of training can show it.
+        While all answers to held-out prompts get 0, only the rewards of training can show this.
         """
         found = [evaluation for evaluation in self.evaluations.values() if evaluation.graded]
         return any(evaluation.is_graded for evaluation in found) or bool(found and self.trends.graded)
 
     @property
     def score_name(self) -> str:
-        """Of the run's score: mean reward, or what the task calls the share of correct answers."""
+        """Name of the run's score: mean reward, or the task's name for the share of correct answers."""
         known = next((evaluation.score_name for evaluation in self.evaluations.values()), "score")
         return MEAN_REWARD if self.graded else known
 
     def score(self, evaluation: Evaluation) -> Estimate:
-        """The run's score, with its 95 % interval."""
+        """Return the run's score with its 95 % interval."""
         if self.graded and evaluation.graded:
             return mean(evaluation.rewards, evaluation.squares, evaluation.graded)
         return wilson(evaluation.correct, evaluation.total)
 
     def show(self, score: float) -> str:
-        """A score in words."""
+        """Format a score."""
         return f"{score:.3f}" if self.graded else percent(score)
 
     def counts(self) -> Counts:
-        """What the run has done by now; reads the shards that wait for their merge."""
+        """Count what the run has done by now; this reads the shards that wait for their merge."""
         merged, trainer = self.trainer.merged, self.trainer
         waiting = [
             _size(path)
@@ -204,7 +206,7 @@ class RunData:
 
     @property
     def stretches(self) -> list[list[Stretch]]:
-        """By attempt, what its trainer did."""
+        """Stretches of the trainer, per attempt."""
         until = [*(attempt.start for attempt in self.attempts[1:]), math.inf]
         return [
             [stretch for stretch in self.trainer.stretches if attempt.start <= stretch.start < end]
@@ -213,7 +215,7 @@ class RunData:
 
     @property
     def ends(self) -> list[float]:
-        """When each attempt ended: as noted, or else with its trainer's last record so far, unix seconds."""
+        """End of each attempt, unix seconds: as noted, or else the trainer's last record so far."""
         return [
             attempt.end or max([attempt.start, *(stretch.end for stretch in stretches)])
             for attempt, stretches in zip(self.attempts, self.stretches, strict=True)
@@ -221,16 +223,16 @@ class RunData:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: seconds of the steps that count over those of held machines.
+        """Effective training time ratio: seconds of surviving steps divided by seconds of held machines.
 
-        None before the first attempt, and where clocks that were set back leave fewer of these.
+        None before the first attempt, and if clocks that were set back leave fewer held seconds than useful.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
         return useful / held if held >= useful and held > 0 else None
 
 
 def _size(path: Path) -> ShardSize:
-    """What a shard file holds; nothing if it cannot be read."""
+    """Return the size of a shard file's contents; EMPTY if it cannot be read."""
     from tba_hpc.exchange.hdf5_shards import ShardError, read_shard  # h5py takes a moment
 
     try:
@@ -241,14 +243,14 @@ def _size(path: Path) -> ShardSize:
 
 
 def _is_event(line: Event) -> bool:
-    """Whether a line of events.jsonl, which anyone may have written, has what all events have."""
+    """Tell whether a line of events.jsonl has the fields of all events; anyone may have written it."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     job = str(line.get("job"))
     return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
 
 
 def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:
-    """All evaluations of which every part is there, by name; those in ``known`` are not read again."""
+    """Read the evaluations whose parts are all there, by name; those in ``known`` are not read again."""
     found = {
         name: (known or {}).get(name) or find_evaluation(run, split, step)
         for name, (split, step) in evaluations_on_disk(run).items()
@@ -257,5 +259,5 @@ def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) ->
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:
-    """The values of a scalar, if it is there."""
+    """Return the values of a scalar from the records that have it."""
     return [value for record in records if (value := number(record, name)) is not None]

@@ -1,7 +1,7 @@
 """Folds a metrics file record by record in bounded memory, and keeps the result next to the file.
 
-The writer of the file keeps its digest (``KeptDigest``), so that a reader parses only the last lines, however
-long the run. A digest that is missing or does not fit its file is made again from the lines.
+The writer of the file keeps its digest (``KeptDigest``), so that a reader parses only the last lines even of
+a long run. A digest that is missing or does not fit its file is made again from the lines.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 log = logging.getLogger(__name__)
 
 FORMAT = 9
-"""Version of the files of digests; those of another are made again from the lines."""
+"""Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
-"""Pause between two writes of a digest; readers parse the lines since."""
+"""Pause between two writes of a digest; readers parse the lines after the last write."""
 
 CHECKPOINTS = 16
-"""Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
+"""Number of newest checkpoints to which counts can go back; a resume takes the newest intact one."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
-"""Events that say what the trainer does from then on."""
+"""Events that begin a phase of the trainer."""
 
 
 @dataclass
 class Merged:
-    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next.
+    """Counts of what a run's surviving history has merged. cursors: index of the next shard, per searcher.
 
     dropped: trajectories that answered a request a second time.
     """
@@ -56,7 +56,7 @@ class Merged:
     cursors: dict[int, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """One more event ``merged`` or ``evicted``."""
+        """Count one more event ``merged`` or ``evicted``."""
         self.revision = whole(record, "revision")
         self.evicted += whole(record, "evicted")
         if record["event"] == "merged":
@@ -68,15 +68,15 @@ class Merged:
             self.cursors[whole(record, "searcher")] = whole(record, "shard") + 1
 
     def copy(self) -> Merged:
-        """One that stays as this is now."""
+        """Return a copy that later records do not change."""
         return replace(self, cursors=dict(self.cursors))
 
 
 @dataclass
 class Stretch:
-    """What the trainer wrote in one attempt: when, unix s, between which steps; event: its last record's.
+    """The trainer's records of one attempt: their times (unix s), steps, and the last one's event.
 
-    If the clock is set back, the start is as that clock has it, so that no second counts twice.
+    If the clock is set back, ``start`` moves back with it, so that no second counts twice.
     """
 
     start: float
@@ -88,12 +88,12 @@ class Stretch:
 
 @dataclass
 class TrainerDigest:
-    """The trainer's records.
+    """Digest of the trainer's records.
 
-    phase: the last event of PHASES, or ``training``. postponed: the newest checkpoint for which there was no
-    space, if none was complete since. damaged: checkpoints set aside. latest: the newest value of every
-    figure. step: the last one done. redone: steps taken back by all resumes. saved: what was merged by the
-    newest checkpoints.
+    phase: the last event of PHASES, or ``training``. postponed: event of the newest checkpoint that found no
+    space, if none has been completed since. damaged: events of checkpoints set aside. latest: newest value of
+    every figure. step: the last one done. redone: steps taken back by all resumes. saved: what each of the
+    newest checkpoints had merged.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -110,7 +110,7 @@ class TrainerDigest:
     stretches: list[Stretch] = field(default_factory=list)
 
     def take(self, record: Record) -> None:
-        """One more record."""
+        """Fold one more record."""
         self.trends.take(record)
         event = str(record.get("event", ""))
         if event in ("merged", "evicted"):
@@ -120,7 +120,7 @@ class TrainerDigest:
         else:
             self.phase, self.step = "training", whole(record, "step")
             self.latest = {**self.latest, **record}
-        if event != "damaged":  # logged before the start that it belongs to
+        if event != "damaged":  # logged before the attempt's start event
             self._stretch(event, record)
 
     def _take_event(self, event: str, record: Record) -> None:
@@ -143,16 +143,16 @@ class TrainerDigest:
             self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """What a checkpoint holds: what was merged when it was copied, which may be logged before."""
+        """Note what a checkpoint had merged when it was copied, unless its snapshot event did so before."""
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
     def _begin(self, step: int, revision: int) -> None:
-        """Go back to where an attempt begins: a checkpoint, or nothing."""
+        """Go back to the state at which an attempt begins: a checkpoint's, or an empty one."""
         self.starts += 1
         self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
-        if self.merged.revision != revision:  # else nothing came after the checkpoint
+        if self.merged.revision != revision:  # equal if nothing came after the checkpoint
             self.merged = self.saved[-1].copy() if self.saved and revision else Merged()
 
     def _stretch(self, event: str, record: Record) -> None:
@@ -165,19 +165,19 @@ class TrainerDigest:
 
     @property
     def seconds(self) -> float:
-        """Wall time of all attempts."""
+        """Wall time of all attempts, in seconds."""
         return sum(stretch.end - stretch.start for stretch in self.stretches)
 
 
 @dataclass
 class SearcherDigest:
-    """A searcher's records.
+    """Digest of a searcher's records.
 
-    trends: of its own records, or of the whole run, which then counts them. stays: seconds of its earlier
-    starts, each to its last record; since, until: of the last one, unix seconds. tokens: generated, also
-    those lost with their searcher. rates: tokens per second by unix second; at_work: only while it
-    generated. stage: what its engine does, if it has said so since it began. last: the last record that is no
-    event.
+    trends: of its own records, or the whole run's, into which its records then go. stays: seconds of its
+    earlier starts, each up to its last record. since, until: first and last record of its last start, unix
+    seconds. tokens: generated, even if lost with their searcher. rates: tokens per second by unix second.
+    at_work: the same, only while it generated. stage: what its engine does, if it has said so since its
+    start. last: the last record that is no event.
     """
 
     index: int
@@ -195,7 +195,7 @@ class SearcherDigest:
     until: float = 0.0
 
     def take(self, record: Record) -> None:
-        """One more record."""
+        """Fold one more record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
             self.stays, self.since, self.stage = self.seconds, when, ""
@@ -218,7 +218,7 @@ class SearcherDigest:
 
     @property
     def seconds(self) -> float:
-        """For how long it was there, all its starts together: engines are loaded in part before that."""
+        """Total uptime of all starts, in seconds. Engines are partly loaded before it begins."""
         return self.stays + self.until - self.since
 
 
@@ -228,18 +228,18 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """The digest of a metrics file: FORMAT, the length it covers and a checksum in a line; the digest."""
+    """Path of a metrics file's digest: a line with FORMAT, covered length and checksum, then the digest."""
     return metrics.with_suffix(".digest.json")
 
 
 @functools.cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Reads and writes digests of the class of that name; built on first use, which takes a moment."""
+    """Return the reader and writer for digests of the named class; slow to build, so on first use only."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
-    """The digest on disk, or ``digest``, a fresh one; and a reader of the records after it."""
+    """Return the digest on disk, or the fresh one ``digest``, and a reader of the records after it."""
     try:
         head, _, body = read_regular(digest_file(metrics)).partition(b"\n")
         end, checksum = json.loads(head)[f"format {FORMAT}"]
@@ -248,7 +248,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
         kept: D = _adapter(type(digest).__name__).validate_json(body)
         with open_regular(metrics) as file:
             file.seek(end - 1)
-            fits = file.read(1) == b"\n"  # lines can end there
+            fits = file.read(1) == b"\n"  # the covered part ends with a line
     except (OSError, ValueError, TypeError, LookupError):
         fits = False
     return (kept, MetricsTail(metrics, place=end)) if fits else (digest, MetricsTail(metrics))
@@ -257,7 +257,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
 class KeptDigest(Generic[D]):
     """Folds records as they are written to a metrics file, and keeps the digest next to it.
 
-    digest: a fresh one; what the file holds already is folded first.
+    digest: a fresh one; records that the file already holds are folded first.
     """
 
     def __init__(self, metrics: Path, digest: D) -> None:
@@ -266,10 +266,10 @@ class KeptDigest(Generic[D]):
         self._digest: D = found[0]
         for record in found[1].records():
             self._digest.take(record)
-        self._next = 0.0  # one that did not fit the file is replaced at once
+        self._next = 0.0  # a digest that did not fit the file is replaced at once
 
     def __call__(self, records: Sequence[Record], end: int | None) -> None:
-        """See ``run.metrics.Digest``."""
+        """Fold new records (see ``run.metrics.Digest``)."""
         for record in records:
             self._digest.take(record)
         if end is not None and time.monotonic() >= self._next:

@@ -1,4 +1,4 @@
-"""Shows what a run's ranks and batch scripts have logged: the end of each log, or all that comes."""
+"""Shows the logs of a run's ranks and batch scripts: the end of each, or new lines as they come."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tba_hpc.run.files import open_regular
 from tba_hpc.run.notes import log_file, rank_name
 
 LOOK_SECONDS = 0.5
-"""Pause between two looks at files that are followed."""
+"""Pause between two checks of followed files."""
 
 MOST_BYTES = 1 << 22
-"""At most so much of the end of a log is read for its last lines."""
+"""Largest part of a log's end that is read for its last lines."""
 
 BATCH = "batch"
-"""Name of the log of the batch script, where others are those of ranks."""
+"""Name of the batch script's log; other names are of ranks."""
 
 RANK = re.compile(r"(trainer|searcher)-(\d+)")
 
 
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
-    """The logs that are asked for and there, in order: the newest batch script's, then the ranks'.
+    """List the requested logs that exist: the newest batch script's, then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None: all. attempt: None for the newest,
-    to which alone the batch script's belongs. A link that leads out of the run is no log of it. Raises
-    ConfigError for a rank or an attempt that there is not.
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all. attempt: None for the newest,
+    the only one to which the batch script's log belongs. Links that lead out of the run are left out. Raises
+    ConfigError for a rank or an attempt that does not exist.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
@@ -48,7 +48,7 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
 
 
 def _name(rank: str) -> str:
-    """``trainer-0000`` of ``trainer-0``. Raises ConfigError."""
+    """Turn ``trainer-0`` into the log's name, ``trainer-0000``. Raises ConfigError."""
     if match := RANK.fullmatch(rank):
         return rank_name("trainer" if match[1] == "trainer" else "searcher", int(match[2]))
     if rank == "mpiexec":
@@ -69,15 +69,15 @@ def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int
 
 
 def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
-    """Print the end of each log, and what comes then, in later attempts and jobs, too; until it is finished.
+    """Print the end of each log, then new lines, also of later attempts and jobs, until the run is finished.
 
-    attempt: follow that one alone. Raises ConfigError.
+    attempt: follow only this one. Raises ConfigError.
     """
     printer = Printer()
     for file in log_files(run, rank, attempt):
         printer.show(file, last=lines)
     while True:
-        over = run.finished_file.exists()  # before the look, after which nothing is to come then
+        over = run.finished_file.exists()  # read first: if it is finished, this check shows the last lines
         for file in log_files(run, rank, attempt):
             printer.show(file)
         if over:
@@ -87,18 +87,18 @@ def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: in
 
 @dataclass
 class Printer:
-    """Prints what is new of several files, and a heading wherever the file is another than before.
+    """Prints new lines of several files, with a heading whenever the file changes.
 
-    offsets: how many bytes of each are known.
+    offsets: number of bytes of each file already read.
     """
 
     offsets: dict[Path, int] = field(default_factory=dict)
     file: Path | None = None
 
     def show(self, file: Path, *, last: int | None = None, unfinished: bool = False) -> None:
-        """Print the lines written since, or the last few of them.
+        """Print the lines written since the last call, or only the ``last`` ones.
 
-        unfinished: also one without its end, which else comes next time.
+        unfinished: print an unfinished line, too, instead of leaving it for the next call.
         """
         lines = self._new_lines(file, near_end=last is not None, unfinished=unfinished)
         lines = lines if last is None else lines[max(0, len(lines) - last) :]
@@ -109,11 +109,11 @@ class Printer:
             print(printable(line), flush=True)
 
     def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
-        """As a terminal would show them: a progress bar by its last state, no NUL of mpiexec's."""
+        """Read new lines as a terminal shows them: progress bars in their last state, no NULs of mpiexec."""
         with open_regular(path) as file:
             size = file.seek(0, 2)
             start = self.offsets.get(path, max(0, size - MOST_BYTES) if near_end else 0)
-            start = start if start <= size else 0  # else another one of the same name
+            start = start if start <= size else 0  # a shorter file is a new one of the same name
             file.seek(start)
             data = file.read()
         new = data if unfinished else data[: data.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""Writes ``report.html``: a run on one self-contained page, plots and all, for any browser or printer."""
+"""Writes ``report.html``: a run on one self-contained page with plots, for any browser or printer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ OUTCOMES = {
     "refused": "refused",
     KILLED: "killed, or its node lost",
 }
-"""Ends of an attempt → words."""
+"""Words by outcome of an attempt."""
 
 
 class Tile(NamedTuple):
-    """A headline number; then, gain: what it became."""
+    """A headline number. then, gain: its value after training, and the change."""
 
     name: str
     value: str
@@ -47,14 +47,14 @@ class Tile(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The same questions answered at one step, and at a later one if there is any; rows: an answer each."""
+    """Answers to the same questions at one or two steps. rows: one answer per step, for each question."""
 
     steps: tuple[int, ...]
     rows: list[tuple[Answer, ...]]
 
 
 def write_report(run: RunDir) -> Summary:
-    """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
+    """Write ``summary.json`` and then ``report.html`` from one reading of a run in any state."""
     data = RunData.read(run)
     summary = summary_of(data)
     write_summary(run, summary)
@@ -63,7 +63,7 @@ def write_report(run: RunDir) -> Summary:
 
 
 def render(data: RunData, summary: Summary) -> str:
-    """The page as HTML text."""
+    """Return the page as HTML text."""
     config, begun = data.config, bool(data.step or data.searchers)
     return template("page.html.j2").render(
         title=f"{config.run.name}, seed {config.run.seed}",
@@ -84,7 +84,7 @@ def render(data: RunData, summary: Summary) -> str:
 
 
 def template(name: str) -> Template:
-    """A template of this folder; values are escaped, control characters, too."""
+    """Load a template of this folder; values are escaped, including control characters."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -100,7 +100,7 @@ def _shown(value: Any) -> Any:
 
 
 def write_html(path: Path, text: str) -> None:
-    """Write a page where the user wants it. Raises ConfigError if nothing can be written there."""
+    """Write a page to the user's path. Raises ConfigError if nothing can be written there."""
     try:
         write_atomic(path, text)
     except OSError as error:
@@ -110,7 +110,7 @@ def write_html(path: Path, text: str) -> None:
 
 
 def footer() -> str:
-    """Who wrote a page, and when."""
+    """Return a line that says who wrote the page, and when."""
     return f"tba-hpc · written {_utc(time.time())} UTC"
 
 
@@ -129,10 +129,10 @@ def _subtitle(config: Config) -> str:
 
 
 def tiles(data: RunData, summary: Summary) -> list[Tile]:
-    """The headline numbers."""
+    """Return the headline numbers."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ended = data.attempts and data.attempts[-1].end  # until then its share of held time is still to fall
+    ended = data.attempts and data.attempts[-1].end  # an attempt that goes on still changes it
     ettr = f", ETTR {_share(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
@@ -165,7 +165,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
 
 
 def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
-    """What the first and the last evaluation keep of the same prompts; None if that is nothing."""
+    """Return answers that the first and last evaluation keep of the same prompts; None if there are none."""
     known = [evaluation for evaluation in evaluations if evaluation.answers]
     if not known:
         return None
@@ -186,11 +186,11 @@ WAITS = (
     ("Sealing shards", "search/seal_share", "a searcher makes trajectories durable"),
     ("Searcher busy", "search/busy_share", "a searcher's wall time inside the engine"),
 )
-"""Name, metric and meaning of what may stand still."""
+"""Name, metric and meaning of each possible wait."""
 
 
 def waits(data: RunData) -> list[tuple[str, str, str, str]]:
-    """How long trainer and searchers stood still: name, meaning, mean and latest value."""
+    """Return rows of how long trainer and searchers waited: name, meaning, mean and latest value."""
     wait = number(data.trainer.latest, "train/wait_share")
     trainer = "wall time outside forward, backward and optimizer, after warm-up"
     rows = [("Trainer wait", trainer, NOTHING if wait is None else _share(wait), "")]
@@ -210,7 +210,7 @@ def _time(seconds: float) -> str:
 
 
 def attempt_rows(data: RunData) -> list[dict[str, Any]]:
-    """Rows of the table of attempts; ``left`` and ``width`` of a bar are in percent of the run's time."""
+    """Return the attempts as rows; ``left`` and ``width`` of a bar are in percent of the run's time."""
     found, ends = data.attempts, data.ends
     if not found:
         return []
@@ -227,7 +227,7 @@ def attempt_rows(data: RunData) -> list[dict[str, Any]]:
 
 
 def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
-    # The trainer writes the page before the launcher knows of its end.
+    # The trainer writes the page before the launcher notes the attempt's end.
     last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
     outcome = attempt.outcome or last
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")

@@ -23,12 +23,12 @@ from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
 VARIABLES = ("ink", "muted", "grid", "blue", "orange", "green", "rose")
 COLOURS = {name: f"#0{i}0{i}0{i}" for i, name in enumerate(VARIABLES, 1)}
-"""The page's CSS variables, and stand-ins for them that matplotlib takes."""
+"""Stand-ins that matplotlib accepts, by the page's CSS variables."""
 
 INK, MUTED, GRID, BLUE, ORANGE, GREEN, ROSE = COLOURS.values()
 
 STYLE: dict[Any, object] = {
-    "text.parse_math": False,  # a task may call its score anything
+    "text.parse_math": False,  # a task may give its score any name
     "svg.fonttype": "none",
     "font.size": 9,
     "text.color": INK,
@@ -54,7 +54,7 @@ STYLE: dict[Any, object] = {
 }
 
 AXES = (0.12, 0.18, 0.86, 0.7)
-"""Left, bottom, width and height of the axes: matplotlib takes a second to find these for a page."""
+"""Left, bottom, width and height of the axes; matplotlib would take a second per page to find these."""
 
 
 class Plot(NamedTuple):
@@ -66,16 +66,17 @@ class Plot(NamedTuple):
 
 
 Line = tuple[str, str, str]
-"""A metric, its colour, and what the legend calls it."""
+"""A metric, its colour, and its name in the legend."""
 
 Axis = Callable[[Axes], object]
-"""Sets up the vertical axis once all is drawn."""
+"""Sets up the vertical axis after the curves are drawn."""
 
 
 class Lines(NamedTuple):
     """A figure of metrics over the steps.
 
-    compared: whether ``tba compare`` shows the first of them, too. above: drawn only if a value is.
+    compared: whether ``tba compare`` shows the first metric, too. above: the figure is drawn only if some
+    value is above this.
     """
 
     title: str
@@ -87,7 +88,7 @@ class Lines(NamedTuple):
 
 
 def plots(data: RunData) -> list[Plot]:
-    """Every figure of the page; at least one step was taken."""
+    """Draw every figure of the page; at least one step must have been taken."""
     drawn = (
         _plot(printable(data.score_name), "greedy", _score, data),
         _plot("Score and distance", "a point per evaluation", _pareto, data),
@@ -98,9 +99,9 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
-    """The curves of some runs laid over each other, by step; those that at least one run has.
+    """Draw the curves of several runs over each other, by step, if at least one run has them.
 
-    kl: whether theirs may be, since it is to one reference.
+    kl: whether to draw KL, which is comparable only under one reference.
     """
     names = [data.score_name for data in runs if data.evaluations] or ["score"]
     shown = [figure for figure in FIGURES if figure.compared and (kl or figure.title != "KL")]
@@ -112,12 +113,12 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def run_line(index: int) -> tuple[str, str]:
-    """Colour and line style of the run at that place, by names that the page and matplotlib know."""
+    """Return colour and line style of the run at ``index``, as names that the page and matplotlib know."""
     return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
 def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
-    """Draw one figure of what is given; None if there was nothing to draw."""
+    """Draw one figure by ``draw`` with ``given``; None if there is nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5))
         ax = figure.add_axes(AXES)
@@ -132,7 +133,7 @@ def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> P
 
 
 def _themed(svg: str, title: str) -> str:
-    """Only the <svg> element, sized by the page, coloured by its CSS variables."""
+    """Return only the <svg> element, sized by the page and coloured by its CSS variables."""
     svg = printable(svg[svg.index("<svg") :])
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     label = f' role="img" aria-label="{html.escape(title)}"'
@@ -147,7 +148,7 @@ def _themed(svg: str, title: str) -> str:
 
 
 def _steps_axis(ax: Axes, *runs: RunData) -> None:
-    """From step 0 to the last, the same on every plot."""
+    """Set the horizontal axis from step 0 to the last, the same on every plot."""
     last = max([1.0, *(data.step for data in runs)])
     ax.set_xlim(-0.02 * last, 1.02 * last)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -164,7 +165,7 @@ def _shares(ax: Axes) -> None:
 
 
 def _small_share(ax: Axes) -> None:
-    """From 0 to a little above the largest value, 5 % at least."""
+    """Set the axis from 0 to a little above the largest value, to 5 % at least."""
     ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
     _percents(ax)
 
@@ -179,7 +180,7 @@ def _counts(ax: Axes) -> None:
 
 
 def _log_scale(ax: Axes) -> None:
-    """So that float32's 1e-5 and bfloat16's 1e-2 both show."""
+    """Set a log scale on which both float32's 1e-5 and bfloat16's 1e-2 are visible."""
     drawn = [value for value in _values(ax) if value > 0]
     ax.set_ylim(min([1e-5, *drawn]) / 2, max([1e-1, *drawn]))
     ax.set_yscale("log")
@@ -187,7 +188,7 @@ def _log_scale(ax: Axes) -> None:
 
 
 def _values(ax: Axes) -> list[float]:
-    """All that is drawn."""
+    """Return all drawn vertical values."""
     return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
 
 
@@ -195,13 +196,13 @@ def _values(ax: Axes) -> list[float]:
 
 
 def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """float [N]: where its points are, and their values."""
+    """Return the steps and the values of a curve's points, both float [N]."""
     columns = np.array([point[:2] for point in curve.points], float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a twentieth of the points; the window shrinks at both ends."""
+    """Take a centred moving mean over about a twentieth of the points; windows shrink at both ends."""
     half = len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -210,12 +211,12 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _line(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None, **style: Any) -> None:
-    """A single point as a dot."""
+    """Draw a line; a single point becomes a dot."""
     ax.plot(x, y, color=color, label=label, marker="o" if len(x) == 1 else None, **style)
 
 
 def _trend(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
-    """The points, faint, under their moving mean."""
+    """Draw the points faintly under their moving mean."""
     if len(x) > 40:
         ax.plot(x, y, color=color, alpha=0.25, linewidth=0.9)
     _line(ax, x, _smooth(y), color, label)
@@ -231,7 +232,7 @@ def _lines(ax: Axes, data: RunData, figure: Lines) -> bool:
 
 
 def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
-    """The first metric of a figure, of each run."""
+    """Draw the first metric of a figure for each run."""
     curves = [data.trends.curves[figure.lines[0][0]] for data in runs]
     for index, curve in enumerate(curves):
         (x, y), (color, style) = _columns(curve), run_line(index)
@@ -241,7 +242,7 @@ def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
 
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
-    """Maps unix time to minutes of running time: the pauses between attempts do not count."""
+    """Return a map from unix time to minutes of running time, without the pauses between attempts."""
     stretches = data.trainer.stretches
     lengths = np.array([stretch.end - stretch.start for stretch in stretches])
     ends = np.cumsum(lengths)
@@ -251,7 +252,7 @@ def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _throughput(ax: Axes, data: RunData) -> bool:
-    """Of each searcher, or of many their range and mean."""
+    """Draw the throughput of each searcher; for many, their range and mean."""
     minutes = run_minutes(data)
     curves = {index: _columns(searcher.rates) for index, searcher in data.searchers.items()}
     known = {index: (minutes(when), rate) for index, (when, rate) in curves.items() if len(when)}
@@ -272,7 +273,7 @@ def _throughput(ax: Axes, data: RunData) -> bool:
 
 
 def _score(ax: Axes, data: RunData) -> bool:
-    """Validation as a line; the held-out test before and after as diamonds, with their values."""
+    """Draw validation as a line; the held-out test before and after as diamonds with their values."""
     validation, test = (
         [(e.step, data.score(e).value) for e in data.evaluated(split)] for split in ("validation", "test")
     )
@@ -289,7 +290,7 @@ def _score(ax: Axes, data: RunData) -> bool:
     if test:
         ax.axhline(test[0][1], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
     for i, (step, value) in enumerate(test):
-        low = not data.graded and value < 0.1  # not on the labels of the axis
+        low = not data.graded and value < 0.1  # keeps the text off the axis labels
         place: dict[str, Any] = {"xytext": (0, -9), "ha": "right"}
         if i == 0:
             place = {"xytext": (9, 14 if low else -5), "ha": "left"}
@@ -314,7 +315,7 @@ def _score_axis(ax: Axes, *runs: RunData) -> None:
 
 
 def _pareto(ax: Axes, data: RunData) -> bool:
-    """What the score cost in distance from one reference: up and to the left is better."""
+    """Draw the score against the distance from one reference; up and to the left is better."""
     train = data.config.train
     found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
     if len(found) < 2:
@@ -356,7 +357,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """A metric of fresh completions and of the batch."""
+    """Return the lines of a metric of fresh completions and of the batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 

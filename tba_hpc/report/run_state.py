@@ -1,6 +1,6 @@
-"""How a run stands: its files as they grow, and how Slurm sees its job; and what the user types next.
+"""Derives a run's state from its growing files and Slurm's view of its job, and the user's next command.
 
-Cheap enough to look every second.
+It is cheap enough to be called every second.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
 
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-"""Slurm's states of a job that waits for its nodes, for the first time or again."""
+"""Slurm states of a job that waits for nodes, for the first time or again."""
 
 AT_WORK = {
     *("CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT"),
     *("RESIZING", "STOPPED", "SUSPENDED"),
 }
-"""Slurm's states of a job that has nodes."""
+"""Slurm states of a job that has nodes."""
 
 UNKNOWN = "UNKNOWN"
 """State of a job if Slurm cannot be asked, or does not answer."""
@@ -35,28 +35,28 @@ FORGOTTEN = "FORGOTTEN"
 """State of a job that Slurm no longer knows."""
 
 SILENT_SECONDS = 600.0
-"""Engines may take so long to start."""
+"""Silence after which a run may be dead; starting engines may take this long."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
 QUEUE_SECONDS = 10.0
-"""Shortest pause between two questions to Slurm."""
+"""Shortest pause between two queries to Slurm."""
 
 FRESH_SECONDS = 60.0
-"""A searcher silent for longer, and for two records, is not at work; clocks of nodes may differ by less."""
+"""Silence after which, if two records are late, a searcher is not at work; clocks may differ by less."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``launch.slurm_queue.job_states``."""
 
 Queue = Callable[[RunDir], list[QueueEntry]]
-"""How Slurm sees the components of a run's job; none for a run that was never submitted."""
+"""Returns Slurm's view of the components of a run's job; empty for a run that was never submitted."""
 
 
 class RunMonitor(RunData):
-    """A run under way. queue: how Slurm sees its job; elastic: elastic searchers that are there.
+    """A run under way. queue: returns Slurm's view of its job. elastic: its present elastic searchers.
 
-    abandoned: whether its launcher is gone, if it has no job.
+    abandoned: whether the launcher of a run without a job is gone.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
@@ -69,12 +69,12 @@ class RunMonitor(RunData):
         self._opened = time.time()
 
     def update(self) -> None:
-        """Read what is new in the run directory; ask Slurm if that was long ago."""
-        if time.monotonic() - self._asked >= QUEUE_SECONDS:  # first: what the files say is newer then
+        """Read what is new in the run directory; ask Slurm if the last query was long ago."""
+        if time.monotonic() - self._asked >= QUEUE_SECONDS:  # asked first, so that the files are newer
             self.job = self._queue(self.run)
             self.elastic = self._find_elastic()
             self.abandoned = not self.job and is_abandoned(self.run)
-            self._asked = time.monotonic()  # after the answer, which may take its time
+            self._asked = time.monotonic()  # after the answer, which may take long
         super().update()
 
     def _find_elastic(self) -> dict[int, Owner]:
@@ -89,36 +89,36 @@ class RunMonitor(RunData):
 
     @property
     def last_event(self) -> str:
-        """Of launchers and batch scripts, the last that changed how the run stands."""
+        """Last event of launchers and batch scripts that changed the run's state."""
         asides = {"unreachable", "hung", "orphan"}
         kinds = (str(event["event"]) for event in reversed(self.events))
         return next((kind for kind in kinds if kind not in asides), "")
 
     @property
     def phase(self) -> str:
-        """What the trainer of the newest attempt said last; empty before its first word."""
+        """Last phase of the newest attempt's trainer; empty before its first record."""
         trainer = self.trainer
         return trainer.phase if number(trainer.latest, "time", 0.0) >= self._begun else ""
 
     @property
     def _begun(self) -> float:
-        """When the newest attempt began; what ranks wrote earlier was another attempt's.
+        """Start of the newest attempt, unix seconds; earlier records are of other attempts.
 
-        0 if that is yet to come: clocks were set back since, and do not tell attempts apart.
+        0 if it is in the future: clocks were set back since, and do not tell attempts apart.
         """
         start = self.attempt.start if self.attempt else 0.0
         return start if start <= time.time() + FRESH_SECONDS else 0.0
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the newest attempt took so far; before the first, those since it was opened."""
+        """Seconds since the newest attempt began, up to its end; before the first, since this was opened."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
 
     @property
     def eta(self) -> float | None:
-        """Seconds that the steps left take at the pace of the last ones; None while none is taken."""
+        """Seconds that the remaining steps take at the current pace; None while none is taken."""
         if self.phase != "training" or not (pace := self.step_seconds.latest):
             return None
         return pace * (self.config.train.steps - self.step)
@@ -137,7 +137,7 @@ class RunMonitor(RunData):
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each searcher that is at work."""
+        """Tokens per second of each searcher at work."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
         records = [digest.last for _, digest in sorted(self.searchers.items())]
@@ -145,13 +145,13 @@ class RunMonitor(RunData):
 
     @property
     def engines(self) -> dict[int, SearcherDigest]:
-        """The newest attempt's searchers, elastic ones aside, that have said what their engines do."""
+        """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
         return {i: digest for i, digest in own.items() if digest.stage and digest.since >= self._begun}
 
     @property
     def tested(self) -> bool:
-        """Whether the final evaluation is there."""
+        """True if the final evaluation is complete."""
         return any(found.step == self.config.train.steps for found in self.evaluated("test"))
 
 
@@ -160,7 +160,7 @@ class RunMonitor(RunData):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run stands. state: a word for scripts; words: for people; command: what the user types next.
+    """A run's state. state: a word for scripts. words: for people. command: what the user types next.
 
     States: queued, requeued, suspended, starting, filling, evaluating, training, finishing, stopping,
     relaunching, and those of OVER.
@@ -172,12 +172,12 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether it is the user's turn, or nobody's."""
+        """True if the run does nothing more by itself."""
         return self.state in OVER
 
 
 def run_state(monitor: RunMonitor) -> RunState:
-    """How the run stands as of the monitor's last update."""
+    """Return the run's state as of the monitor's last update."""
     if monitor.run.finished or monitor.last_event == "finished":
         ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_SECONDS
         ranks = ", waiting for its ranks to end" if ending else ""
@@ -192,7 +192,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """The components of the run's job; none if the run was started otherwise since that job ended."""
+    """Return the components of the run's job; none if the run has since been started without one."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & {*WAITING, *AT_WORK}:
         return monitor.job
@@ -215,12 +215,12 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
-    """Whether the job's batch script has logged an event."""
+    """Tell whether the job's batch script has logged an event."""
     return any(event["job"] == job[0]["job"] for event in monitor.events)
 
 
 def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> RunState:
-    """While the batch script may react to what happens."""
+    """Return the state while the batch script may still react to events."""
     step, job_id = monitor.step, job[0]["job"]
     if not _heard_of(monitor, job):
         if job[0]["state"] == UNKNOWN:
@@ -255,13 +255,13 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 
 def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
-    """The same with the command that goes on, unless that would use code that the run was refused for."""
+    """Add the resume command, unless that would use the code for which the run was refused."""
     stale_code = ended.state == "refused" and monitor.run.modules.is_dir()
     return ended if stale_code else replace(ended, command=again)
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:
-    """The end that a launcher noted, if no launcher is left."""
+    """Return the end that a launcher noted, if it noted one."""
     note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
@@ -285,13 +285,13 @@ def _ended(monitor: RunMonitor) -> RunState | None:
 
 
 def _abandoned(monitor: RunMonitor) -> RunState | None:
-    """The end of a launcher that could note none."""
+    """Return the end of a run whose launcher could not note one."""
     words = f"killed at step {monitor.step}, or its machine was lost; it resumes from the last checkpoint"
     return RunState("gone", words) if monitor.abandoned else None
 
 
 def _at_work(monitor: RunMonitor) -> RunState:
-    """What the ranks of the newest attempt do."""
+    """Return what the ranks of the newest attempt do."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
     before = phase in ("", "started", "resumed", "filling") and not any(monitor.rates)
     if last == "signal" and phase not in ("stopped", "finished"):
@@ -323,7 +323,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """How many are ready, and what the first of the others does; empty if none has said what it does."""
+    """Say how many engines are ready, and what the first other one does; empty if none reports a stage."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""
@@ -334,7 +334,7 @@ def _engines(monitor: RunMonitor) -> str:
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """The same, with a hint if all are silent for longer than any rank waits for another."""
+    """Add a hint if all have been silent for longer than any rank waits for another."""
     silence = monitor.silence or 0.0
     if silence < max(SILENT_SECONDS, monitor.config.launch.timeout_seconds):
         return found
@@ -343,7 +343,7 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:
-    """What submits the run again: as the submission noted it, or a guess for a script sent by hand."""
+    """Return the command that resubmits the run, as noted; a guess for a script submitted by hand."""
     if job in monitor.submissions:
         return monitor.submissions[job]
     allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]

@@ -1,4 +1,4 @@
-"""Shows how a run stands: live on a terminal, as plain lines elsewhere, once, or as JSON for scripts."""
+"""Shows the state of a run: live on a terminal, as plain lines elsewhere, once, or as JSON."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from tba_hpc.run.metrics import number
 from tba_hpc.run.owners import Owner
 
 LINE_SECONDS = 5.0
-"""Pause between two plain lines if the output is no terminal."""
+"""Pause between two plain lines if the output is not a terminal."""
 
 REFRESH_SECONDS = 1.0
-"""Pause between two looks at the run."""
+"""Pause between two readings of the run."""
 
 ROLES = {"0": "trainers", "1": "searchers"}
-"""What the components of a het job do; a job of one component does all."""
+"""Roles of the components of a het job; a job of one component has all ranks."""
 
 
 # --- Values ---
 
 
 def _left(monitor: RunMonitor, now: RunState) -> list[str]:
-    """How long training goes on, if it does."""
+    """Return the time left as a text, if the run is training."""
     return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
 
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
-    """Column title → value, the numbers a user watches. Reward, KL and entropy are of fresh completions."""
+    """Return the numbers a user watches, by title. Reward, KL and entropy are of fresh completions."""
     latest, trends = monitor.trainer.latest, monitor.trends
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
@@ -74,7 +74,7 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
-    """Of the last evaluation, and under which policy if that changes."""
+    """Format the last evaluation's perplexity, and the policy it is under if the reference changes."""
     text = _show(evaluations[-1].perplexity if evaluations else None, "{:.3f}")
     if text == NOTHING or config.train.reference.name != "reset":
         return text
@@ -86,14 +86,14 @@ def _show(value: float | None, style: str) -> str:
 
 
 def _rates(rates: Sequence[float]) -> str:
-    """Tokens per second of each searcher; of many, their number times the mean."""
+    """Format each searcher's tokens per second; for many, their number times the mean."""
     if len(rates) > MANY_SEARCHERS:
         return f"{len(rates)} × {sum(rates) / len(rates):,.0f}"
     return " + ".join(f"{rate:,.0f}" for rate in rates) or NOTHING
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
+    """Return other facts by title: who works where, what is saved, what went wrong, what to do next."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     step = number(trainer.checkpoint, "step", 0)
@@ -120,7 +120,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 
 
 def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
-    """Where an elastic searcher runs, since when, and how fast."""
+    """Say where an elastic searcher runs, for how long, and how fast."""
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
     digest = monitor.searchers.get(index)
     rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
@@ -128,7 +128,7 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
 
 
 def _component(component: QueueEntry) -> str:
-    """State of a component, and where it runs or when it might."""
+    """Return a component's state, with its nodes and time left, or its expected start."""
     state, nodes, start, left = (component[key] for key in ("state", "nodes", "start", "left"))
     until = f"{left} left" if state == "RUNNING" and left else ""
     since = f"not before {start.replace('T', ' ')}" if state == "PENDING" and start not in ("", "N/A") else ""
@@ -136,7 +136,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """What the run has done, as ``tba audit`` counts it too."""
+    """Return what the run has done by title, counted as by ``tba audit``."""
     if not counts.attempts:
         return {}
     dropped = f", {counts.dropped:,} dropped (answered twice)" if counts.dropped else ""
@@ -149,9 +149,9 @@ def done(counts: Counts) -> dict[str, str]:
 
 
 def figures(monitor: RunMonitor) -> dict[str, Any]:
-    """Everything that is shown, as values for JSON; None if there is no value yet.
+    """Return all that is shown as values for JSON; None where there is no value yet.
 
-    summary: as in summary.json; last_step: the trainer's last record; elastic: see ``run.owners.Owner``.
+    summary: as in summary.json. last_step: the trainer's last record. elastic: see ``run.owners.Owner``.
     """
     now, attempt = run_state(monitor), monitor.attempt
     return {
@@ -180,7 +180,7 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
 
 
 def plain_line(monitor: RunMonitor) -> str:
-    """The state of a run as one line of text."""
+    """Return the state of a run as one line of text."""
     now, steps = run_state(monitor), monitor.config.train.steps
     parts = [f"[{duration(monitor.elapsed)}] {now.words}"]
     if now.state == "training":
@@ -192,7 +192,7 @@ def plain_line(monitor: RunMonitor) -> str:
 
 
 def panel(monitor: RunMonitor) -> RenderableType:
-    """The state of a run for a terminal: in words, as a bar, the numbers, the facts."""
+    """Return the state of a run for a terminal: words, a progress bar, numbers and facts."""
     now, step, steps = run_state(monitor), monitor.step, monitor.config.train.steps
     progress = Table.grid(padding=(0, 1))
     times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
@@ -214,8 +214,8 @@ def panel(monitor: RunMonitor) -> RenderableType:
 class LiveDisplay:
     """Follows a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
 
-    Looks and draws only inside ``refresh``, so its owner decides when; no thread is started. queue: how
-    Slurm sees the run's job, if it may have one.
+    It reads and draws only inside ``refresh``, so that its owner decides when; no thread is started. queue:
+    returns Slurm's view of the run's job, if it may have one.
     """
 
     def __init__(self, run: RunDir, *, console: Console | None = None, queue: Queue = lambda _: []) -> None:
@@ -241,7 +241,7 @@ class LiveDisplay:
         self.note(plain_line(self._monitor))
 
     def refresh(self) -> None:
-        """Read what is new and show it, unless that was a moment ago."""
+        """Read what is new and show it, at most every REFRESH_SECONDS."""
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()
@@ -253,12 +253,12 @@ class LiveDisplay:
             self.note(plain_line(self._monitor))
 
     def _look(self) -> None:
-        """Read what is new; nothing is while the run's folder is away."""
+        """Read what is new; keep the old state while the run's folder is unreachable."""
         with suppress(OSError):
             self._monitor.update()
 
     def follow(self) -> RunState:
-        """Refresh until nothing happens any more by itself; returns how the run stands then."""
+        """Refresh until the run does nothing more by itself; return its state then."""
         while not (now := run_state(self._monitor)).over:
             self.refresh()
             time.sleep(REFRESH_SECONDS)
@@ -270,7 +270,7 @@ class LiveDisplay:
 
 
 def follow(run: RunDir, queue: Queue) -> None:
-    """Show a run live until it is the user's turn, or the user has seen enough (Ctrl-C)."""
+    """Show a run live until it does nothing more by itself, or the user presses Ctrl-C."""
     console = Terminal()
     with suppress(KeyboardInterrupt):
         with LiveDisplay(run, console=console, queue=queue) as display:
@@ -280,7 +280,7 @@ def follow(run: RunDir, queue: Queue) -> None:
 
 
 def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: Console | None = None) -> None:
-    """Print once how a run stands."""
+    """Print the state of a run once."""
     monitor = RunMonitor(run, queue)
     monitor.update()
     if as_json:
@@ -291,5 +291,5 @@ def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: C
     heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
     values = {**heading, **cells(monitor), **done(monitor.counts()), **facts(monitor, now)}
     for title, value in values.items():
-        # Unwrapped: a path or a command broken into lines cannot be copied.
+        # Not wrapped: a path or a command that is broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The headline numbers of a run: what ``summary.json`` holds, and how they are shown."""
+"""The headline numbers of a run, as ``summary.json`` holds them and as they are shown."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:  # ranks do without rich
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. pass_at_1 is on the held-out test split; None if it was not measured.
+    """Results of a run. pass_at_1_…: on the held-out test split; None if it was not measured.
 
-    evaluated_step: the step that ``after`` is of; a run that went on and was stopped has done more.
-    score_name: mean reward, if rewards are not just 0 and 1, else what the task calls the share of correct
-    answers, such as pass@1 or win rate; score_before, score_after: of it, with 95 % intervals.
-    perplexity: of the same answers under the policy of step ``perplexity_reference``; None, too, without a
-    reference model, and before where another policy was the reference then.
+    evaluated_step: step of the ``after`` figures; a run that went on and was stopped has done more steps.
+    score_name: mean reward if rewards are not just 0 and 1, else the task's name for the share of correct
+    answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
+    perplexity_…: of the same answers under the policy of step ``perplexity_reference``; None without a
+    reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
-    generated_tokens: by all searchers, for evaluations and by those that were killed, too.
-    searcher_tokens_per_second: of all searchers together, while they ran.
-    searcher_seconds: for which searchers were there, added up; goodput: acknowledged tokens per such second.
+    generated_tokens: of all searchers, including evaluations and searchers that were killed.
+    searcher_tokens_per_second: of all searchers together, while they generated.
+    searcher_seconds: sum of the searchers' uptimes. goodput: acknowledged tokens per such second.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
-    figures: the last values of these metrics. skipped_steps, rejected: optimizer steps not taken,
-    trajectories set aside. alerts: sentences, the worst first.
+    figures: current values, by metric. skipped_steps: optimizer steps not taken. rejected: trajectories
+    set aside. alerts: sentences, the worst first.
     """
 
     pass_at_1_before: float | None
@@ -84,12 +84,12 @@ class Summary:
 
 
 def summarise(run: RunDir) -> Summary:
-    """Take the summary of a run from its files."""
+    """Summarise a run from its files."""
     return summary_of(RunData.read(run))
 
 
 def summary_of(data: RunData) -> Summary:
-    """The same from files already read."""
+    """Summarise a run from data already read."""
     config, test, trends, counts = data.config, data.evaluated("test"), data.trends, data.counts()
     alike, searchers = same_reference(config.train, test), list(data.searchers.values())
     rates = [rate for searcher in searchers if (rate := searcher.at_work.mean) is not None]
@@ -127,17 +127,17 @@ def summary_of(data: RunData) -> Summary:
 
 
 def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
-    """The policy, by optimizer steps, under which the perplexity of an evaluation is: π_ref of its step.
+    """Return the step of the policy (π_ref) under which an evaluation's perplexity is measured.
 
-    The weights that a last step made are still evaluated under the reference which that step had; held-out
-    prompts are those of the first and of last steps, of which a run that went on has several.
+    The weights after a last step are still evaluated under the reference of that step. Held-out prompts are
+    evaluated before the first step and after last steps; a run that went on has several last steps.
     """
     last = evaluation.split == "test" and evaluation.step > 0
     return schedules.reference(train, evaluation.step - last)
 
 
 def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:
-    """Those whose perplexity is comparable with that of the last: under the same reference."""
+    """Select evaluations whose perplexity is under the same reference as the last one's."""
     return [
         evaluation
         for evaluation in found
@@ -147,7 +147,7 @@ def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Eva
 
 
 def policy_name(step: int) -> str:
-    """What a reference is called."""
+    """Return the name of the reference policy of ``step``."""
     return f"policy of step {step}" if step else "initial model"
 
 
@@ -160,7 +160,7 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 
 def summary_rows(summary: Summary) -> dict[str, Cell]:
-    """The headline figures of a run, as print_summary and ``tba compare`` show them."""
+    """Return the headline figures of a run, as print_summary and ``tba compare`` show them."""
     figures = summary.figures
     return {
         f"{summary.score_name} before": score_words(summary, summary.score_before),
@@ -187,7 +187,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
 def print_summary(
     run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
 ) -> None:
-    """Print what a run came to and where its results lie; as JSON, all of summary.json."""
+    """Print a run's results and where they lie; as JSON, all of summary.json."""
     from tba_hpc.report.tables import print_values
 
     if as_json:
@@ -217,7 +217,7 @@ def print_summary(
 
 
 def score_words(summary: Summary, score: Estimate | None) -> str | None:
-    """A score of the run with its 95 % interval."""
+    """Format a score of the run with its 95 % interval."""
     if score is None:
         return None
     if summary.score_name == MEAN_REWARD:

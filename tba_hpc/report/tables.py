@@ -1,4 +1,4 @@
-"""The terminal for output about a run, tables on it that are JSON on request, and how values look in them."""
+"""Terminal output about runs: a safe console, tables (or JSON on request), and the format of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from tba_hpc.core.wording import printable
 
 NOTHING = "–"
-"""Shown if there is no value yet."""
+"""Text shown if there is no value yet."""
 
 Cell = str | int | float | bool | None
 
@@ -21,16 +21,16 @@ Cell = str | int | float | bool | None
 class Terminal(Console):
     """A console that escapes control characters in text, except those of its own styles and displays.
 
-    Text may be of models, data files and other people's runs.
+    Text may come from models, data files and other people's runs.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As the base class."""
+        """Render as the base class does, with text escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Raise the error that the base class would end the process for."""
+        """Raise the error; the base class would end the process."""
         raise
 
 
@@ -65,7 +65,7 @@ def print_rows(
 
 
 def cell_text(value: Cell) -> str:
-    """A value as tables show it."""
+    """Format a value for tables."""
     if value is None:
         return NOTHING
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Proves from what lies on disk that a run lost no acknowledged trajectory, doubled none, skipped no prompt.
+"""Proves from the files that a run lost no acknowledged trajectory, doubled none, and skipped no prompt.
 
-Shards, metrics, checkpoints, completed requests and buffer are held against each other. A trajectory is
+Shards, metrics, checkpoints, completed requests and buffer are compared with each other. A trajectory is
 acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the buffer, or in its shard,
 which a resume merges first.
 """
@@ -22,10 +22,10 @@ __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit(Counts):
-    """The verdict over a run, and what it has done.
+    """The verdict on a run, and counts of what it has done.
 
-    resumes: per resume, the steps that it took back. merged: of the trajectories, those in the newest
-    checkpoint; pending: on disk beyond it, and lost nowhere.
+    resumes: number of steps that each resume took back. merged: number of trajectories in the newest
+    checkpoint. pending: number on disk beyond it, which are not lost.
     """
 
     finished: bool
@@ -37,37 +37,37 @@ class Audit(Counts):
 
     @property
     def violations(self) -> list[Violation]:
-        """All that is wrong."""
+        """All violations of the checks."""
         return [violation for check in self.checks for violation in check.violations]
 
     @property
     def lost(self) -> int:
-        """Acknowledged trajectories that are nowhere; at least one for a shard that nobody counted."""
+        """Number of lost acknowledged trajectories; a lost shard of unknown size counts as one."""
         return sum(violation.lost for violation in self.violations)
 
     @property
     def doubled(self) -> int:
-        """Trajectories that are in the surviving history more than once."""
+        """Number of trajectories that are in the surviving history more than once."""
         return sum(violation.doubled for violation in self.violations)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All that is wrong, a sentence each."""
+        """Sentences of all violations."""
         return tuple(violation.sentence for violation in self.violations)
 
     @property
     def clean(self) -> bool:
-        """Whether every promise holds."""
+        """True if every guarantee holds."""
         return not self.problems
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return the whole audit as JSON."""
         verdict = {"clean": self.clean, "lost": self.lost, "doubled": self.doubled}
         return json.dumps({**verdict, **asdict(self)}, indent=2)
 
 
 def audit(run: RunDir) -> Audit:
-    """Audit a run at any moment; changes nothing. Raises ConfigError for a broken config."""
+    """Audit a run in any state; change nothing. Raises ConfigError for a broken config."""
     evidence = Evidence.read(run)
     history, sizes = evidence.history, evidence.sizes.values()
     return Audit(
@@ -90,7 +90,7 @@ def audit(run: RunDir) -> Audit:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    """What is worth knowing and not wrong."""
+    """Return remarks about what is unusual but not wrong."""
     over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, so "
     over += "they were not used for training"
     return [
@@ -109,7 +109,7 @@ def _word(check: Check) -> str:
 
 
 def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
-    """A table of checks, then every problem in full; or JSON."""
+    """Print a table of checks, then every problem in full; or JSON."""
     if as_json:
         print(verdict.to_json())
         return

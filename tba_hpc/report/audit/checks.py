@@ -1,4 +1,4 @@
-"""The guarantees of a run, each checked against its directory: evidence in, sentences out."""
+"""Checks each guarantee of a run against the evidence in its directory, and puts violations in sentences."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tba_hpc.run.directory import ShardKey
 from tba_hpc.run.history import Merge
 
 SHOWN = 5
-"""Most request_ids or steps that one sentence names."""
+"""Largest number of requests or steps that one sentence names."""
 
 COUNTED = ("trajectories", "added", "duplicates", "evicted", "tokens")
-"""Fields of the trainer's state that are sums over the merges."""
+"""Fields of the trainer's state that are sums over merges."""
 
 RequestIds = Mapping[ShardKey, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something wrong, in one sentence, and the acknowledged trajectories that it cost or doubled."""
+    """A violation in one sentence, and the numbers of acknowledged trajectories that it lost or doubled."""
 
     sentence: str
     lost: int = 0
@@ -35,7 +35,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise, what was looked at, and what breaks it. proven: whether no violation is a proof."""
+    """A guarantee, the evidence examined, and violations. proven: whether none of these is a proof."""
 
     name: str
     evidence: str
@@ -44,7 +44,7 @@ class Check:
 
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
-    """All checks, in the order of a trajectory's way."""
+    """Make all checks, in the order of a trajectory's path."""
     return (
         check_files(evidence),
         check_records(evidence),
@@ -57,12 +57,12 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 
 
 def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
-    """A check that holds the trainer's records against the rest: open if some of them are missing."""
+    """Make a check that relies on the trainer's records; it proves nothing if some of them are missing."""
     return Check(name, looked_at, () if evidence.gap else tuple(violations), proven=not evidence.gap)
 
 
 def check_records(evidence: Evidence) -> Check:
-    """The trainer's records have no gap; one takes away what the checks after it prove."""
+    """Check that the trainer's records have no gap; with one, other checks prove nothing."""
     history = evidence.history
     gap = f"metrics/trainer.jsonl is damaged ({evidence.gap}): it can no longer be proven that every "
     gap += "shard was merged once, no prompt skipped or doubled, and every step taken once"
@@ -75,7 +75,7 @@ def check_records(evidence: Evidence) -> Check:
 
 
 def check_files(evidence: Evidence) -> Check:
-    """Every file under the name of a shard is that shard, every byte of it."""
+    """Check that every file with a shard's name is that shard, with every byte intact."""
     files = sorted(evidence.files.items())
     violations = [Violation(f"the file of {_shard(key)} {file.fault}") for key, file in files if file.fault]
     looked_at = f"{count(len(evidence.files), 'file')} not pruned yet, every checksum verified"
@@ -83,12 +83,12 @@ def check_files(evidence: Evidence) -> Check:
 
 
 def check_seals(evidence: Evidence) -> Check:
-    """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
+    """Check that every sealed shard is in the newest checkpoint, or on disk for the next start."""
     merged = {merge.key for merge in evidence.saved_merges}
     safe = merged | set(evidence.waiting)
     missing = {key: size.trajectories for key, size in evidence.sizes.items() if key not in safe}
     violations = [*_sealed_again(evidence.seals)]
-    if evidence.gap:  # what the newest checkpoint is past, it alone tells of
+    if evidence.gap:  # for shards before its cursors the newest checkpoint is the only evidence
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
@@ -113,7 +113,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """An index is sealed again only if the file before has vanished."""
+    """Yield indices that were sealed again, which happens only if the earlier file has vanished."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
@@ -124,7 +124,7 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """Every shard is merged once in the surviving history, as it was sealed."""
+    """Check that every shard is merged once in the surviving history, as it was sealed."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
     violations = (
@@ -143,7 +143,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Where the searcher, the file or the buffer contradict the merge."""
+    """Yield contradictions between a merge and the searcher, the file or the buffer."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:
@@ -165,7 +165,7 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
 
 
 def check_prompts(evidence: Evidence) -> Check:
-    """Every request is in one shard, and done in the checkpoints that hold it, no other."""
+    """Check that every request is in one shard, and completed in those checkpoints that hold it."""
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = _times_taken(evidence, sealed)
@@ -179,10 +179,10 @@ def check_prompts(evidence: Evidence) -> Check:
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
-    """How often each request was sealed, less the answers that a merge leaves out as there was one before.
+    """Count how often each request was sealed, without the answers that a merge left out as repeated.
 
-    A resume will sift what waits beyond the checkpoint in the same way, if a searcher that comes and goes
-    has asked for it, too.
+    A resume will leave out repeated answers among the shards beyond the checkpoint, too. This applies to
+    requests that an elastic searcher has issued.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
@@ -193,7 +193,7 @@ def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
-    """No request is in two shards, nor twice in one, where it would have too many completions."""
+    """Yield requests that are in two shards, or twice in one, which shows as too many completions."""
     samples = evidence.config.generator.completions_per_prompt
     if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
         shards = [
@@ -213,7 +213,7 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
 
 
 def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """The completed of a checkpoint marks what was merged by then, no more and no less."""
+    """Yield requests for which a checkpoint's completed set differs from what was merged by then."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     name = checkpoint.name
@@ -227,7 +227,7 @@ def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterato
 
 
 def check_buffer(evidence: Evidence) -> Check:
-    """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
+    """Check that the newest checkpoint counts each merged trajectory once: stored, duplicate or evicted."""
     state = evidence.newest
     violations = [violation for one in evidence.usable[-1:] for violation in _buffer_violations(one)]
     looked_at = (
@@ -251,7 +251,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Every checkpoint is whole, counts what was merged by then, and finds the shards that come after it."""
+    """Check that checkpoints are intact, count what was merged by then, and have the shards after them."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),
@@ -270,7 +270,7 @@ def _cut_short(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """What a checkpoint counts follows from the merges up to its revision."""
+    """Yield counts of a checkpoint that do not follow from the merges up to its revision."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
@@ -285,7 +285,7 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
 
 
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
-    """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
+    """Yield missing shards that a resume from the oldest kept checkpoint would have to merge again."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for key in sorted(merged - set(evidence.files)):
@@ -298,7 +298,7 @@ def _shard(key: ShardKey) -> str:
 
 
 def _some(thing: str, numbers: Sequence[int]) -> str:
-    """``request_ids 3, 7 and 12 more``."""
+    """Return a text such as ``requests 3, 7 and 12 more``."""
     named = ", ".join(map(str, numbers[:SHOWN]))
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return f"{thing}{'' if len(numbers) == 1 else 's'} {named}{more}"

@@ -1,4 +1,4 @@
-"""Reads what lies in a run directory for the audit, in an order that a run under way cannot confuse."""
+"""Reads a run directory for the audit, in an order that gives a consistent view of a run under way."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tba_hpc.run.metrics import MetricsTail
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file under the name of a shard. fault: why it is not that shard, else empty.
+    """A file with the name of a shard. fault: why it is not that shard, else empty.
 
-    foreign: it is whole, but of another shard: nobody sealed it under this name.
+    foreign: the file is intact, but is another shard, which nobody sealed under this name.
     """
 
     fault: str = ""
@@ -42,7 +42,7 @@ class ShardFile:
 
     @classmethod
     def read(cls, path: Path, key: ShardKey) -> ShardFile:
-        """Verify a file. Raises FileNotFoundError."""
+        """Read and verify a file. Raises FileNotFoundError."""
         try:
             shard = read_shard(path)
         except ShardError as error:
@@ -59,7 +59,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. fault: why it cannot be used, else empty; done: request_ids in its completed."""
+    """A complete checkpoint. fault: why it cannot be used, else empty. done: ids of completed requests."""
 
     name: str
     state: TrainerState
@@ -89,11 +89,10 @@ Seals = Mapping[ShardKey, list[ShardSize]]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What lies in a run directory.
+    """Contents of a run directory.
 
-    seals: what searchers said, of every seal under a shard's index. sizes: of every shard on record by the
-    time the disk was looked at, 0 if nobody says how many. files, refused: by shard, the visible files and
-    those set aside.
+    seals: sizes that searchers recorded for every seal of a shard's index. sizes: of every shard on record
+    when the disk was read, 0 if no record says. files, refused: visible files and those set aside, by shard.
     """
 
     run: RunDir
@@ -108,11 +107,11 @@ class Evidence:
 
     @classmethod
     def read(cls, run: RunDir) -> Evidence:
-        """Read a run at any moment.
+        """Read a run in any state.
 
-        What metrics mention is on disk by then, so the shards are read after them. What has left their
-        folders since is in a checkpoint, so these come next. What checkpoints count is in the metrics, which
-        are read on.
+        Shards are read after the metrics, since all that metrics mention is on disk by then. Checkpoints
+        follow, since they hold whatever has left the shards' folders meanwhile. The metrics are then read
+        on, since they record what the checkpoints count.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = tail.new()
@@ -140,12 +139,12 @@ class Evidence:
 
     @property
     def newest(self) -> TrainerState:
-        """State of the newest checkpoint that can be read; of a fresh run if there is none."""
+        """State of the newest readable checkpoint; of a fresh run if there is none."""
         return self.usable[-1].state if self.usable else TrainerState()
 
     @property
     def gap(self) -> str:
-        """What is missing in the trainer's records, a phrase; else empty."""
+        """Phrase that says what is missing in the trainer's records; empty if nothing is."""
         history, saved = self.history, self.newest
         steps = [0, *(whole(taken, "step") for taken in history.steps)]
         revisions = [0, *history.revisions()]
@@ -169,26 +168,26 @@ class Evidence:
         return found[0] if found else ""
 
     def passed(self, key: ShardKey) -> bool:
-        """Whether the newest checkpoint is past a shard."""
+        """Tell whether a shard is before the cursors of the newest checkpoint."""
         return key[1] < self.newest.cursors.get(key[0], 0)
 
     @property
     def uncounted(self) -> int:
-        """Trajectories of the shards that the newest checkpoint is past, less those that it counts as merged.
+        """Trajectories in shards before the newest checkpoint's cursors, minus those it counts as merged.
 
-        Its files have checksums, the records have none: it is believed first.
+        The checkpoint is trusted more than the records, since only its files have checksums.
         """
         sealed = sum(size.trajectories for key, size in self.sizes.items() if self.passed(key))
         return max(0, sealed - self.newest.trajectories)
 
     @property
     def saved_merges(self) -> list[Merge]:
-        """Merges that the newest checkpoint holds: no accident can take them back."""
+        """Merges in the newest checkpoint, which no accident can take back."""
         return self.history.until(self.newest.revision)
 
     @property
     def waiting(self) -> dict[ShardKey, ShardFile]:
-        """Whole shards at or beyond the cursors of the newest checkpoint: a start would merge them first."""
+        """Intact shards at or beyond the newest checkpoint's cursors, which a start would merge first."""
         cursors = self.newest.cursors
         return {
             (searcher, index): file
@@ -198,12 +197,12 @@ class Evidence:
 
     @property
     def pending(self) -> int:
-        """Trajectories of these."""
+        """Number of trajectories in the ``waiting`` shards."""
         return sum(file.size.trajectories for file in self.waiting.values())
 
 
 def _seals(run: RunDir) -> Seals:
-    """Sizes of all seals under an index; more than one: the file of the one before had vanished."""
+    """Read the sizes of all seals by index. There are several if an earlier file had vanished."""
     seals = defaultdict[ShardKey, list[ShardSize]](list)
     for searcher, path in run.searcher_files().items():
         for record in MetricsTail(path).records():
@@ -219,9 +218,10 @@ def _sizes(
     files: Mapping[ShardKey, ShardFile],
     refused: Mapping[ShardKey, ShardFile],
 ) -> dict[ShardKey, ShardSize]:
-    """What is in every shard that is on disk, was merged or sealed, and of indices passed over: nothing.
+    """Return the size of every shard that is on disk, was merged or sealed; EMPTY for skipped indices.
 
-    Searchers are believed first, then the trainer. A file that nobody sealed under its name is none.
+    Records of searchers are trusted first, then the trainer's. Files that nobody sealed under their name are
+    left out.
     """
     on_disk = [*refused.items(), *files.items()]
     known = {key: file.size for key, file in on_disk if not file.foreign}
@@ -236,7 +236,7 @@ def _sizes(
 
 
 def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
-    """What lies under the names; files that were pruned meanwhile are left out."""
+    """Read the shard files at these paths; files that were pruned meanwhile are left out."""
     found = {}
     for key, path in paths.items():
         try:
@@ -247,7 +247,7 @@ def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
 
 
 def _checkpoints(run: RunDir) -> list[Checkpoint]:
-    """Complete checkpoints, oldest first, less those that were dropped while they were read."""
+    """Read complete checkpoints, oldest first, without those that were deleted during the reading."""
     read = [(folder, Checkpoint.read(run, folder)) for folder in checkpoint_folders(run, complete=True)]
     there = checkpoint_folders(run, complete=True)
     kept = [checkpoint for folder, checkpoint in read if folder in there]

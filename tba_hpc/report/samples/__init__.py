@@ -1,1 +1,1 @@
-"""``tba samples``: what the model of a run has said, and what became of it."""
+"""``tba samples``: shows a run's completions and what became of them."""

@@ -1,7 +1,7 @@
 """Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
 
-Shards are never changed once they are sealed, so running and crashed runs are read like finished ones. They
-are read one after the other, and only matches are kept, so a run may be larger than memory.
+Sealed shards never change, so running and crashed runs are read like finished ones. Shards are read one after
+the other and only matches are kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tba_hpc.run.history import History, Merge
 SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 State = Literal["waiting", "merged", "buffer", "gone"]
-"""waiting: sealed, not merged. merged: since the newest checkpoint. buffer: in it then. gone: evicted, equal
-to another."""
+"""State of a trajectory. waiting: sealed, not merged. merged: after the newest checkpoint. buffer: in that
+checkpoint's buffer. gone: evicted, or equal to another."""
 
 Rank = tuple[float, int, int]
 
@@ -36,10 +36,10 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Lives:
-    """What became of a run's trajectories, by its metrics and the newest checkpoint that can be read.
+    """Fates of a run's trajectories, from its metrics and the newest readable checkpoint.
 
-    step: of that checkpoint, None without one. revision: up to which it holds merges. uses: how many steps
-    had learned from what is in its buffer, by uid.
+    step: of that checkpoint, None without one. revision: the last one whose merges it holds. uses: number of
+    steps that had learned from each trajectory of its buffer, by uid.
     """
 
     merges: Mapping[ShardKey, Merge]
@@ -49,7 +49,7 @@ class Lives:
 
     @classmethod
     def read(cls, run: RunDir) -> Lives:
-        """As of now; a checkpoint that is damaged, or deleted meanwhile, gives way to the one before."""
+        """Read the present fates; a damaged or just deleted checkpoint gives way to the one before."""
         merges = {merge.key: merge for merge in History.read(run).merges}
         for folder in reversed(checkpoint_folders(run, complete=True)):
             try:
@@ -61,7 +61,7 @@ class Lives:
         return cls(merges)
 
     def state(self, key: ShardKey, uid: int) -> State:
-        """Of a trajectory of the shard ``key``."""
+        """Return the state of a trajectory of the shard ``key``."""
         merge = self.merges.get(key)
         if merge is None or merge.revision > self.revision:
             return "merged" if merge else "waiting"
@@ -69,18 +69,18 @@ class Lives:
 
 
 def identity(record: np.void, tokens: np.ndarray) -> tuple[int, bytes]:
-    """Equal for the same completion of the same prompt."""
+    """Return a key that is equal for equal completions of the same prompt."""
     return int(record["prompt_id"]), tokens.astype(np.int32).tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Which trajectories are wanted.
+    """A query for trajectories.
 
-    order: newest or oldest weights first, best or worst reward, or furthest from the reference. limit: so
-    many, equal answers to a prompt once; None: all. prompt: only answers to this one. versions: only what
-    weights of these optimizer steps have sampled, both ends included. text: only if question or answer
-    have it, in letters of either case.
+    order: newest or oldest weights first, best or worst reward first, or furthest from the reference first.
+    limit: largest number, with equal answers to a prompt once; None for all. prompt: only answers to this
+    one. versions: only samples of weights of these optimizer steps, both ends included. text: only if the
+    question or the answer contains it, in upper or lower case.
     """
 
     order: SortBy = "newest"
@@ -92,12 +92,12 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory, what is known of it, and its arrays.
+    """A trajectory, its fate and its arrays.
 
-    searcher, shard, row: where it lies. log_ratio: mean over its sampled tokens of log π_behaviour − log
-    π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. merged_step:
-    optimizer steps done when it was merged. uses: steps that had learned from it by the newest checkpoint,
-    None if unknown. segments: the completion as who gave it, "policy" or "environment", and the text.
+    searcher, shard, row: its place. log_ratio: mean over its sampled tokens of log π_behaviour − log π_ref,
+    nats; None if the sampling weights are the reference, or if the trainer scores it. merged_step: optimizer
+    steps done when it was merged. uses: steps that had learned from it by the newest checkpoint, None if
+    unknown. segments: parts of the completion, each as its source ("policy" or "environment") and text.
     """
 
     uid: int
@@ -124,11 +124,11 @@ class Sample:
 
     @property
     def staleness(self) -> int | None:
-        """Optimizer steps between the weights that sampled its first token and its merge; None before."""
+        """Optimizer steps from the weights that sampled the first token to the merge; None before it."""
         return None if self.merged_step is None else abs(self.merged_step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
-        """Everything in plain values but the arrays, their length as ``tokens``."""
+        """Return all but the arrays as plain values, with the arrays' length as ``tokens``."""
         arrays = ("tokens", "logprobs", "ref_logprobs")
         plain = {name: getattr(self, name) for name in self.__slots__ if name not in arrays}
         return {**plain, "tokens": len(self.tokens), "staleness": self.staleness}
@@ -136,9 +136,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was found. read, found: trajectories that are still there, and those that the query is about.
+    """Result of a query. read: trajectories still on disk. found: those among them that match the query.
 
-    checkpoint_step: as of which what they were used for is known.
+    checkpoint_step: step of the checkpoint up to which uses are known.
     """
 
     samples: list[Sample]
@@ -148,7 +148,7 @@ class Selection:
 
 
 def select(run: RunDir, query: Query, decode: Decode) -> Selection:
-    """Look through all shards of a run that are there."""
+    """Search all shards of a run that are on disk."""
     lives, read, found = Lives.read(run), 0, 0
     best: dict[object, tuple[Rank, Sample]] = {}
     for shard in sealed_shards(run):
@@ -173,7 +173,7 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
-    """The whole shards of a run, by searcher and index; those that move meanwhile are followed."""
+    """Yield intact shards of a run by searcher and index; shards that move meanwhile are followed."""
     for key, path in run.sealed_files().items():
         for place in (path, run.kept_file(*key)):
             try:
@@ -181,12 +181,12 @@ def sealed_shards(run: RunDir) -> Iterator[Shard]:
                 break
             except FileNotFoundError:  # kept or deleted meanwhile
                 continue
-            except ShardError:  # the audit names it
+            except ShardError:  # the audit reports it
                 break
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:
-    """Of the prompt and of the weights that are asked for."""
+    """Return the rows of the wanted prompt and weights."""
     record = trajectories.record
     wanted_N = np.ones(len(record), bool)
     if query.prompt is not None:
@@ -209,7 +209,7 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Mean over sampled tokens of each completion; None if the reference is what sampled, or unknown yet."""
+    """Average each completion's sampled tokens; None if the reference sampled them, or is not known yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
     offsets, own_N = trajectories.actions.offsets, trajectories.record["reference"] == BEHAVIOUR
     rows = np.split(difference_T[trajectories.action_T], offsets[1:-1])
@@ -218,7 +218,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
-    """What comes first has the highest; among equals the newest does."""
+    """Rank rows: what is shown first ranks highest, and among equals the newest does."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":
@@ -264,20 +264,20 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
 
 
 def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple[tuple[str, str], ...]:
-    """See ``Sample``; the first is the policy's."""
+    """Split a completion into the segments of a ``Sample``; the first is the policy's."""
     parts = np.split(tokens, np.flatnonzero(action_T[1:] != action_T[:-1]) + 1)
     return tuple((("policy", "environment")[place % 2], decode(part)) for place, part in enumerate(parts))
 
 
 def run_decoder(run: RunDir) -> Decode:
-    """Puts completions into words as the run's rewards see them. Raises ConfigError."""
+    """Return the decoder that shows completions as the run's rewards see them. Raises ConfigError."""
     return decoder(run_tokenizer(run), special=run.config().task.special_tokens)
 
 
 def run_tokenizer(run: RunDir) -> Tokenizer:
-    """The quickest of the exported model, or else of the one that the config names. Raises ConfigError.
+    """Load the quickest tokenizer of the exported model, or of the config's model. Raises ConfigError.
 
-    It imports torch only if the model's files leave no other way.
+    This imports torch only if the model's files leave no other way.
     """
     path = run.config().model.path
     for model in (str(run.export), path):

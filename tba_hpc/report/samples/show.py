@@ -1,7 +1,7 @@
 """Shows trajectories in the terminal, as JSON, or as one HTML page without scripts.
 
-What a model or a data file says is text: its control characters are shown, not obeyed. The page colours each
-token by log π_behaviour/π_ref.
+Text of models and data files is untrusted: its control characters are shown, not obeyed. The page colours
+each token by log π_behaviour/π_ref.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
-"""For less: obey colours, end at once if all fits on a screen, leave the text there."""
+"""Options of less: obey colours, end at once if all fits on a screen, leave the text there."""
 
 STATES = {
     "waiting": "not merged",
@@ -36,20 +36,20 @@ STATES = {
 }
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
-"""Nats of |log π_behaviour − log π_ref| from which a token has the next stronger colour."""
+"""Values of |log π_behaviour − log π_ref|, in nats, from which a token's colour is stronger."""
 
 END = "■"
-"""Stands for a token without text, such as the end of a sequence."""
+"""Mark for a token without text, such as the end of a sequence."""
 
 CONTEXT = 4
-"""Tokens before one that decide how it reads: whether a blank comes first."""
+"""Number of preceding tokens that decide how a token reads, such as whether a blank comes first."""
 
 BROKEN = "\ufffd"
-"""What a part of a character reads as."""
+"""Text of a token that is only a part of a character."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False, console: Console | None = None) -> None:
-    """Print them one below the other, with a last line on how many there are; or a JSON list."""
+    """Print samples one below the other, and last how many there are; or a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
@@ -67,7 +67,7 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
 
 
 def facts(sample: Sample) -> str:
-    """What is known of a trajectory, in a line."""
+    """Return a line of what is known about a trajectory."""
     oldest, newest = sample.version_oldest, sample.version_newest
     weights = f"step {oldest}" if oldest == newest else f"steps {oldest}–{newest}"
     stale = f", {count(sample.staleness or 0, 'step')} stale"
@@ -84,7 +84,7 @@ def facts(sample: Sample) -> str:
 
 
 def summary(selection: Selection) -> str:
-    """How many there are, and how to have others."""
+    """Say how many samples match, and how to keep more if there are none."""
     shown, found, read = len(selection.samples), selection.found, selection.read
     if not read:
         return (
@@ -104,9 +104,9 @@ def summary(selection: Selection) -> str:
 
 
 class Token(NamedTuple):
-    """A token as it is shown.
+    """A token as the page shows it.
 
-    shade: up1 … up4, down1 … down4, environment, or none. note: its log-probabilities.
+    shade: up1 … up4, down1 … down4, environment, or empty. note: its logprobs.
     """
 
     text: str
@@ -150,12 +150,12 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 
 
 def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
-    """What each token adds to the text: empty for a special one, and for all but the last of a character.
+    """Return the text that each token adds: "" for special tokens and all but the last of a character.
 
     tokens: int32 [T]. The pieces together are the text.
     """
     found: list[str] = []
-    start = 0  # of the tokens whose text is still incomplete
+    start = 0  # first token whose text is still incomplete
     for end in range(1, len(tokens) + 1):
         before = max(0, start - CONTEXT)
         known, text = decode(tokens[before:start]), decode(tokens[before:end])
@@ -166,13 +166,13 @@ def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
 
 
 def shade(log_ratio: float) -> str:
-    """The class of a token's colour, empty if both policies say about the same."""
+    """Return the CSS class of a token's colour; empty if both policies nearly agree."""
     strength = bisect_right(EDGES, abs(log_ratio))
     return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
 
 
 def _legend() -> Iterator[tuple[str, str]]:
-    """Classes, and the log-ratios that they begin at."""
+    """Yield CSS classes and the log-ratios at which they begin."""
     for strength in range(len(EDGES), 0, -1):
         yield f"down{strength}", f"≤ −{EDGES[strength - 1]:g}"
     yield "", "0"

@@ -1,4 +1,4 @@
 """Sends a run's metrics and evaluations to Weights & Biases or TensorBoard: ``tba track``.
 
-It reads files only, so it works during a run, after it, and on any machine that sees the directory.
+It reads only files, so it works during and after a run, and on any machine that sees the directory.
 """

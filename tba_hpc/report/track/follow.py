@@ -1,7 +1,7 @@
-"""Sends a run's figures to its trackers: once, as it goes, or in a child process of the trainer.
+"""Sends a run's figures to its trackers: once, continuously, or in a child process of the trainer.
 
-RUN/track says how far it has got. The failure of the child does not stop training; it ends when its input
-does, so it never outlives the trainer.
+RUN/track records how far it has got. A failure of the child does not stop training. The child ends when its
+input does, so it never outlives the trainer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tba_hpc.run.owners import owned
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0
-"""Between two looks at what the run has written."""
+"""Pause between two readings of what the run has written."""
 
 OWNER = "tracker"
-"""Name under which one process at a time follows a run."""
+"""Name of the lock by which one process at a time follows a run."""
 
 END_SECONDS = 60.0
-"""Longest wait for what is left to send once training has ended."""
+"""Longest wait for the remaining figures to be sent after training has ended."""
 
 LOG = "tracker.log"
 
@@ -52,7 +52,7 @@ def require_trackers(config: Config) -> None:
 
 
 def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
-    """Send all that there is, and what comes while ``goes_on``, which waits for the seconds it is given.
+    """Send all figures, and new ones while ``goes_on`` is true; it waits for the seconds it is given.
 
     Raises ConfigError if no tracker is wanted, OwnedError if another process follows the run.
     """
@@ -66,7 +66,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         followers = [_Follower(run, name, config) for name in config.track.wanted]
         more = True
         while more:
-            more = goes_on(PAUSE_SECONDS)  # first: what came until then is sent below
+            more = goes_on(PAUSE_SECONDS)  # waits first, so that what came until then is sent below
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:
@@ -74,7 +74,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
 
 
 class _Follower:
-    """One tracker, with its own place in the run: another may have begun later."""
+    """One tracker, with its own place in the run, since another may have begun later."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         project = config.track.wandb if name == "wandb" else None
@@ -84,14 +84,14 @@ class _Follower:
         self.sink: Sink = WandbSink(run, config, project, state) if project else TensorBoardSink(run)
 
     def look(self) -> bool:
-        """Send what is new; whether the trainer has ended by then."""
+        """Send what is new; return whether the trainer had ended by then."""
         self.sink.log(self._news.look())
         write_atomic(self._file, json.dumps({**self._news.state(), **self.sink.state()}))
         return self._news.ended
 
 
 def until_interrupted(seconds: float) -> bool:
-    """Wait, and go on, unless by Ctrl-C."""
+    """Wait; return True, or False after Ctrl-C."""
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
@@ -103,21 +103,21 @@ def until_interrupted(seconds: float) -> bool:
 
 
 class News:
-    """Reads a run from where ``state``, which is JSON, says; from the start if it says nothing."""
+    """Reads a run from the place in ``state``, which is JSON; from the start if that is empty."""
 
     def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
         self._run = run
         self._places: dict[str, int] = dict(state.get("places", {}))
         self._evaluated: set[str] = set(state.get("evaluated", ()))
         self.ended = False
-        """Whether the trainer's last record says that it has stopped or finished."""
+        """True if the trainer's last record says that it has stopped or finished."""
 
     def state(self) -> dict[str, Any]:
-        """How far it has read."""
+        """Return the place up to which the run was read."""
         return {"places": self._places, "evaluated": sorted(self._evaluated)}
 
     def look(self) -> list[Point]:
-        """What is new: of the trainer, of all searchers together, and whole evaluations."""
+        """Return what is new: of the trainer, of all searchers together, and complete evaluations."""
         points = list(self._of_trainer())
         fresh: dict[int, list[Record]] = defaultdict(list)
         for path in self._run.searcher_files().values():
@@ -160,7 +160,7 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 def _means(records: Iterable[Record]) -> dict[str, float]:
-    """Of each figure over the records that have it."""
+    """Return the mean of each figure over the records that have it."""
     values = defaultdict[str, list[float]](list)
     for record in records:
         for name, value in _scalars(record).items():
@@ -173,7 +173,7 @@ def _means(records: Iterable[Record]) -> dict[str, float]:
 
 @contextmanager
 def tracked(run: RunDir, config: Config) -> Iterator[None]:
-    """Follow the run while the block runs, if its config names a tracker. One warning if that fails."""
+    """Follow the run while the block runs, if its config names a tracker. Warn once if that fails."""
     if not config.track.wanted:
         yield
         return
@@ -185,7 +185,7 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # it outlives the signal that ends the others, to send the rest
+            start_new_session=True,  # a signal that ends the others spares it, to send the rest
         )
     try:
         yield
@@ -207,6 +207,6 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def until_eof(seconds: float) -> bool:
-    """Wait so long for the end of this process's input; whether it has not come."""
+    """Wait ``seconds`` for the end of this process's input; return whether it has not come."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return not (ready and not os.read(sys.stdin.fileno(), 1))

@@ -1,6 +1,6 @@
-"""Where figures go: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
+"""Sinks for figures: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
 
-A library is imported when its sink is made. ``state``, JSON, is what a later process needs to go on.
+A library is imported when its sink is made. A later process continues from ``state``, which is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 STEP = "optimizer_step"
-"""Name of the figure that W&B's curves are drawn over."""
+"""Name of the horizontal axis of W&B's curves."""
 
 ANSWER = ("prompt", "question", "answer", "correct")
 """Columns of a table of answers."""
@@ -30,8 +30,8 @@ ANSWER = ("prompt", "question", "answer", "correct")
 class Point:
     """Figures by name at an optimizer step. time: unix seconds, None if unknown.
 
-    answers: some of an evaluation's, by the name of its split. again: whether training resumes from this
-    step, and what was reported of later ones is taken back.
+    answers: some answers of an evaluation, by name of its split. again: whether training resumes from this
+    step, so that figures of later steps are withdrawn.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Point:
 
 
 class TensorBoardSink:
-    """Event files in RUN/track/tensorboard; what a resume takes back is purged."""
+    """Writer of event files in RUN/track/tensorboard; steps that a resume takes back are purged."""
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.track / "tensorboard"
@@ -53,11 +53,11 @@ class TensorBoardSink:
     def _open(self, purge: int | None) -> SummaryWriter:
         from tensorboardX import SummaryWriter
 
-        self._sessions += 1  # two files of the same second would be one
+        self._sessions += 1  # else two files of the same second would share a name
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def log(self, points: Iterable[Point]) -> None:
-        """Write scalars; they are on the disk then."""
+        """Write scalars and flush them to disk."""
         for point in points:
             if point.again:
                 self._writer.close()
@@ -67,7 +67,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state: none is needed."""
         return {}
 
     def close(self) -> None:
@@ -76,14 +76,14 @@ class TensorBoardSink:
 
 
 def wandb_mode() -> str:
-    """What W&B's own variable WANDB_MODE says: online, offline, …"""
+    """Return the value of W&B's variable WANDB_MODE: online, offline, …"""
     return os.environ.get("WANDB_MODE", "online")
 
 
 class WandbSink:
-    """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
+    """One run of W&B for all starts, which share its id. Offline, each start has a folder.
 
-    It gets the config, figures and some answers; no code, console output, machine data or environment.
+    W&B gets the config, figures and some answers; no code, console output, machine data or environment.
     """
 
     def __init__(self, run: RunDir, config: Config, project: str, state: Mapping[str, Any]) -> None:
@@ -123,11 +123,11 @@ class WandbSink:
                 self._count += 1
 
     def state(self) -> dict[str, Any]:
-        """Id and number of records."""
+        """Return the id and the number of records."""
         return {"id": self._id, "count": self._count}
 
     def close(self) -> None:
-        """Finish the run, as far as this process is concerned."""
+        """Finish this process's part of the W&B run."""
         self._run.finish()
 
 
