@@ -207,8 +207,6 @@ class Jsonl(Rows[Fields]):
             self._parts["environment"] = [completion.reward or 0.0 for completion in completions]
             weights = {**weights, "environment": 1.0}
         return [
-            math.nan
-            if fault
-            else math.fsum(weight * self._parts[name][i] for name, weight in weights.items())
+            math.nan if fault else sum(weight * self._parts[name][i] for name, weight in weights.items())
             for i, fault in enumerate(failed)
         ]
