@@ -110,8 +110,8 @@ class Jsonl(Rows[Fields]):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """Text that is equal for rows with the same question and answer."""
-        return repr([row.get(name) for name in (*self._needed, self._target)])
+        """Text that is equal for rows that ask the same, whatever their blanks, and how the answer is put."""
+        return repr([" ".join(as_text(row.get(name)).split()) for name in self._needed])
 
     def shown(self, row: Fields) -> str:
         """The text of a row's prompt. Raises ConfigError where the chat template refuses its messages."""
