@@ -169,6 +169,27 @@ def test_a_few_prompts_that_are_too_long_are_set_aside(own: Path, caplog: pytest
         make(own, "own_rewards:few", room=4)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "total"),
+    [
+        (math.inf, -math.inf, math.nan),
+        (1e308, 1e308, math.inf),
+        (math.nan, 1.0, math.nan),
+        (0.1, 0.2, 0.3),
+    ],
+)
+def test_parts_without_a_sum_cost_no_more_than_the_completion(
+    own: Path, first: float, second: float, total: float
+) -> None:
+    (own / "parts.py").write_text(f"from math import inf, nan\ndef a(completion): return {first}\n")
+    with (own / "parts.py").open("a") as file:
+        file.write(f"def b(completion): return {second} if completion == 'x' else 0.5\n")
+    sys.modules.pop("parts", None)
+    task = make(own, {"a": "parts:a", "b": "parts:b"})
+    found = task.rewards(task.prompts("train")[0], [completion("x"), completion("y")])
+    assert found == pytest.approx([total, first + 0.5], nan_ok=True)
+
+
 @pytest.mark.parametrize("name", ["texts", "few"])
 def test_what_is_no_number_for_each_costs_the_group(own: Path, name: str) -> None:
     task = make(own, f"own_rewards:{name}")

@@ -249,6 +249,18 @@ def test_messages_need_a_template_of_their_own_and_one_that_can_render(tmp_path:
 # --- Equal rows on both sides ---
 
 
+def test_the_same_question_is_told_whatever_its_blanks_and_the_writing_of_its_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [("1 + 1", "2"), ("2 + 2", "4"), (" 1 +  1\n", "2"), ("2 + 2", "4.0"), ("2 + 3", "4")]
+    rows = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in asked[2:]]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    trained = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in asked[:2]]
+    options = {"validation_prompts": 1}
+    load(tmp_path, "\n".join([*trained, *lines(1)]), options=options, test_file=str(tmp_path / "test.jsonl"))
+    assert [said[:37] for said in caplog.messages] == ["2 of 3 test rows are also trained on,"]
+
+
 def test_held_out_rows_that_are_trained_on_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*lines(6), lines(1)[0].replace("}", ', "id": 7}'), lines(9)[8]]
     load(tmp_path, "\n".join(rows), options={"validation_prompts": 1})

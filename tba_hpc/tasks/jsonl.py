@@ -111,8 +111,8 @@ class Jsonl(Rows[Fields]):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """Text that is equal for rows with the same question and answer."""
-        return repr([row.get(name) for name in (*self._needed, self._target)])
+        """Text that is equal for rows that ask the same, whatever their blanks, and how the answer is put."""
+        return repr([" ".join(as_text(row.get(name)).split()) for name in self._needed])
 
     def shown(self, row: Fields) -> str:
         """The text of a row's prompt. Raises ConfigError where the chat template refuses its messages."""
@@ -214,8 +214,6 @@ class Jsonl(Rows[Fields]):
             self._parts["environment"] = [completion.reward or 0.0 for completion in completions]
             weights = {**weights, "environment": 1.0}
         return [
-            math.nan
-            if fault
-            else math.fsum(weight * self._parts[name][i] for name, weight in weights.items())
+            math.nan if fault else sum(weight * self._parts[name][i] for name, weight in weights.items())
             for i, fault in enumerate(failed)
         ]
