@@ -37,7 +37,7 @@ OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class FileTokenizer:
     """The Tokenizer port without what transformers adds, so texts are at most as long as for the model.
 
-    It adds no special tokens, unless a text has no other tokens, nor what a chat template puts around a single
+    It adds no special tokens, unless a text has no other tokens, nor what a chat template puts around one
     message. settings: those of tokenizer_config.json, with the chat template if there is one.
     """
 
