@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import LaunchError, local
+from tba_hpc.launch import LaunchError, local, mpi_library
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.notes import Exit
@@ -212,6 +212,16 @@ def test_missing_mpiexec_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         local.find_mpiexec(path=str(tmp_path))
     (tmp_path / "mpiexec").touch(0o700)
     assert local.find_mpiexec(path="") == tmp_path / "mpiexec"
+
+
+def test_no_mpiexec_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system's loader is to find the library, whose folder is not known."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/mpiexec").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    for library in ("", "libmpi.so", "lib/libmpi.so"):
+        with pytest.raises(LaunchError, match="has no mpiexec beside it"):
+            local.find_mpiexec(path="/nowhere", environment={mpi_library.VARIABLE: library})
 
 
 def test_environment_of_the_ranks() -> None:

@@ -105,7 +105,7 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
-    found = beside if beside.exists() else shutil.which("mpiexec", path=path)
+    found = beside if beside and beside.exists() else shutil.which("mpiexec", path=path)
     if found is None:
         raise LaunchError(
             "mpiexec is neither beside the Python interpreter nor on PATH: install it with "

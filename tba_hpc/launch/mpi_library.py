@@ -33,7 +33,12 @@ def one_machine(environment: Mapping[str, str]) -> dict[str, str]:
     return NO_NETWORK if VARIABLE in environment else ONE_MACHINE
 
 
-def mpiexec_of(library: str) -> Path:
-    """Return the mpiexec of a library (a value of VARIABLE), if the library has a folder of its own."""
+def mpiexec_of(library: str) -> Path | None:
+    """Return the mpiexec of a library (a value of VARIABLE); None for a library that the loader is to find.
+
+    A relative path would lead to a program in the working directory, which may be anybody's.
+    """
     path = Path(library)
+    if not path.is_absolute():
+        return None
     return (path if path.is_dir() else path.parent).parent / "bin" / "mpiexec"
