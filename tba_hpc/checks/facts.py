@@ -25,7 +25,7 @@ NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. problem: a run would fail. warning: it may, or loses something. remedy: the cure."""
+    """A finding. problem: a run would fail. warning: it may, or loses something. remedy: what to do."""
 
     name: str
     level: Level

@@ -156,7 +156,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def nodes_of_this_job(*, ready: bool) -> int:
-    """Number of nodes of this job, which will source its script if ``ready``. Raises ConfigError."""
+    """Return the number of nodes of the job that sources the script, if ``ready``. Raises ConfigError."""
     if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
         return int(nodes)
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")

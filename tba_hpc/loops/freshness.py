@@ -201,7 +201,7 @@ class RolloutBudget:
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
-        self._open: dict[int, int] = {}  # granted and not completed, ascending: version when granted
+        self._open: dict[int, int] = {}  # version at the grant, by uncompleted request, ascending
         self._ahead = set[int]()  # completed requests from beyond the end
         self._set_aside = Counter[int]()  # by searcher: the most requests that were ever ahead at once
 
@@ -228,7 +228,7 @@ class RolloutBudget:
             self.end += 1
 
     def overdue(self, step: int) -> int:
-        """Number of requests to wait for, without which later steps could not learn from all in time.
+        """Count requests that ``step`` must wait for, so that later steps can learn from the rest in time.
 
         Steps up to v + n can learn from requests granted under weights v. So before ``step`` no more than
         (v + n − step)·B requests that were granted by then may be open. A searcher's requests that were set

@@ -51,7 +51,10 @@ class Saving:
         return self.saved.save_seconds
 
     def due(self, step: int) -> bool:
-        """Tell whether to save after ``step``; never at the last one (see ``save_last``), nor two at once."""
+        """Tell whether to save at ``step``: every ``checkpoint.every`` steps, and never two saves at once.
+
+        The last step is left to ``save_last``.
+        """
         every = self.config.checkpoint.every
         passed = step // every > self.last_step // every
         return passed and not self.under_way and step < self.config.train.steps

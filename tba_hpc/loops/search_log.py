@@ -25,7 +25,7 @@ class Sums(dict[str, float]):
     the absolute differences, nats.
     Over all groups: asked, reward_seconds: groups given to the task, and the time that it took; rejected:
     completions set aside because their reward is not finite, or because the task's code raised;
-    seal_seconds. Of the searcher: generated: sampled tokens; load_seconds: of the last load of weights;
+    seal_seconds. About the searcher: generated: sampled tokens; load_seconds: of the last load of weights;
     propagation_seconds: from the publication of these weights until they are in use.
     """
 

@@ -192,7 +192,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if the run has since been started without one."""
+    """Return the components of the run's job; none if the run was started otherwise after that job."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & {*WAITING, *AT_WORK}:
         return monitor.job
@@ -323,7 +323,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready, and what the first other one does; empty if none reports a stage."""
+    """Say how many engines are ready, and what the first other one does; empty if no other one reports."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""
