@@ -31,6 +31,7 @@ from tba_hpc.report import digest, page
 from tba_hpc.run import checkpoints
 from tba_hpc.run.background import at_once
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.underway import Underway
 
 TABLE = Table()
 STEPS, EVERY = 40, 8
@@ -183,7 +184,10 @@ def _visit(path: Path) -> None:
         metrics.log(runtime.started(config, place.searcher))
         generator, task = TabularGenerator(TABLE, seed=place.searcher + place.lease), TabularTask(TABLE)
         reference = _reference(run, config)
-        parts = runtime.SearchParts(run, config, place.searcher, generator, task, metrics, reference)
+        underway = Underway(run, place.searcher)
+        parts = runtime.SearchParts(
+            run, config, place.searcher, generator, task, metrics, reference, underway
+        )
         runtime._stay(parts)
 
 
