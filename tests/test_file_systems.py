@@ -347,6 +347,7 @@ def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_not_deleted(tmp_path:
 def test_a_rank_goes_by_what_its_launcher_said(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may hold the link of the attempt before."""
     make_folder(run.logs)
+    run.config_file.touch()
     run.begin_attempt()
     second = run.begin_attempt()
     (run.logs / "latest").unlink()
