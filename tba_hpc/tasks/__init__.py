@@ -4,12 +4,12 @@ A task is a class with the methods of ports.Task and this constructor:
 
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
-where ``options`` stands for named, annotated keyword arguments; ``task.options`` of the config is
-checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served, and
-an argument ``reward`` what task.reward names, as config.RewardSection by name.
-A classmethod ``resources(section)`` lists the models, hub data and files that a TaskSection names, as
-types.Resource: ``tba fetch`` brings them to a cluster, ``tba submit`` looks whether they are there.
-Task modules are imported when asked for: none costs another's libraries.
+Here ``options`` stands for named, annotated keyword arguments, against which ``task.options`` of the config
+is checked. An argument ``serve`` gets a ports.Serve, with which the task has another model served. An
+argument ``reward`` gets what task.reward names: config.RewardSections by name.
+A classmethod ``resources(section)`` returns the models, hub data and files that a TaskSection names, as
+types.Resource. ``tba fetch`` brings them to a cluster, and ``tba submit`` checks that they are there.
+Task modules are imported when asked for, so that no task needs the libraries of another.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward")
 def load_task(
     config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
 ) -> Task:
-    """As ``make_task``, to train on: all prompts are read and checked.
+    """Make a task as ``make_task`` does, to train on: all its prompts are read and checked.
 
-    Raises ConfigError, too, where there is no training problem, or prompts are not what ports.Task says.
+    Raises ConfigError, too, if there is no training problem, or if prompts break the rules of ports.Task.
     """
     task = make_task(config, tokenizer, serve, room=room)
     if not checked_prompts(task, "train"):
@@ -64,12 +64,12 @@ def load_task(
 def make_task(
     config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
 ) -> Task:
-    """The task that ``config`` names, with its options, encoding with ``tokenizer``.
+    """Make the task that ``config`` names, with its options; it encodes with ``tokenizer``.
 
-    serve: for tasks that have another model served. room: most tokens of a prompt; tasks.rows.Rows leave out
-    longer ones if these are few. Raises ConfigError with one sentence: unknown task; a
-    class that is no task; unknown, ill-typed or missing option; a file that has no use; no ``serve``. Files
-    are read when prompts are asked for, and may be missing or ill-formed then.
+    serve: for tasks that have another model served. room: most tokens of a prompt; tasks.rows.Rows sets
+    longer prompts aside if these are few. Raises ConfigError, with one sentence, for an unknown task; a class
+    that is no task; an unknown, ill-typed or missing option; a file that has no use; a missing ``serve``.
+    Files are read when prompts are asked for; only then is it known whether they are missing or ill-formed.
     """
     task_class = _find(config.name)
     if abstract := sorted(getattr(task_class, "__abstractmethods__", ())):
@@ -103,7 +103,7 @@ def make_task(
 
 
 def task_resources(config: TaskSection) -> list[Resource]:
-    """The models, hub data and files that a task declares. Raises ConfigError as make_task."""
+    """Return the models, hub data and files that a task declares. Raises ConfigError as make_task does."""
     task_class = _find(config.name)
     _check_options(config.options, task_class, config.name)
     declare = getattr(task_class, "resources", None)
@@ -111,7 +111,7 @@ def task_resources(config: TaskSection) -> list[Resource]:
 
 
 def _find(name: str) -> type:
-    """The class behind a registered name or ``module:Class``."""
+    """Return the class behind a registered name or ``module:Class``. Raises ConfigError."""
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
@@ -138,7 +138,7 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
 
 
 def _check_constructor(task: str, task_class: type, *arguments: object, **keywords: object) -> None:
-    """Raise ConfigError where it does not take what every task is given."""
+    """Raise ConfigError unless the constructor takes the arguments that every task is given."""
     try:
         inspect.signature(task_class).bind(*arguments, **keywords)
     except TypeError as error:

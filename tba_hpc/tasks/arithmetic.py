@@ -33,17 +33,23 @@ START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
 LARGEST = 50
-"""Ranges, both ends included: the first number, each change, how many changes. Results: 0 to LARGEST."""
+"""Ranges with both ends included: START of the first number, CHANGE of each change, STEPS of their number.
+
+Results lie between 0 and LARGEST.
+"""
 
 PARTS = 10
-"""Checksums modulo PARTS: part p is held out for HELD_OUT[p], the other eight are for training."""
+"""Divisor of checksums; the remainder is the part of an expression.
+
+Part p is held out for HELD_OUT[p]; the other eight are for training.
+"""
 
 Size = Annotated[int, Field(ge=0, le=100_000)]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``name`` has ``start`` pieces of ``item`` and gains or loses ``changes``, by these ``verbs``."""
+    """Story of ``name``, who has ``start`` of ``item`` and gains or loses ``changes``, by these ``verbs``."""
 
     name: str
     item: str
@@ -53,7 +59,7 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """``17-3+9``: what identifies a problem."""
+        """Expression that identifies a problem, such as ``17-3+9``."""
         return str(self.start) + "".join(f"{change:+d}" for change in self.changes)
 
     @property
@@ -63,7 +69,7 @@ class Problem:
 
     @property
     def target(self) -> str:
-        """The result."""
+        """Result after all changes."""
         return str(self.totals[-1])
 
     @property
@@ -88,7 +94,7 @@ class Problem:
 
     @property
     def counted_solution(self) -> str:
-        """Every change counted one by one, ``17-3=16-2=15-1=14;``: long, uneven, and easy to learn."""
+        """Solution that counts changes one by one, ``17-3=16-2=15-1=14;``: long, uneven, easy to learn."""
         totals = self.totals
         work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
         return "".join(work) + self.bare_answer
@@ -101,13 +107,13 @@ def _count(total: int, change: int) -> str:
 
 
 def split_of(expression: str) -> Split:
-    """The only split that may hold ``expression``."""
+    """Return the only split that may hold ``expression``."""
     part = zlib.crc32(expression.encode()) % PARTS
     return HELD_OUT[part] if part < len(HELD_OUT) else "train"
 
 
 def draw_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
-    """``count`` problems of ``split`` with distinct expressions; the same arguments, the same problems."""
+    """Draw ``count`` problems of ``split`` with distinct expressions, the same for the same arguments."""
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -132,7 +138,7 @@ def _draw(rng: np.random.Generator) -> Problem:
 
 
 def _draw_change(rng: np.random.Generator, total: int) -> int:
-    """A gain or a loss after which the total still lies between 0 and LARGEST."""
+    """Draw a gain or a loss after which the total still lies between 0 and LARGEST."""
     size = _between(rng, CHANGE)
     gains = bool(rng.integers(2))
     return size if total < size or (gains and total + size <= LARGEST) else -size
@@ -148,7 +154,7 @@ def _between(rng: np.random.Generator, ends: tuple[int, int]) -> int:
 
 
 def is_correct(text: str, target: str) -> bool:
-    """Whether all that follows the first ``####`` is the target: a second try is not an answer."""
+    """Tell whether the target is all that follows the first ``####``: a second try is not an answer."""
     _, _, answer = text.partition("####")
     return answer.strip() == target
 
@@ -167,7 +173,7 @@ class Arithmetic(RightOrWrong):
         test_problems: Size = 512,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError given a file."""
+        """Set the size of each split, in problems; ``seed`` draws others. Raises ConfigError given a file."""
         remedy = "it generates its problems; remove them or choose another task.name"
         refuse_files("arithmetic", train_file, test_file, remedy=remedy)
         super().__init__(tokenizer)
@@ -179,14 +185,14 @@ class Arithmetic(RightOrWrong):
         }
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Of the problems drawn for a split."""
+        """Return (question, target) of the problems drawn for a split."""
         problems = draw_problems(split, self._sizes[split], self._seed)
         return [(problem.question, problem.target) for problem in problems]
 
     def encode_question(self, text: str) -> np.ndarray:
-        """With the line end of the problems."""
+        """Encode a question with the line end that the problems have."""
         return self._encode(f"{text.strip()}\n")
 
     def accepts(self, text: str, target: str) -> bool:
-        """By the number after the marker."""
+        """Tell whether the text after the marker is the target, see ``is_correct``."""
         return is_correct(text, target)

@@ -1,8 +1,8 @@
-r"""Compares a written answer with the gold answer, exactly, by the rules of docs/tasks.md.
+"""Compares a written answer with the gold answer, exactly, by the rules of docs/tasks.md.
 
-Whole texts first, then their parts: lists, relations, words, quantities; values last, by the parser of
-math-verify and sympy. math-verify's own comparison takes the last side of an equation for the answer, letters
-in any order for a word, and six decimals for a number.
+Whole texts are compared first, then their parts: lists, relations, words, quantities. Values come last, with
+the parser of math-verify and sympy. math-verify's own comparison takes the last side of an equation for the
+answer, letters in any order for a word, and six decimals for a number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
 
 LONGEST = 4000
-"""Characters of an answer that is read."""
+"""Most characters of an answer that is parsed; a longer one must be the gold answer's very text."""
 
 POINTS, DIGITS = 5, 40
-"""Points at which expressions are compared, and the digits to which they must agree."""
+"""Number of points at which expressions are compared, and of digits to which they must agree."""
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
@@ -30,21 +30,21 @@ NAME = re.compile(
     rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""Names that an answer may give its value: letters and their sums, words, no number."""
+"""Names that an answer may give its value: letters, sums of letters, or words, but no number."""
 
 SYMBOL = re.compile(
     rf"(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))\s*(?:_\s*(?:\w|\{{\w*\}})|\^\{{-1\}})*\s*(?:\(.*\))?"
     r"|[A-Z]{2,3}|\[[A-Z]+\]|\\(?:angle|triangle)\s*[A-Z]+|\\overline\s*\{[A-Z]+\}"
     r"|\\frac\{d\w\}\{d\w\}|\\text\{[^{}]*\}"
 )
-"""One name: a letter, a function, a line, an area, an angle, a derivative, words."""
+"""A single name: a letter, a function, a line, an area, an angle, a derivative, or words."""
 
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
-"""A letter that is a name, and not of a command."""
+"""A letter that is a name, not a part of a command."""
 
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
 SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\frac(?=\{))+", re.DOTALL)
-"""Arithmetic with written numbers alone."""
+"""Arithmetic with nothing but written numbers."""
 
 LEFT_TO_DO = re.compile(
     r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"
@@ -55,18 +55,18 @@ BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)
 def equal(given: str, gold: str) -> bool:
     """Compare an answer with the gold one; both LaTeX or plain, without dollar signs or boxes around them.
 
-    Raises whatever sympy does for what it cannot read.
+    Raises whatever sympy raises for a text that it cannot read.
     """
     if max(len(given), len(gold)) > LONGEST:
         return given == gold
     plain = _plain(given), _plain(gold)
-    if None not in plain:  # as most are
+    if None not in plain:  # most pairs are plain numbers
         return plain[0] == plain[1]
     return _same(*(notation.alternatives(notation.in_one_form(text)) for text in (given, gold)))
 
 
 def _same(given: str, gold: str) -> bool:
-    """Compare texts in one form, or parts of them."""
+    """Compare two texts that ``notation.in_one_form`` has rewritten, or parts of such texts."""
     mine, theirs = _bare(given), _bare(gold)
     if mine == theirs:
         return bool(mine)
@@ -81,13 +81,13 @@ def _same(given: str, gold: str) -> bool:
 
 
 def _unfinished(given: str, gold: str) -> bool:
-    """Find what an answer leaves undone and the gold answer works out: 48 + 24, a sum over k, an integral."""
+    """Tell whether an answer leaves undone what the gold works out: 48 + 24, a sum over k, an integral."""
     plain = SUM.fullmatch(given) and not SUM.fullmatch(gold)
     return bool(plain) or bool(LEFT_TO_DO.search(given) and not LEFT_TO_DO.search(gold))
 
 
 def _bare(text: str) -> str:
-    """Less the brackets around one value, the type of a list, and what parts thousands."""
+    r"""Remove brackets around a single value, ``\text`` around a list, and the marks between thousands."""
     typed = re.fullmatch(r"\\text\{([^{}]*[,\d][^{}]*)\}", text)
     text = typed[1].strip() if typed else text
     for opening, closing in (("(", ")"), ("{", "}")):
@@ -99,7 +99,7 @@ def _bare(text: str) -> str:
 
 
 def _joined(text: str) -> str:
-    """With the blanks and commas of thousands taken out."""
+    """Remove the blanks and commas between thousands."""
     return notation.rewritten(text, notation.NUMBERS[:2])
 
 
@@ -107,7 +107,7 @@ def _joined(text: str) -> str:
 
 
 def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | None) -> bool:
-    """One thing alone is a set of one."""
+    """Compare two lists; a text that is none counts as a list of one."""
     mine, theirs = mine or Listing("", (given,)), theirs or Listing("", (gold,))
     if len(mine.items) != len(theirs.items):
         return False
@@ -119,13 +119,13 @@ def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | N
 
 
 def _kinds_agree(mine: str, theirs: str) -> bool:
-    """A list without brackets is a set, or a tuple in the same order."""
+    """Compare kinds of lists; one without brackets may be a set, a union, or a tuple in the same order."""
     sets = ("", r"\{\}"), ("", "()"), ("", "cup")
     return mine == theirs or any({mine, theirs} == set(pair) for pair in sets)
 
 
 def _matched(mine: list[str], theirs: list[str]) -> bool:
-    """Pair each thing with another that is its equal; false if one is left."""
+    """Pair each item with an equal one of the other list; return False if an item finds none."""
     for one in mine:
         found = next((other for other in theirs if _same(one, other)), None)
         if found is None:
@@ -142,7 +142,7 @@ def _related(*texts: str) -> bool:
 
 
 def _same_relation(given: str, gold: str) -> bool:
-    """Equations, chains and inequalities; with a value, by what they say of their name."""
+    """Compare equations, chains and inequalities, or one of them with a value that it must state."""
     (mine, my_signs), (theirs, their_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
     if r"\approx" in my_signs + their_signs:
         return _same_rounded(mine, theirs)
@@ -165,13 +165,17 @@ def _same_relation(given: str, gold: str) -> bool:
 
 
 def _is_solved(sides: list[str]) -> bool:
-    """Recognise a name and its number, for which what is yet to be solved is no answer."""
+    """Tell whether a relation gives a name its number; a relation yet to be solved does not equal it."""
     ends = sides[0], sides[-1]
     return any(SYMBOL.fullmatch(end) for end in ends) and any(not LETTER.search(end) for end in ends)
 
 
 def _says(sides: list[str], signs: list[str], value: str) -> bool:
-    """Compare all sides with the value; the first, or of two the last, may be a name that the value lacks."""
+    """Tell whether a relation states a value: all sides of an equation must equal it.
+
+    The first side may be a name that the value lacks, and so may the last of two. An inequality is compared
+    as an interval.
+    """
     if set(signs) <= {"=", r"\equiv"}:
         return _all_are(_unnamed(sides, value), value)
     if signs == [r"\in"]:
@@ -181,7 +185,7 @@ def _says(sides: list[str], signs: list[str], value: str) -> bool:
 
 
 def _all_are(sides: list[str], value: str) -> bool:
-    """Compare all sides with the value; one of them must be worked out."""
+    """Compare all sides with the value; at least one of them must be worked out."""
     right = [_same(side, value) for side in sides]
     return any(right) and all(
         yes or _same_quantity(side, value) for yes, side in zip(right, sides, strict=True)
@@ -195,9 +199,10 @@ def _unnamed(sides: list[str], value: str) -> list[str]:
 
 
 def _names(side: str, value: str) -> bool:
-    """Recognise a name of something that does not stand in the value.
+    """Tell whether a side is a name for the value, which must not contain that name.
 
-    A value of letters takes one name alone; what is itself a name, or words, takes none: A=B answers twice.
+    A value with letters takes only a single name. A value that is itself a name, or words, takes none, since
+    A=B answers twice.
     """
     is_name = SYMBOL.fullmatch(side) or (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side))
     if side.startswith(("-", "+")) or not is_name:
@@ -211,9 +216,10 @@ def _names(side: str, value: str) -> bool:
 
 
 def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
-    """Compare sides parted by ≈.
+    """Compare the sides of texts with ≈.
 
-    What rounds to a gold answer that says so is right; else one side must be the gold answer itself.
+    If the gold answer has ≈ itself, every value that rounds to it is right. Otherwise one side must be the
+    gold answer itself.
     """
     mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
     if len(theirs) > 1 or "." in theirs[-1]:
@@ -223,7 +229,7 @@ def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Compare a value with a decimal to which it may round."""
+    """Tell whether a value rounds to a decimal; a text that is no decimal must be equal."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -240,7 +246,7 @@ def _number(text: str) -> Any:
 
 
 def _region(sides: list[str], signs: list[str]) -> str | None:
-    """An inequality of one name as an interval."""
+    """Return the interval that an inequality of one name describes; None for any other relation."""
     if signs[0] in (">", r"\geq"):
         sides, signs = sides[::-1], [TURNED.get(sign, "") for sign in reversed(signs)]
     if any(sign not in ("<", r"\leq") for sign in signs):
@@ -254,7 +260,7 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 
 def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
-    """Compare two relations of two sides: one is the other, times a number."""
+    """Tell whether one relation of two sides is the other times a number."""
     import sympy
 
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))
@@ -270,7 +276,7 @@ def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -
 
 
 def _same_quantity(given: str, gold: str) -> bool:
-    """Units where both have one; 28 % is 28, and 0.28 is 28 %."""
+    """Compare two values, and their units where both have one; 28 % is 28, and 0.28 is 28 %."""
     mine, theirs = quantity(given), quantity(gold)
     if mine.value != theirs.value and _are_times(mine.value, theirs.value):
         return False
@@ -284,7 +290,7 @@ def _same_quantity(given: str, gold: str) -> bool:
 
 
 def _are_times(given: str, gold: str) -> bool:
-    """Recognise times of the day, which no other ratio equals: 3:05, and 12:30 if the gold answer is that."""
+    """Tell whether these are times of day, which equal no other ratio: 3:05, or 12:30 as the gold answer."""
     return bool(re.search(r":0\d", given + gold) or (":" in given and re.fullmatch(r"\d{1,2}:\d\d", gold)))
 
 
@@ -299,7 +305,7 @@ def _same_value(given: str, gold: str) -> bool:
 
 
 def _plain(text: str) -> Fraction | None:
-    """A number without more ado."""
+    """Return the value of an integer, a decimal or a fraction of integers; None for any other text."""
     match = PLAIN.fullmatch(text)
     if not match or (match[3] and match[4]) or (match[4] and not int(match[4])):
         return None
@@ -308,7 +314,7 @@ def _plain(text: str) -> Fraction | None:
 
 
 def _based(text: str) -> tuple[str, str] | None:
-    """Digits, and the base that they are written in."""
+    """Return the digits of a number and the base that is written with it; None if there is no base."""
     match = BASED.fullmatch(text)
     return (match[1].lstrip("0"), match[2] or match[3]) if match else None
 
@@ -321,7 +327,7 @@ UNREAD = re.compile(
 
 
 def _value(text: str) -> Any:
-    """Parse one expression by math-verify's parser. Raises what that raises, and ValueError."""
+    """Parse one expression with math-verify's parser. Raises what that raises, or ValueError."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
@@ -356,7 +362,7 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Where expressions are compared: those that agree at all of these are the same, in practice."""
+    """Return points at which to compare expressions; those that agree at all points are equal in practice."""
     import sympy
 
     draw, names = random.Random(0), sorted(symbols, key=str)
@@ -370,7 +376,10 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Compare two numbers to DIGITS digits, rational ones wholly; else sympy has to simplify."""
+    """Compare two numbers to DIGITS digits; those with a rational difference must be exactly equal.
+
+    If one is no finite number, sympy has to simplify the difference to 0.
+    """
     import sympy
 
     first, second = (sympy.N(value, 2 * DIGITS, maxn=1000) for value in (a, b))

@@ -22,10 +22,10 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
-"""Share of the rows that may be of no use; with more of them the data are taken for others than meant."""
+"""Largest share of unusable rows that is set aside; with more, the data are taken for the wrong ones."""
 
 MOST_LEVELS = 100
-"""Lists and objects that may lie in one another in a row; every thread of every rank can handle so many."""
+"""Deepest nesting of lists and objects in a row; every thread of every rank can handle that much."""
 
 BLANK = b" \t\r\xef\xbb\xbf"
 """Bytes that a blank line may hold, those of a byte-order mark included."""
@@ -44,10 +44,11 @@ class HubData:
 class Table(Generic[T]):
     """A task's rows by split; each source is read once.
 
-    Validation is the end of the training rows and never trained on, so that no choice looks at the test; so
-    is test, before it, if there is no source of its own. Unusable rows are set aside before that. parse,
-    wanted: as for ``usable_rows``. held_out: rows of a held-out slice; key: the config key of that. identity:
-    equal for rows that ask the same.
+    Validation is the end of the training rows, unless it has a source of its own, and is never trained on: so
+    no choice looks at the test. The test, too, is taken from the training rows, before validation, unless it
+    has a source of its own. Unusable rows are set aside first. parse, wanted: as for ``usable_rows``.
+    held_out: number of rows of a held-out slice. key: the config key of ``held_out``. identity: gives equal
+    texts for rows that ask the same.
     """
 
     sources: Mapping[Split, str | HubData]
@@ -59,7 +60,7 @@ class Table(Generic[T]):
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Rows of a split; the log tells of held-out ones that are trained on, too. Raises ConfigError."""
+        """Return the rows of a split; warn if held-out ones are trained on, too. Raises ConfigError."""
         found = self._rows(split)
         if split != "train" and "train" in self._read:
             self._tell_shared(split, found)
@@ -91,7 +92,7 @@ class Table(Generic[T]):
 def sources_of(
     train_file: str | None, test_file: str | None, hub: Mapping[Split, HubData]
 ) -> dict[Split, str | HubData]:
-    """Where a task's rows are read: its files, or the hub's data in their place."""
+    """Return the source of each split: the task's files, or the hub's data if no training file is given."""
     found: dict[Split, str | HubData] = {**hub} if train_file is None else {"train": train_file}
     if test_file:
         found["test"] = test_file
@@ -99,7 +100,7 @@ def sources_of(
 
 
 def hub_resources(task: TaskSection, sources: Mapping[Split, str | HubData]) -> list[Resource]:
-    """The data sets of the hub among the sources of a task, each once."""
+    """Return the data sets of the hub among the sources of a task, each once."""
     parts = [source for source in sources.values() if isinstance(source, HubData)]
     key = f"task.name={task.name}, data"
     return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in parts))
@@ -114,7 +115,7 @@ def refuse_files(task: str, *files: str | None, remedy: str) -> None:
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
-    """What those options name that are set."""
+    """Return the resources that the given options name; an option that is not set names none."""
     values = {f"task.options.{option}": task.options.get(option) for option in options}
     return [Resource(kind, key, str(value)) for key, value in values.items() if value]
 
@@ -129,12 +130,12 @@ def download(data: Resource) -> None:
 def usable_rows(
     where: str | HubData, split: Split, *, parse: Callable[[Mapping[str, object]], T | None], wanted: str
 ) -> list[T]:
-    """What ``parse`` makes of the rows of a local JSONL file, or of data of the hub.
+    """Parse the rows of a local JSONL file, or of data of the hub; return those that can be used.
 
-    Rows of which it makes None, or raises Unusable, are set aside, and so are lines that hold no JSON object;
-    one line of the log counts and names them. Blank lines are none. wanted: what a row must be. Raises
-    ConfigError where the file or the data cannot be read, is empty, or has more than MOST_SET_ASIDE of such
-    rows.
+    A row for which ``parse`` returns None or raises Unusable is set aside, and so is a line without a JSON
+    object. One line of the log counts and names them. Blank lines are skipped. wanted: description of a good
+    row. Raises ConfigError if the file or the data cannot be read or are empty, or if more than
+    MOST_SET_ASIDE of the rows are unusable.
     """
     rows = _file_rows(Path(where), f"task.{split}_file") if isinstance(where, str) else _hub_rows(where)
     parsed = {line: _parsed(row, parse) for line, row in rows}
@@ -173,7 +174,7 @@ def split_rows(
 def _parsed(
     row: bytes | Mapping[str, object], parse: Callable[[Mapping[str, object]], T | None]
 ) -> T | Unusable:
-    """Parse a row, or a line of a file; Unusable says why that cannot be."""
+    """Parse a row, or a line of a file; return Unusable, with the reason, if that fails."""
     try:
         fields = _object(row) if isinstance(row, bytes) else row
         parsed = parse(fields)
@@ -183,7 +184,7 @@ def _parsed(
 
 
 def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
-    """Number and text of the lines that are not blank; they end in LF or CRLF alone."""
+    """Return number and bytes of each line that is not blank; LF or CRLF ends one. Raises ConfigError."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -195,10 +196,10 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """The JSON object of a line. Raises Unusable: what one rank can read, and handle, every rank can."""
+    """Return the JSON object of a line, if every rank can read and handle it. Raises Unusable otherwise."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        if b"\\u" in line:  # perhaps half of a pair, which no tokenizer takes
+        if b"\\u" in line:  # perhaps half of a surrogate pair, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode()
         deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
     except UnicodeDecodeError:
@@ -219,13 +220,13 @@ def _object(line: bytes) -> Mapping[str, object]:
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    """Tell if lists and objects lie in one another on more than so many levels."""
+    """Tell whether lists and objects are nested more than ``levels`` deep."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels == 0 or any(_is_deep(item, levels - 1) for item in items))
 
 
 def _hub_rows(data: HubData) -> Iterable[tuple[int, dict[str, Any]]]:
-    import datasets  # slow to import, and local files need it not
+    import datasets  # slow to import, and not needed for local files
 
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(data.name, data.config, split=data.split)

@@ -1,8 +1,8 @@
 """Compares mathematical answers in a process of its own.
 
-The algebra is bounded by signals, which only a main thread may take, and rewards are computed in
-another; and no signal ends a power tower of integers. So one worker process does the algebra, with bounded
-memory, and one that outlasts its deadline is replaced.
+The time for the algebra is limited by signals, which only a main thread may take, and rewards are computed in
+another thread. No signal ends a power tower of integers, either. So one worker process does the algebra,
+within bounded memory. A worker that outlasts its deadline is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tba_hpc.tasks import comparison
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 3
-"""Longest time for an answer within the worker."""
+"""Longest time for an answer within the worker, s."""
 
 DEADLINE_SECONDS = 30.0
-"""Longest wait for the worker, its start included; then the answer counts as wrong."""
+"""Longest wait for the worker, its start included, s; after it the answer counts as wrong."""
 
 WORKER_BYTES = 8 << 30
-"""Address space of the worker."""
+"""Limit of the worker's address space, bytes."""
 
 
 class Equivalence:
@@ -34,9 +34,9 @@ class Equivalence:
         self._pool: Pool | None = None
 
     def __call__(self, answer: str, target: str) -> bool:
-        r"""Whether ``answer`` equals ``target``, both LaTeX or plain, without dollar signs or ``\boxed``."""
+        r"""Tell whether ``answer`` equals ``target``; both LaTeX or plain, no dollar signs or ``\boxed``."""
         if self._pool is None:
-            # Not forked: an MPI rank must not be.
+            # Spawned, because an MPI rank must not be forked.
             self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)
         try:
             return self._pool.apply_async(_equal, (answer, target)).get(DEADLINE_SECONDS)
@@ -55,16 +55,15 @@ class Equivalence:
 
 
 def _begin() -> None:
-    """In the worker: bound its memory, and load what the first answer would otherwise wait for."""
+    """Bound the worker's memory, and load what the first answer would otherwise wait for."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    with suppress(
-        Exception
-    ):  # the first answer will say what is wrong; a pool would start workers without end
+    # The first answer will say what is wrong; if raised here, the pool would start workers without end.
+    with suppress(Exception):
         _equal(r"\frac{1}{\pi}", "x^2", seconds=0)
 
 
 def _equal(answer: str, target: str, seconds: int = STEP_SECONDS) -> bool:
-    """In the worker: equal by the rules; False for what cannot be read or takes too long."""
+    """Compare by the rules, in the worker; False for what cannot be read or takes too long."""
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout  # slow to import
 

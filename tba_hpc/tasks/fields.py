@@ -10,18 +10,18 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that the messages of a prompt may have."""
 
 ANSWERED = ("user", "tool")
-"""Roles that its last message may have: the model answers."""
+"""Roles that the last message of a prompt may have, since the model answers it."""
 
 KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
-"""How errors call what is no text."""
+"""Names that errors give to values that are no text."""
 
 
 class Unusable(ValueError):
-    """A row cannot be used; the message says why."""
+    """Raised for a row that cannot be used; the message says why."""
 
 
 def as_text(value: object) -> str:
-    """A text or a number as it is, null as an empty text, anything else as JSON."""
+    """Return a text or a number as it is, null as an empty text, and anything else as JSON."""
     if value is None:
         return ""
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -29,16 +29,16 @@ def as_text(value: object) -> str:
 
 
 def filled_in(template: str, fields: Mapping[str, object]) -> str:
-    """``template`` with {name} replaced by fields, once: what they hold themselves stays as it is."""
+    """Replace each {name} in ``template`` by its field, if there is one; braces within fields stay."""
     return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
 def require_text(row: Mapping[str, object], name: str) -> None:
-    """Raise Unusable unless a field is a text that says something, or a number."""
+    """Raise Unusable unless a field is a number, or a text that is not blank."""
     if name not in row:
         raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
     value = row[name]
-    if value != value:  # as libraries write a missing value
+    if value != value:  # NaN, as libraries write a missing value
         raise Unusable(f"{name!r} is NaN")
     if isinstance(value, str) and not value.strip():
         raise Unusable(f"{name!r} is empty")

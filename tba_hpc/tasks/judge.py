@@ -1,10 +1,10 @@
 """A reward by a judge that answers over HTTP: a chat model, or a server of the user's own.
 
-Each answer is one POST of JSON. With the name of a model it is a chat of one message, and the reward is the
-last number that the judge writes (of 8/10 it is 8); without, it is the row's fields and the completion, and
-the reward is the number that comes back, or the ``reward`` of an object. Redirections are not followed: they
-would take the key along. A proxy of the environment is used for https alone: over plain http it would read
-the key.
+Each answer is judged in one POST of JSON. If the config names a model, the POST is a chat of one message, and
+the reward is the last number that the judge writes (8 for 8/10). Otherwise the POST holds the row's fields
+and the completion, and the reward is the number that comes back, or the ``reward`` of an object. Redirections
+are not followed, because they would take the key along. A proxy of the environment is used for https alone,
+because it could read the key over plain http.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.tasks.fields import filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Bytes of an answer that are read."""
+"""Most bytes of an answer that are read."""
 
 RETRIES = 3
-"""Times that a judge is asked again if it is busy, away or silent."""
+"""Number of times that a judge is asked again if it is busy, away or silent."""
 
 FIRST_PAUSE = 0.5
-"""Pause before a judge is asked again, s; it doubles each time, up to LONGEST_PAUSE."""
+"""Pause before a judge is asked again, s. It doubles each time, up to LONGEST_PAUSE."""
 
 LONGEST_PAUSE = 30.0
 
@@ -43,25 +43,25 @@ BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes of a server that may answer later."""
 
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-"""Status codes of a key that is not accepted, and of an address where no judge is, or is no more."""
+"""Status codes for a key that is not accepted, and for an address where no judge is, or no longer is."""
 
 LOOK_SECONDS = 5.0
-"""Timeout of the question before a run."""
+"""Timeout of the trial question before a run, s."""
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 BEST = re.compile(rf"({NUMBER.pattern})[*_]*\s*(?:/|out of|of)\s*[*_]*{NUMBER.pattern}", re.ASCII)
-"""A number and the best one, as in 8/10."""
+"""A number and the best possible one, as in 8/10."""
 
 SCALE = re.compile(
     rf"\([^()]*\)|\bscale\b\W*(?:of|from)?\W*{NUMBER.pattern}\s*(?:to|-|\u2013)\s*{NUMBER.pattern}",
     re.ASCII | re.IGNORECASE,
 )
-"""Remarks of a judge on its numbers, which are none: what stands in brackets, and their range."""
+"""A judge's remarks whose numbers are no ratings: text in brackets, and the range of a scale."""
 
 
 class Reply(NamedTuple):
-    """What a judge answers to a POST. wait: seconds until it is to be asked again, 0 if it says nothing."""
+    """Answer of a judge to a POST. wait: seconds until it wants to be asked again, 0 if it does not say."""
 
     status: int
     body: bytes
@@ -69,13 +69,14 @@ class Reply(NamedTuple):
 
 
 class JudgeError(RuntimeError):
-    """A judge gave no reward; the message says what it did instead, and never holds the key."""
+    """Raised if a judge gives no reward; the message says what it did instead, and never holds the key."""
 
 
 class Judge:
-    """A reward by asking one; as many answers at once as its section allows. Raises JudgeError.
+    """Reward that asks a judge about up to ``concurrency`` answers at once. Raises JudgeError.
 
-    key: what it is called in errors. pause: waits. Raises ConfigError where the environment lacks its key.
+    key: name of the judge in errors. pause: function that waits for the given seconds. Raises ConfigError if
+    the environment lacks the judge's secret key.
     """
 
     def __init__(
@@ -90,14 +91,15 @@ class Judge:
         self._pool = ThreadPoolExecutor(section.concurrency, "judge")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """The judge's number for each row and completion; NaN where a chat model writes none."""
+        """Return the judge's number for each row and completion; NaN if a chat model writes none."""
         asked = [self._pool.submit(self._ask, *answer) for answer in answers]
         return [one.result() for one in asked]
 
     def try_on(self, row: Mapping[str, object]) -> None:
-        """Ask once, of an empty completion. Raises ConfigError if nobody listens there, or refuses everybody.
+        """Ask once, about an empty completion. Raises ConfigError if nobody listens, or everybody is refused.
 
-        A judge may be slow at first, or take no empty completion.
+        A timeout, or a status other than REFUSALS, raises nothing: a judge may be slow at first, or take no
+        empty completion.
         """
         try:
             seconds = min(self._section.seconds, LOOK_SECONDS)
@@ -134,7 +136,7 @@ class Judge:
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
     def _post(self, body: bytes, seconds: float) -> Reply:
-        """What it answers, or OSError or HTTPException; all of it within ``seconds``."""
+        """Return the answer to a POST, all of it within ``seconds``. Raises OSError or HTTPException."""
         address = urlsplit(self._url)
         path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         headers = {"Content-Type": "application/json"}
@@ -142,7 +144,7 @@ class Judge:
         end = time.monotonic() + seconds
         connection = _connection(address, seconds)
         connection.connect()
-        # A socket's timeout bounds each read alone.
+        # A socket's timeout bounds each read, but not all of them together.
         timer = Timer(max(0.0, end - time.monotonic()), _shut_down, [connection.sock])
         timer.daemon = True
         timer.start()
@@ -158,7 +160,7 @@ class Judge:
             connection.close()
         if time.monotonic() >= end:
             raise TimeoutError(f"timed out after {seconds:g} s")
-        wait = answer.getheader("Retry-After", "")  # seconds, or a date, which is left alone
+        wait = answer.getheader("Retry-After", "")  # seconds, or a date, which is ignored
         return Reply(answer.status, data, float(wait) if wait.isdecimal() else 0.0)
 
     def _question(self, row: Mapping[str, object], completion: str) -> dict[str, object]:
@@ -190,9 +192,9 @@ class Judge:
 
 
 def _rating_of(choice: Mapping[str, Any]) -> float:
-    """The number of a chat model's message, NaN if it was cut off: its last number is then some other.
+    """Return the rating in a chat model's message; NaN if that was cut off, perhaps before the rating.
 
-    Its text may come in parts. Raises LookupError or TypeError if it is no message.
+    The text may come in parts. Raises LookupError or TypeError if ``choice`` holds no message.
     """
     content = choice["message"]["content"] or ""
     if choice.get("finish_reason") == "length":
@@ -201,7 +203,7 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
 
 
 def rating(text: str) -> float:
-    """The last number that a judge writes, NaN if none; of 8/10 or 8 out of 10 it is 8."""
+    """Return the last number that a judge writes, 8 for 8/10 or 8 out of 10; NaN if there is none."""
     text = text.replace("\N{MINUS SIGN}", "-")
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
@@ -211,7 +213,7 @@ def rating(text: str) -> float:
 
 
 def _secret(key: str, variable: str | None) -> str:
-    """The judge's key; empty for none. Raises ConfigError."""
+    """Return the judge's key, empty if it has none. Raises ConfigError if the key cannot be used."""
     if variable is None:
         return ""
     secret = os.environ.get(variable, "").strip()
@@ -225,7 +227,7 @@ def _secret(key: str, variable: str | None) -> str:
 
 
 def _connection(address: SplitResult, seconds: float) -> HTTPConnection:
-    """To the judge, not yet open; over the environment's proxy for https."""
+    """Return a connection to the judge, not yet open; https goes through the environment's proxy."""
     host = address.hostname or ""
     if address.scheme == "http":
         return HTTPConnection(host, address.port or 80, timeout=seconds)
@@ -241,6 +243,6 @@ def _connection(address: SplitResult, seconds: float) -> HTTPConnection:
 
 
 def _shut_down(connected: socket.socket) -> None:
-    """End reads of another thread; not by TLS, which would wait for the peer."""
+    """End a read of another thread, without the shutdown of TLS, which would wait for the peer."""
     with suppress(OSError):
         socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
-r"""How people write mathematics: one form for what means the same, and the parts of a written answer.
+"""Mathematics as people write it: one form for what means the same, and the parts of a written answer.
 
-Here all is text. What the parts are worth is compared in tba_hpc/tasks/comparison.py.
+Everything here works on text. tba_hpc/tasks/comparison.py compares the values of the parts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
 """Signs that stand for a minus: U+2212, the en dash, hyphens."""
 
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
-"""Blanks that stand within a number: no-break, narrow, thin, of a digit's or a point's width."""
+"""Blanks that may stand within a number: no-break, narrow, thin, as wide as a digit or a point."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Marks between the thousands of a number, but for a comma or a blank."""
+"""Marks between the thousands of a number, other than a comma or a plain blank."""
 
 COMMANDS = {
     "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
@@ -25,7 +25,7 @@ COMMANDS = {
     "≤": "leq", "≥": "geq", "≠": "ne", "≈": "approx", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm",
     "°": "degree", "ℝ": "mathbb{R}",
 }  # fmt: skip
-"""Characters, and their LaTeX."""
+"""LaTeX commands by the characters that they stand for."""
 
 SYMBOLS = {
     **{character: f"\\{command} " for character, command in COMMANDS.items()},
@@ -43,13 +43,13 @@ SYMBOLS = {
 
 
 def characters(text: str) -> str:
-    """The text with ASCII digits, signs and letters; blanks of all kinds become one."""
+    """Return the text with digits, signs and letters in ASCII; blanks of all kinds become plain ones."""
     text = "".join(SYMBOLS.get(character, character) for character in text)
     return "".join(_ascii_digit(character) for character in text)
 
 
 def digits(text: str) -> str:
-    """A text of words with its numbers as ASCII has them: their digits, signs and blanks."""
+    """Return a text of words with its numbers in ASCII: digits and signs, without WITHIN_NUMBER's marks."""
     if not text.isascii():
         text = text.translate({ord(dash): "-" for dash in DASHES})
         text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
@@ -72,7 +72,7 @@ def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rew
 
 
 def rewritten(text: str, rules: list[Rewriting]) -> str:
-    """The text after each rule in turn."""
+    """Return the text after each rule in turn."""
     for pattern, new in rules:
         text = pattern.sub(new, text)
     return text
@@ -125,9 +125,9 @@ LAYOUT = _rules(
     (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
     (r"(?<=[a-zA-Z])'", "_{prime}"),
 )
-r"""Rewritings of what looks alike: spacing, brackets, types, commands that mean the same.
+r"""Rules for what looks alike: spacing, brackets, typefaces, commands that mean the same.
 
-\text is what is left of all types; "and" and "or" are commas.
+All typefaces become \text; "and" and "or" become commas.
 """
 
 
@@ -136,14 +136,14 @@ def _exponent(match: re.Match[str]) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """An exact fraction: 0.1\\overline{6} is (16 - 1)/90."""
+    r"""Return a repeating decimal as an exact fraction: 0.1\overline{6} is (16 - 1)/90."""
     whole, first, period = match[1] or "0", match[2], match[3]
     below = (10 ** len(period) - 1) * 10 ** len(first)
     return rf"(\frac{{{int(whole + first + period) - int(whole + first)}}}{{{below}}})"
 
 
 def _decimal(match: re.Match[str]) -> str:
-    """The fraction that it is: 2.50 is 250/100."""
+    """Return a decimal as an exact fraction: 2.50 is 250/100."""
     whole, places = match[1] or "0", match[2]
     return rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
 
@@ -161,21 +161,21 @@ NUMBERS = _rules(
     (r"(?<![_^\d])(\d+)\s*(?=\()|\)\s*(?=[\d(])", lambda m: f"{m[0]}\\cdot "),
     (r"(?<!_\{\d)\}\s*(?=\\frac)", r"}\\cdot "),
 )
-"""Numbers as people write them, exact: thousands, 1e3, periods, mixed fractions, decimals.
+"""Rules that make numbers exact: thousands, 1e3, repeating decimals, mixed fractions, decimals.
 
-A product gets its sign: the parser takes 2(3) for a mixed fraction.
+A product gets its sign, because the parser takes 2(3) for a mixed fraction.
 """
 
 
 def in_one_form(text: str) -> str:
-    """Take the layout out of a text; decimals stay as they are written."""
+    """Remove the layout of a text, by LAYOUT; decimals stay as they are written."""
     text = rewritten(characters(text).strip().strip("*"), LAYOUT)
     text = re.sub(r" +", " ", text).strip()
     return re.sub(r"(?<=[^.])\.$", "", text).strip()
 
 
 def exact(text: str) -> str:
-    """The text with each number as what the parser of mathematics takes for it exactly."""
+    """Return the text with its numbers in a form that the parser of mathematics reads exactly."""
     return rewritten(text, NUMBERS)
 
 
@@ -186,7 +186,7 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split a text at the tokens of ``at`` outside of brackets; also those tokens, in order."""
+    """Split a text at the tokens of ``at`` outside of brackets; return parts and those tokens in order."""
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):
         depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
@@ -200,19 +200,19 @@ def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Several things. kind: their brackets, empty for none; ``cup`` for a union."""
+    """Several items. kind: the brackets around them, empty for none, or ``cup`` for a union."""
 
     kind: str
     items: tuple[str, ...]
 
     @property
     def ordered(self) -> bool:
-        """True if the order counts."""
+        """True if the order of the items counts."""
         return self.kind not in ("", r"\{\}", "cup")
 
 
 def listing(text: str) -> Listing | None:
-    """The list, tuple, set, interval or union that a text is; None for one thing alone."""
+    """Return the list, tuple, set, interval or union that a text is; None for one thing alone."""
     bare, _ = pieces(text, (",", ";"))
     if len(bare) > 1:
         return Listing("", tuple(bare))
@@ -230,13 +230,13 @@ def listing(text: str) -> Listing | None:
 def _bracketed(kind: str, items: list[str]) -> Listing | None:
     if len(items) == 1 and kind != r"\{\}":
         return None
-    if kind == "[]" and len(items) != 2:  # no interval
+    if kind == "[]" and len(items) != 2:  # it is no interval
         kind = ""
     return Listing(kind, tuple(items))
 
 
 def inside(text: str, opening: str, closing: str) -> str | None:
-    """Text between two brackets, if they are around all of it."""
+    """Return the text between two brackets, if they are around all of it; otherwise None."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     depth, tokens = 0, TOKEN.findall(text)
@@ -248,7 +248,7 @@ def inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def alternatives(text: str) -> str:
-    r"""Each ``\pm`` as the two things that it means."""
+    r"""Return a text with ``\pm`` as a list of the two that it means."""
     if r"\pm" not in text:
         return text
     plus, minus = (
@@ -263,12 +263,12 @@ WORDS = re.compile(r"(?:\\text\{[^{}]*\}|[^\\\d{}^_=<>|+*/])+")
 
 
 def are_words(text: str) -> bool:
-    """Recognise words and nothing else. Three letters in a row are one: ``sole`` is no product."""
+    """Tell whether a text is words alone. Three letters in a row are a word: ``sole`` is no product."""
     return bool(WORDS.fullmatch(text) and re.search(r"[a-zA-Z]{3}|^[Nn][Oo]$", text))
 
 
 def plain_words(text: str) -> str:
-    """Strip a text of type, case, blanks and the brackets around it."""
+    """Strip words of typeface, case, blanks and the brackets around them; one letter keeps its case."""
     said = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     said = re.sub(r"[\s{}]", "", said).strip(".\"'")
     said = said[1:-1] if re.fullmatch(r"\([^()]*\)", said) else said
@@ -284,7 +284,7 @@ UNITS = {
     "min": "minute", "h": "hour", "hr": "hour", "mph": "mile/hour", "feet": "foot", "inches": "inch",
     "deg": "degree", "am": "morning", "pm": "afternoon",
 }  # fmt: skip
-"""Short names, and what they are short for."""
+"""Full names of units, by their short names."""
 
 MONEY = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
 
@@ -296,7 +296,7 @@ NO_UNIT = re.compile(
     r"half|halves|(?:ten|hundred|thousand|four|fif|six|seven|eigh|nin)ths?|third|dozen|infinity|"
     + "|".join(SCALES)
 )  # fmt: skip
-"""Words that say something about the value."""
+"""Words that say something about the value, and are no unit."""
 
 POWER = r"(?:\s*\^\s*\{?[23]\}?)?"
 TRAILING = re.compile(
@@ -304,12 +304,12 @@ TRAILING = re.compile(
     rf"|(?P<number>.*[\d)}}.])(?P<word>(?:\s+[a-zA-Z]{{2,}}|(?:cm|mm|km|kg|ft|mph))(?:[\s/]+[a-zA-Z]+)*{POWER})",
     re.DOTALL,
 )
-"""A value and its unit: set as text, or words after a number."""
+"""A value and its unit, which is set as text, or is words after a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value and its unit, empty where none is written. percent: whether it is one."""
+    """A value and its unit, which is empty if none is written. percent: True for a percentage."""
 
     value: str
     unit: str = ""
@@ -317,7 +317,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """A text's value, and the unit at its end or the money before it."""
+    """Return a text's value, and the unit at its end or the currency before it."""
     for sign, name in MONEY.items():
         match = re.match(rf"(-?)\s*{re.escape(sign)}\s*", text)
         if match:
@@ -336,7 +336,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _measured(value: str, unit: str) -> Quantity | None:
-    """None where the words are no unit: they say something about the value, or nothing."""
+    """Return a quantity; None if the words are no unit, such as those that say something about the value."""
     scale, _, rest = unit.partition(" ")
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)
@@ -350,7 +350,7 @@ def _measured(value: str, unit: str) -> Quantity | None:
 
 
 def _unit(text: str) -> str:
-    """Its name in full, in the singular."""
+    """Return a unit's name in full, in the singular."""
     power = re.search(r"\^\s*\{?([23])\}?\s*\}?$", text)
     said = re.sub(r"\\text\{([^{}]*)\}?", r"\1", text[: power.start()] if power else text)
     said = re.sub(r"[.\\]", "", said).strip()

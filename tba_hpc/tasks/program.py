@@ -1,11 +1,11 @@
-"""Programs run within limits of time and memory, and a reward by one that is run for each completion.
+"""Programs run within limits of time and memory, and a reward by a program that is run for each completion.
 
-The program gets one line of JSON on its input, the row's fields and the completion, and writes the reward as
-the last line of its output. It is started without a shell, in a new and empty folder, with an environment
-that holds no variable of the run. Confined are: the time; the memory and
-processor time of each process; the size of each file. NOT confined are: the network, what it reads and writes
-elsewhere, the number of its processes, and one that begins a session of its own, which outlives it. Where
-completions are run as code that nobody has read, put a container or bubblewrap into the command.
+The program reads one line of JSON, the row's fields and the completion, and writes the reward as the last
+line of its output. It is started without a shell, in a new and empty folder. Of the run's environment it gets
+no variables but PATH, LANG and LC_ALL. Limits hold for its time, for the memory and processor time of each
+process, and for the size of each file. NOT confined are the network, what it reads and writes elsewhere, and
+the number of its processes. A process that begins a session of its own outlives the program. If completions
+are run as code that nobody has read, put a container or bubblewrap into the command.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
-"""Bytes of a file that a program may write, its output included."""
+"""Most bytes of a file that a program may write, its output included."""
 
 OPEN_FILES = 64
-"""Files that it may have open."""
+"""Most files that a program may have open."""
 
 QUOTED = 200
-"""Bytes of the end of its error output that an error quotes."""
+"""Number of bytes that an error quotes from the end of a program's error output."""
 
-# In a process of its own: what runs between fork and exec in one of several threads may wait for ever.
-# The kernel kills it, as run.signals.die_with has it, with the thread that waits for it.
+# This is a process of its own, because code between fork and exec may hang in a process with several threads.
+# The kernel kills it together with the thread that waits for it, as in run.signals.die_with.
 LIMITER = """
 import ctypes, os, resource, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -53,13 +53,13 @@ except OSError as error:
 
 
 class ProgramError(RuntimeError):
-    """A program ended without a reward; the message says how."""
+    """Raised if a program ends without a reward; the message says how it ended."""
 
 
 class Program:
-    """A reward by running one; as many at once as its section allows. Raises ProgramError.
+    """Reward that runs a program, up to ``concurrency`` at once. Raises ProgramError.
 
-    key: what it is called in errors.
+    key: name of the program in errors.
     """
 
     def __init__(self, key: str, section: RewardSection) -> None:
@@ -70,7 +70,7 @@ class Program:
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """What the program writes of each row and completion."""
+        """Return the number that the program writes for each row and completion."""
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
         return [one.result() for one in running]
 
@@ -92,7 +92,10 @@ class Program:
 
 
 class Ended(NamedTuple):
-    """How a program ended. status: negative if it was killed. said: its output. last_error: a line."""
+    """End of a program. status: negative if it was killed. said: its output.
+
+    last_error: the last line of its error output.
+    """
 
     status: int
     said: str
@@ -100,7 +103,7 @@ class Ended(NamedTuple):
 
 
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
-    """Run a command with ``text`` on its input. For the limits see the module."""
+    """Run a command with ``text`` as its input, within the limits that the module describes."""
     limits = (os.getpid(), memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
     limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
     with (
@@ -131,7 +134,7 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
 
 
 def _found(key: str, word: str) -> str:
-    """The interpreter of the run, a file beside the config, or the word itself."""
+    """Resolve a word of a command: the run's Python, a file beside the config, or the word itself."""
     if word == "python":
         return sys.executable
     found = find_file(word)
@@ -146,7 +149,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of its session."""
+    """Kill what is left of a program's session."""
     kill_session(process.pid)
     process.wait()
 
