@@ -31,10 +31,10 @@ PROMPT = "{prompt}"
 
 
 class Jsonl(Rows[Fields]):
-    """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off.
+    """Task whose reward is the weighted sum of the named rewards, each 0 for a completion that was cut off.
 
-    own_reward: completions bring a reward of their own, which is added, cut off or not. Where that is NaN,
-    in any case, so is the sum, and no named reward sees the completion.
+    own_reward: completions bring a reward of their own, which is added even if they were cut off. A
+    completion whose own reward is NaN gets NaN whatever own_reward is, and no named reward sees it.
     """
 
     own_reward = False
@@ -53,14 +53,14 @@ class Jsonl(Rows[Fields]):
         judge_truncated: bool = False,
         validation_prompts: Annotated[int, Field(ge=1)] = 64,
     ) -> None:
-        """The options of the config. Raises ConfigError.
+        """Take the options of the config. Raises ConfigError.
 
         template: the prompt, with {field} for fields of the row. target: the field with the right answer, if
-        there is one; it is shown, no more. chat: as a user's message in the model's chat template, or as the
-        messages that a prompt is a list of.
-        correct_from: the reward from which on an answer counts as correct in evaluations. judge_truncated:
-        whether rewards see completions that the token limit cut off, too; else these are worth 0.
-        validation_prompts: rows of a held-out part of train_file.
+        there is one; it is only shown. chat: put the prompt into the model's chat template, as a user's
+        message, or as the messages if it is a list of them.
+        correct_from: the lowest reward of an answer that counts as correct in evaluations. judge_truncated:
+        let rewards see completions that the token limit cut off, too; otherwise these get 0.
+        validation_prompts: number of rows of a held-out part of train_file.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -98,37 +98,37 @@ class Jsonl(Rows[Fields]):
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """The template of each row, filled in, or the messages of its prompt in the chat template."""
+        """Return (prompt, target, row) of all rows of a split; messages are put into the chat template."""
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
         return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError where a row lacks what a function needs; line: which row it is."""
+        """Raise ConfigError if a row, which errors call ``line``, lacks a field that a function needs."""
         for reward in self._rewards.values():
             if isinstance(reward, Function):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """Text that is equal for rows that ask the same, whatever their blanks, and how the answer is put."""
+        """Return a text that is equal for rows that ask the same, whatever their blanks and their answers."""
         return repr([" ".join(as_text(row.get(name)).split()) for name in self._needed])
 
     def shown(self, row: Fields) -> str:
-        """The text of a row's prompt. Raises ConfigError where the chat template refuses its messages."""
+        """Return the text of a row's prompt. Raises ConfigError if the chat template refuses its messages."""
         messages = self.given_messages(row)
         if messages is None:
             return filled_in(self._template, row)
         return self._chat_tokenizer.render(messages, tools=(), ask=True)
 
     def encoded(self, text: str, row: Fields) -> np.ndarray:
-        """Encode messages by the chat template, all else as Rows does."""
+        """Encode messages that the chat template has rendered; encode any other text as Rows does."""
         if self.given_messages(row) is None:
             return super().encoded(text, row)
         return self._chat_tokenizer.encode_rendered(text)
 
     def given_messages(self, row: Fields) -> list[Any] | None:
-        """The prompt of a row that is a list of messages, None of any other."""
+        """Return the prompt of a row if it is a list of messages, otherwise None."""
         given = row.get("prompt")
         return given if isinstance(given, list) and self._template == PROMPT else None
 
@@ -142,7 +142,11 @@ class Jsonl(Rows[Fields]):
         return self._tokenizer
 
     def _checked(self, row: Fields) -> Fields:
-        """A row. Raises Unusable where what it asks, or shows to a judge, is nothing or no text."""
+        """Return the row unchanged. Raises Unusable if it cannot be asked or judged.
+
+        A field of the template must be a text that is not blank, a number, or the messages of a prompt. A
+        field that a judge sees must not be null.
+        """
         lacking = [key for key, is_set in self._for_messages.items() if not is_set]
         for name in sorted(self._needed):
             value = row.get(name)
@@ -158,7 +162,7 @@ class Jsonl(Rows[Fields]):
         return row
 
     def encode_question(self, text: str) -> np.ndarray:
-        """In the template, where that has room for one text alone."""
+        """Encode a question, in the template if that has a single field."""
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
@@ -176,20 +180,20 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row, seconds)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""
+        """Return the weighted sum of all rewards; ``reward_parts`` then returns each of them."""
         return self._judge([prompt] * len(completions), completions)
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """By name, what each of several rewards gave the completions of the last call; before weights."""
+        """Return each reward of the last call's completions by name, unweighted; nothing for a single one."""
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether each reward is at least ``correct_from``."""
+        """Tell whether each completion's reward is at least ``correct_from``; ``grades`` returns them."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 
     def grades(self) -> list[float]:
-        """The rewards of the completions of the last call of ``correct``."""
+        """Return the rewards of the completions of the last call of ``correct``."""
         return self._grades
 
     def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:

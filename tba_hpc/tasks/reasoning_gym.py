@@ -1,8 +1,8 @@
 """Problems made by the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
 
-A generator is named with its own options, a level of difficulty where it has levels, and a weight where there
-are several. The only module that imports the library. Problems are a function of the task's seed and their
-place in the split, in every process; none is in two splits.
+The config names each generator with its own options, a level of difficulty if it has levels, and a weight if
+there are several. This is the only module that imports the library. In every process a problem is a function
+of the task's seed and its place in the split. No problem is in two splits.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ TEMPLATES = {
     "tags": "{question}\n\nThink first. Then write the answer alone between <answer> and </answer>.\n",
     "whole": "{question}\n",
 }
-"""What is asked where no template is given, by where the answer stands."""
+"""Default templates, by where the answer stands."""
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer for which graders give what every answer gets."""
+"""An answer without content, for which graders give what they give to any answer."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Generators of 0.1.25 that draw from sets of texts, whose order hangs on PYTHONHASHSEED."""
+"""Generators of version 0.1.25 that draw from sets of texts, whose order depends on PYTHONHASHSEED."""
 
 TRIES = 20
-"""Problems that are looked at for one that no other split has, on average over a split."""
+"""Most problems to make for each problem of a split, on average, until enough are in no other split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A problem: as its generator made it, with ``question`` and ``answer``, and who grades it."""
+    """A problem: ``entry`` has ``question`` and ``answer``; ``generator`` made it and grades answers."""
 
     generator: Any
     entry: Mapping[str, Any]
@@ -75,14 +75,17 @@ class ReasoningGym(Rows[Item]):
         test_problems: Size = 256,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """The options of the config. Raises ConfigError.
+        """Take the options of the config. Raises ConfigError.
 
-        generators: the name of one; or several by name, each with its own options, ``level`` (0, 1, …: all
-        that makes it hard, so far as it has levels) and ``weight`` (of its share of the problems, 1).
-        answer: what is graded: the last text between <answer> and </answer>, or the whole completion.
-        template: with {question}. chat: as a user's message in the model's chat template. partial_credit:
-        whether a part of an answer is worth a part of the reward, where the generator's grader means it: not
-        for a right answer among other words, nor what it gives to every answer. seed: draws other problems.
+        generators: the name of one; or several by name, each with its own options, ``level`` (0, 1, …) and
+        ``weight`` (1 by default), to which its share of the problems is proportional. A level sets all that
+        makes problems hard; what has fewer levels takes its highest.
+        answer: the part that is graded: the last text between <answer> and </answer>, or the whole
+        completion. template: the prompt, with {question}. chat: put it into the model's chat template, as a
+        user's message.
+        partial_credit: give a part of the reward for a part of an answer, if the generator's grader means it.
+        A right answer among other words gets nothing, and neither does a grade that every answer gets.
+        seed: another one draws other problems.
         """
         super().__init__(tokenizer, chat=chat, template=TEMPLATES[answer] if template is None else template)
         refuse_files("reasoning_gym", train_file, test_file, remedy="it makes its problems; leave them out")
@@ -100,16 +103,16 @@ class ReasoningGym(Rows[Item]):
         self._drawn: dict[Split, list[Item]] = {}
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, Item]]:
-        """Of the problems drawn for a split."""
+        """Yield (prompt, target, problem) for the problems drawn for a split."""
         for item in self._items(split):
             yield self.filled(item.entry["question"]), str(item.entry["answer"] or ""), item
 
     def rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
-        """The score of each."""
+        """Return the score of each completion."""
         return [self._score(prompt, completion) for completion in completions]
 
     def correct(self, prompts: list[Prompt], completions: list[Completion]) -> list[bool]:
-        """Whether each has the right answer."""
+        """Tell whether each completion has the right answer."""
         return [self._score(*answer) == 1 for answer in zip(prompts, completions, strict=True)]
 
     def _score(self, prompt: Prompt, completion: Completion) -> float:
@@ -126,7 +129,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """The problems of a split, less those of the splits before it in this order."""
+        """Return the problems of a split, none of which is in the splits before it in ``order``."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {
@@ -145,13 +148,13 @@ class ReasoningGym(Rows[Item]):
         return [next(streams[chosen]) for chosen in chosen_N]
 
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
-        """Problems of a generator for the split of this number. Raises ConfigError where they run out."""
+        """Yield a generator's problems for the split of this number. Raises ConfigError if they run out."""
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place to it
+        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place to the seed
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
         for place in range(TRIES * size):
-            with redirect_stdout(StringIO()):  # some print
+            with redirect_stdout(StringIO()):  # some generators print
                 entry = generator[place]
             if entry["question"] not in taken:
                 yield Item(generator, entry)
@@ -162,9 +165,10 @@ class ReasoningGym(Rows[Item]):
 
 
 def score(item: Item, answer: str, *, partial: bool) -> float:
-    """What an answer is worth, 0 … 1: by the generator's grader, less what it does not mean.
+    """Score an answer from 0 to 1 by the generator's grader, without credit that the grader does not mean.
 
-    Where the grader takes even an answer that says nothing for right, only the very text of the answer is.
+    Partial credit must exceed the grade of SAYS_NOTHING, and a right answer among other words gets none. If
+    the grader accepts even SAYS_NOTHING, only the exact text of the answer is right.
     """
     found, floor = _grade(item, answer), _grade(item, SAYS_NOTHING)
     oracle = item.entry["answer"]
@@ -180,7 +184,7 @@ def _grade(item: Item, answer: str) -> float:
     try:
         with redirect_stdout(StringIO()):
             return float(item.generator.score_answer(answer=answer, entry=item.entry))
-    except Exception:  # graders read an answer as what it should be, and raise where it is none
+    except Exception:  # graders parse an answer as what it should be, and raise if it is not
         return 0.0
 
 
@@ -192,7 +196,7 @@ def _weight(name: str, options: Mapping[str, object]) -> float:
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """The library's configuration of a generator, but for seed and size. Raises ConfigError."""
+    """Return the library's configuration of a generator, without seed and size. Raises ConfigError."""
     key, factory = f"task.options.generators.{name}", _library("factory")
     if name not in factory.DATASETS or name == "composite":
         hint = did_you_mean(name, sorted(factory.DATASETS))
@@ -217,7 +221,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _at_level(key: str, name: str, level: object) -> Any:
-    """What the library's curriculum says of a level; of what has fewer levels, the highest."""
+    """Return the library's configuration of a level; what has fewer levels takes its highest."""
     factory = _library("factory")
     if not factory.has_curriculum(name):
         raise ConfigError(f"{key} has no levels: leave out level, and set its own options")

@@ -1,12 +1,12 @@
 """Rewards that a config names: a function of the user's, a judge behind a URL, or a program.
 
-A reward takes answers, each a row and the text of a completion of its prompt, and gives a number for each,
-NaN for one that is to be set aside. What it raises costs the group.
+A reward takes answers, each of which is a row and the text of a completion of its prompt. It gives a number
+for each, or NaN for one that is to be set aside. If it raises, the group is lost.
 
-A function is called by the names of its arguments. The first is ``completion``, a text, and it gives a
-number; or ``completions``, the texts of several completions of one prompt, and it gives a list of as many.
-All others get the row's fields of their names; one with a default may be missing there; ``**fields`` gets all
-fields that no other argument takes.
+A function is called by the names of its arguments. If the first is ``completion``, it is a text, and the
+function gives a number. If the first is ``completions``, it holds the texts of several completions of one
+prompt, and the function gives a list of as many numbers. All others get the row's fields of their names; a
+row may lack the field of one with a default. ``**fields`` gets all fields that no other argument takes.
 
     def short(completion, limit=20):
         return -max(0, len(completion.split()) - limit)
@@ -34,7 +34,7 @@ from tba_hpc.tasks.program import Program
 log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 10.0
-"""How long the start of a run waits for a trial."""
+"""Longest time that the start of a run waits for a trial, s."""
 
 IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
 """The remedy for a function that does not end."""
@@ -46,12 +46,12 @@ Answer = tuple[Fields, str]
 """A row, and the text of a completion of its prompt."""
 
 Reward = Callable[[Sequence[Answer]], list[float]]
-"""A number for each of some answers."""
+"""Function that returns a number for each of some answers."""
 
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
-    """By name. Raises ConfigError where one cannot be had."""
-    alone = list(sections) == ["reward"]  # as a config may say for short
+    """Make the rewards, by name. Raises ConfigError if one of them cannot be made."""
+    alone = list(sections) == ["reward"]  # the short form of a config
     return {
         name: _make("task.reward" if alone else f"task.reward.{name}", section)
         for name, section in sections.items()
@@ -65,14 +65,14 @@ def _make(key: str, section: RewardSection) -> Reward:
 
 
 class NoNumberError(TypeError):
-    """A reward function gave something else, or too few."""
+    """Raised if a reward function gives anything but numbers, or not one for each completion."""
 
 
 class Function:
-    """A reward by a function of the user's. Raises ConfigError where there is none, or not of this kind."""
+    """Reward by a function of the user's. Raises ConfigError if there is none, or it is not of this kind."""
 
     def __init__(self, key: str, name: str) -> None:
-        """key: what it is called in errors."""
+        """Find the function of that name, ``module:function``. key: name of the reward in errors."""
         self._key = key
         self._call = find_function(key, name)
         try:
@@ -91,17 +91,18 @@ class Function:
         self._first = first
 
     def require(self, fields: Fields, line: str) -> None:
-        """Raise ConfigError where a row lacks what the function needs; line: which row it is."""
+        """Raise ConfigError if a row, which errors call ``line``, lacks a field that the function needs."""
         for name, needed in self._named.items():
             if needed and name not in fields:
                 meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Call it once on an empty completion, in a thread, as the scorer's calls are.
+        """Call the function once, on an empty completion, in a thread, as the scorer calls it.
 
-        seconds: deadline of a call; after TRIAL_SECONDS it goes on with a warning. Raises ConfigError where
-        it takes longer, gives anything but a number, or handles signals, which no thread may.
+        seconds: deadline of a call. If it is longer than TRIAL_SECONDS, a call that runs for that long brings
+        only a warning. Raises ConfigError if the call passes its deadline, gives anything but a number, or
+        handles signals, which only a main thread may.
         """
         error, signals, where = _tried(lambda: self([(fields, "")]), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
@@ -121,11 +122,11 @@ class Function:
             )
         if isinstance(error, FileNotFoundError):
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
-        if isinstance(error, NoNumberError):  # what else it raises may be the empty text's fault
+        if isinstance(error, NoNumberError):  # any other error may be the empty text's fault
             raise ConfigError(f"{error}: give a number for each completion")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Raises what the function raises, and NoNumberError where it gives anything but numbers."""
+        """Return a number per answer. Raises what the function raises, or NoNumberError if it gives none."""
         if self._together:
             return [
                 reward
@@ -135,7 +136,7 @@ class Function:
         return [self._number(self._call(text, **self._fields(row))) for row, text in answers]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
-        """Of answers to one prompt."""
+        """Return the rewards of answers to one prompt."""
         given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
         if len(given) != len(answers):
             raise NoNumberError(f"{self._key} gave {len(given)} numbers for {len(answers)} completions")
@@ -161,9 +162,10 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
-    """Make a call in a thread: what it raised; if it tried to handle signals, even if it hides that.
+    """Make a call in a thread, and wait up to ``seconds`` for it.
 
-    And the line where it is, if it has not ended in time.
+    Returns the error that it raised, if any; whether it tried to handle signals, even if it hides that; and
+    the line where it is, if it has not ended in time.
     """
     raised, signals = list[BaseException](), list[object]()
 
@@ -172,7 +174,7 @@ def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | 
             signals.append(called)
 
     def work() -> None:
-        sys.setprofile(watch)  # of this thread
+        sys.setprofile(watch)  # for this thread alone
         try:
             call()
         except BaseException as error:  # a user's code may raise anything

@@ -1,4 +1,4 @@
-"""Bases of tasks: prompts that each come of a row, and completions that are right or wrong."""
+"""Base classes of tasks: prompts that each come from a row, and completions that are right or wrong."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Row = TypeVar("Row")
 
 
 class Rows(ABC, Generic[Row]):
-    """Prompts, each with the row that says what an answer is worth. room: most tokens of a prompt."""
+    """Task whose prompts each have a row that says what an answer is worth. room: most tokens of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
-        """chat: prompts are a user's messages in the model's chat template.
+        """Set how prompts are made. Raises ConfigError if the template has no place for a question.
 
-        template: of a question, with its place. Raises ConfigError if it has none.
+        chat: prompts are a user's messages in the model's chat template. template: text around a {question}.
         """
         if "{question}" not in template:
             raise ConfigError(
@@ -44,14 +44,14 @@ class Rows(ABC, Generic[Row]):
 
     @abstractmethod
     def rows(self, split: Split) -> Iterable[tuple[str, str, Row]]:
-        """(Text of the prompt, target, row) of a split. Raises ConfigError."""
+        """Return (text of the prompt, target, row) for each row of a split. Raises ConfigError."""
 
     def encoded(self, text: str, row: Row) -> np.ndarray:
-        """Tokens int32 [T] of the text of a row's prompt."""
+        """Return the tokens, int32 [T], of the text of a row's prompt."""
         return self._encode(text)
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """All prompts of a split; read or made, and encoded, at the first call. Raises ConfigError."""
+        """Return all prompts of a split, read or made, and encoded, at the first call. Raises ConfigError."""
         if split not in self._prompts:
             found: list[Prompt] = []
             long: list[str] = []
@@ -67,7 +67,7 @@ class Rows(ABC, Generic[Row]):
         return self._prompts[split]
 
     def _set_aside(self, split: Split, long: Sequence[str], total: int) -> None:
-        """Say which prompts leave no room for a completion. Raises ConfigError if they are many."""
+        """Warn of prompts that leave no room for a completion. Raises ConfigError if there are many."""
         if not long:
             return
         found = f"{len(long)} of {total} {split} prompts are too long: {first_few(long, between='; ')}"
@@ -80,23 +80,23 @@ class Rows(ABC, Generic[Row]):
         log.warning("%s; %s; they are set aside", found, rule)
 
     def encode_question(self, text: str) -> np.ndarray:
-        """A question of somebody else's as this task would put it; see ports.Asking."""
+        """Return the tokens, int32 [T], of a user's question as this task would put it; see ports.Asking."""
         return self._encode(self.filled(text))
 
     def filled(self, question: str) -> str:
-        """A question in the template."""
+        """Return the template with a question in it."""
         return self._ask.replace("{question}", question)
 
     def row(self, prompt: Prompt) -> Row:
-        """The row of one of ``prompts``."""
+        """Return the row of one of ``prompts``."""
         return self._rows[prompt]
 
     def show_special_tokens(self) -> None:
-        """See ports.Showing."""
+        """Show special tokens of completions, too; see ports.Showing."""
         self._said, self._special = decoder(self._tokenizer, special=True), True
 
     def text(self, completion: Completion) -> str:
-        """What the model wrote."""
+        """Return the text that the model wrote."""
         return self._said(completion.tokens)
 
 
@@ -105,22 +105,22 @@ class RightOrWrong(Rows[None]):
 
     @abstractmethod
     def questions(self, split: Split) -> Iterable[tuple[str, str]]:
-        """(Text of the prompt, target) of all problems of a split. Raises ConfigError."""
+        """Return (text of the prompt, target) for all problems of a split. Raises ConfigError."""
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:
-        """Whether a whole completion answers with ``target``."""
+        """Tell whether the text of a whole completion answers with ``target``."""
 
     def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
-        """The questions; there is no more to a row."""
+        """Return the questions, each with None as its row."""
         return ((text, target, None) for text, target in self.questions(split))
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """1 or 0 each."""
+        """Return 1 for each completion that is correct, and 0 for any other."""
         return [float(right) for right in self.correct([prompt] * len(completions), completions)]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether each completion ended by itself with an answer that is accepted."""
+        """Tell whether each completion ended by itself with an answer that is accepted."""
         return [
             completion.finish_reason == "stop" and self.accepts(self.text(completion), prompt.target)
             for prompt, completion in zip(prompts, completions, strict=True)

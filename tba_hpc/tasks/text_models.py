@@ -29,20 +29,21 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode, which reads texts with its own tokenizer; on the GPU where there is one.
 
-    It moves there when it is first used: an engine that is being built meanwhile measures what is free.
+    It moves to the GPU when it is first used, because an engine that is being built before measures the free
+    memory.
 
     path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
-    Raises ConfigError where there is no such model, or it is not of use.
+    Raises ConfigError if there is no such model, or it is of no use.
     """
 
     LOADER: ClassVar[Any]
-    """The class of transformers that loads it."""
+    """Class of transformers that loads the model."""
     NOUN: ClassVar[str]
-    """What it is here, for errors."""
+    """Name of this kind of model, for errors."""
     WANTED: ClassVar[str]
-    """What a folder or hub name must hold, for errors."""
+    """Content that a folder or hub name must have, for errors."""
     SPECIAL_TOKENS: ClassVar[bool] = True
-    """Whether its tokenizer adds them: texts of a chat template have them already."""
+    """True if the tokenizer adds special tokens; texts of a chat template have them already."""
 
     def __init__(self, path: str, *, batch: int, key: str) -> None:
         self.name = f"{key}={path}"
@@ -58,27 +59,27 @@ class TextModel(ABC):
 
     @torch.inference_mode()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """float32 [N, …] on the CPU: what the model reads off each text; a long one loses its beginning.
+        """Return the model's output per text, float32 [N, …] on the CPU; a long text loses its beginning.
 
-        It may be called from several threads, one of which works at a time: a tokenizer takes no two.
+        Several threads may call it. One of them works at a time, because a tokenizer cannot serve two.
         """
         with self._turn:
             if torch.cuda.is_available():
-                self._model.cuda()  # nothing, if it is there
+                self._model.cuda()  # does nothing if it is there
             batches = [texts[start : start + self._batch] for start in range(0, len(texts), self._batch)]
             return torch.cat([self._read(self._encode(batch)).float().cpu() for batch in batches])
 
     @abstractmethod
     def _read(self, inputs: BatchEncoding) -> Tensor:
-        """[N, …] of a padded batch."""
+        """Return the output, [N, …], for a padded batch."""
 
     @abstractmethod
     def _check(self, config: PretrainedConfig) -> None:
-        """Raise ConfigError where a model of this configuration would be of no use."""
+        """Raise ConfigError if a model of this configuration would be of no use."""
 
     def _encode(self, texts: Sequence[str]) -> BatchEncoding:
         inputs: BatchEncoding = self._tokenizer(
-            # Padding stands for a text without tokens: the empty one, where no special token is added.
+            # An empty text has no tokens where no special one is added: padding stands for it.
             [text or self._tokenizer.pad_token for text in texts],
             padding=True,
             truncation=True,
@@ -90,10 +91,10 @@ class TextModel(ABC):
         return inputs
 
     def _own_padding(self) -> int | None:
-        """The token that stands for padding in this model; None where it has none.
+        """Return the token that stands for padding in this model; None if it has none.
 
-        A decoder's score is read at its last token that is another one. A model whose own configuration pads
-        with the end of a sequence has been trained to be read before that end, and is.
+        A decoder's score is read at its last token that is no padding. A model whose own configuration pads
+        with the end of a sequence has been trained to be read before that end, so it is read there.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -101,7 +102,7 @@ class TextModel(ABC):
         return end if self._model.config.pad_token_id == end else None
 
     def _pad(self, inputs: BatchEncoding) -> None:
-        """Write the model's own padding, or a token that none of the texts has, so that ends are read."""
+        """Pad with the model's own token, or one that is in no text, so that scores are read at the ends."""
         tokens, mask = inputs["input_ids"], inputs["attention_mask"]
         padding = self._padding
         if padding is None:
@@ -128,7 +129,7 @@ class RewardModel(TextModel):
     WANTED = "a sequence classifier"
 
     def ended(self, text: str) -> str:
-        """The text with one end-of-sequence token, unless the model has none or its tokenizer adds it."""
+        """End a text with one end-of-sequence token, or none if there is none or its tokenizer adds it."""
         end = self._tokenizer.eos_token
         while end and text.endswith(end):
             text = text.removesuffix(end)
@@ -140,7 +141,7 @@ class RewardModel(TextModel):
         return "" if own else self._tokenizer.eos_token or ""
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """The reward of each text."""
+        """Return the reward of each text."""
         rewards: list[float] = self.read(texts).tolist()
         return rewards
 
@@ -156,19 +157,19 @@ class RewardModel(TextModel):
 
 
 class Classifier(TextModel):
-    """A sequence classifier of which ``label`` is asked; one that lacks it is refused."""
+    """A sequence classifier for the log-probability of ``label``; one that lacks that label is refused."""
 
     LOADER = AutoModelForSequenceClassification
     NOUN = "classifier"
     WANTED = "a sequence classifier"
 
     def __init__(self, path: str, *, label: str, batch: int, key: str, label_key: str) -> None:
-        """label_key: the config key of ``label``, for errors."""
+        """Load the classifier. label_key: the config key of ``label``, for errors."""
         self._label, self._label_key = label, label_key
         super().__init__(path, batch=batch, key=key)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [N]: log-probability of the label for each text."""
+        """Return the log-probability of the label for each text, float32 [N]."""
         return self.read(texts).numpy()
 
     def _check(self, config: PretrainedConfig) -> None:
@@ -188,10 +189,10 @@ class Classifier(TextModel):
 
 
 VERDICTS = ("unsafe", "safe")
-"""What the first line of its answer says (model card of Llama Guard 3)."""
+"""Verdicts in the first line of a guard's answer (model card of Llama Guard 3)."""
 
 LEAD = "\n\n"
-"""What some versions write before the verdict, others have at the end of their chat template."""
+"""Text before the verdict: some versions write it, others have it at the end of their chat template."""
 
 PROBE = ("a question", "an answer")
 
@@ -200,7 +201,7 @@ class Guard(TextModel):
     """A safety model that answers in words, such as Llama Guard: log p("unsafe") of a conversation's answer.
 
     Its chat template says what counts as unsafe. The verdict is read off its first token, as the model card
-    says, at once or after LEAD, where "unsafe" and "safe" are all that it may say.
+    says, at once or after LEAD. The probabilities of "unsafe" and "safe" are scaled to a sum of 1.
     """
 
     LOADER = AutoModelForCausalLM
@@ -226,7 +227,7 @@ class Guard(TextModel):
             )
 
     def __call__(self, questions: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        """float32 [N], at most 0: log p("unsafe") of each answer to its question."""
+        """Return log p("unsafe") of each answer to its question, float32 [N], at most 0."""
         turns = zip(questions, answers, strict=True)
         return self.read([self._template(*turn, in_parts=self._in_parts) for turn in turns]).numpy()
 
@@ -238,14 +239,14 @@ class Guard(TextModel):
             )
 
     def _shows_both(self, *, in_parts: bool) -> bool:
-        """Whether the template takes messages in this form; one that does not may leave them out silently."""
+        """Tell whether the template shows messages of this form; it may leave others out silently."""
         if self._tokenizer.chat_template is None:
             return False
         text = self._template(*PROBE, in_parts=in_parts)
         return all(words in text for words in PROBE)
 
     def _template(self, question: str, answer: str, *, in_parts: bool) -> str:
-        """The whole text that the model continues with its verdict."""
+        """Return the whole text, which the model continues with its verdict."""
         roles = {"user": question, "assistant": answer}
         chat = [
             {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
@@ -277,7 +278,7 @@ class Guard(TextModel):
 class Embedder(TextModel):
     """An encoder whose last hidden states, averaged over a text's tokens, are its embedding.
 
-    As sentence-transformers does for models that pool by the mean, such as all-MiniLM-L6-v2.
+    sentence-transformers does the same for models that pool by the mean, such as all-MiniLM-L6-v2.
     """
 
     LOADER = AutoModel
@@ -285,7 +286,7 @@ class Embedder(TextModel):
     WANTED = "a text encoder"
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [N, D], rows of length 1. Raises ConfigError where the model gives no vectors."""
+        """Return float32 [N, D] with rows of length 1. Raises ConfigError if the model gives no vectors."""
         return self.read(texts).numpy()
 
     def _check(self, config: PretrainedConfig) -> None:
@@ -303,16 +304,16 @@ class Embedder(TextModel):
         if hidden_NLD is None:
             raise self._refusal(self._model.config)
         mask_NL1 = inputs["attention_mask"][:, :, None]
-        # The sum points where the mean does.
+        # The sum has the direction of the mean, which is all that counts.
         return functional.normalize((hidden_NLD.float() * mask_NL1).sum(1), dim=1)
 
 
 def diversity(embedding_ND: np.ndarray) -> float:
-    """1 − mean cosine over all pairs of different rows, which have length 1; 0 where all are the same.
+    """Return 1 − the mean cosine over all pairs of two rows, which have length 1; 0 if all rows are the same.
 
-    NaN for fewer than two rows. The measure of red-teaming in TBA and in arXiv 2405.18540.
+    It is NaN for fewer than two rows. TBA and arXiv 2405.18540 use it as the measure of red-teaming.
     """
     rows = embedding_ND.astype(np.float64)
     pairs = len(rows) * (len(rows) - 1)
-    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # of all pairs, without making them
+    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # sum over all pairs, without making them
     return float(1 - cosines / pairs) if pairs else float("nan")

@@ -1,12 +1,12 @@
 """Summaries of Reddit posts (TL;DR, Stiennon et al. 2020, arXiv 2009.01325); a reward model judges them.
 
-A row (``query`` and ``reference_response`` of the data):
+A row of the data has ``query`` and ``reference_response``:
 
     query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
     reference_response  a summary that a person wrote, with or without <|endoftext|> at its end
 
-Data: OpenAI's, filtered, on the Hugging Face hub, or local JSONL files of the same two fields.
-A greedy completion counts as a win where the gold reward model likes it better than the person's summary.
+The data are OpenAI's, filtered, on the Hugging Face hub, or local JSONL files of the same two fields.
+A greedy completion counts as a win if the gold reward model likes it better than the person's summary.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tba_hpc.core.types import Completion, Prompt, Resource, Split
 from tba_hpc.tasks.data import HubData, Table, hub_resources, named_in_options, sources_of
 from tba_hpc.tasks.rows import Rows
 
-if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
+if TYPE_CHECKING:  # it imports torch, which is slow and not needed for prompts
     from tba_hpc.tasks.text_models import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 HUB: dict[Split, HubData] = {split: HubData(HUB_NAME, None, split) for split in get_args(Split)}
 ROW = "a JSON object with the texts 'query' and 'reference_response'"
 END_OF_TEXT = "<|endoftext|>"
-"""What a published summary ends in, whatever tokenizer reads it."""
+"""End of a published summary, whatever tokenizer reads it."""
 
 Post = tuple[str, str]
-"""A post, and a person's summary of it without its end."""
+"""A post, and a person's summary of it without the end marker."""
 
 PenaltyMode = Literal["replace", "add"]
 
 
 class TLDR(Rows[None]):
-    """Reward: the reward model's, or by ``eos_penalty`` for a completion that did not end by itself."""
+    """Task whose reward is a reward model's; ``eos_penalty`` lowers or replaces it if the end is missing."""
 
     score_name = "win rate"
     longest_call = math.inf  # it loads models
@@ -58,12 +58,12 @@ class TLDR(Rows[None]):
         batch: Annotated[int, Field(ge=1)] = 32,
         validation_posts: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """The options of the config.
+        """Take the options of the config.
 
-        reward_model: judges in training. gold_model: judges wins; none: the same model.
-        eos_penalty: for a completion whose end is missing. eos_penalty_mode: ``replace``, its reward is
-        −eos_penalty, whatever the reward model says (as published: −1); ``add``, the penalty is taken off the
-        reward model's number.
+        reward_model: judges in training. gold_model: judges wins; by default it is the same model.
+        eos_penalty: penalty of a completion whose end is missing. eos_penalty_mode: with ``replace`` its
+        reward is −eos_penalty, whatever the reward model says (as published: −1); with ``add`` the penalty is
+        taken off the reward model's number.
         batch: texts per forward pass. validation_posts: size of a slice of train_file; the hub has a split.
         """
         super().__init__(tokenizer)
@@ -80,17 +80,17 @@ class TLDR(Rows[None]):
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, None]]:
-        """All posts of a split; the target is the person's summary, without its end. Raises ConfigError."""
+        """Return all posts of a split; the target is a person's summary, less its end. Raises ConfigError."""
         return ((query, summary, None) for query, summary in self._table.rows(split))
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """Both reward models, and the hub's data in the place of files that are not given."""
+        """Return both reward models, and the hub's data in the place of files that are not given."""
         models = named_in_options(task, "model", "reward_model", "gold_model")
         return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """The reward model's number for post and summary together."""
+        """Return the reward model's number for each post and summary together, after ``eos_penalty``."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         adds = self._eos_penalty_mode == "add"
         return [
@@ -99,10 +99,10 @@ class TLDR(Rows[None]):
         ]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether the gold model likes each better than the person's summary of the same post.
+        """Tell whether the gold model likes each better than the person's summary of the same post.
 
-        A person's summary is judged once, and so is a copy of it: a number's last digits change with the
-        other texts in its batch.
+        A person's summary is judged once, and a copy of it gets the same number, because a number's last
+        digits change with the other texts in its batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
@@ -137,7 +137,7 @@ class TLDR(Rows[None]):
 
 
 def _sources(train_file: str | None, test_file: str | None) -> dict[Split, str | HubData]:
-    """The test is the hub's unless it has a file of its own."""
+    """Return the source of each split; the test is the hub's unless it has a file of its own."""
     return {"test": HUB["test"], **sources_of(train_file, test_file, HUB)}
 
 

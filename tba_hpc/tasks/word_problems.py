@@ -5,12 +5,13 @@ GSM8K has ``question`` and ``answer``; the target is the number after ``####``:
     question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
     answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
 
-MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is it:
+MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is the target
+itself:
 
     problem   What is the smallest positive perfect cube that can be written as the sum of three …?
     solution  The sum of three consecutive integers takes the form … \boxed{27}
 
-Data: on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL files of these fields.
+The data are on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL files of these fields.
 """
 
 from __future__ import annotations
@@ -39,22 +40,25 @@ NUMBER = re.compile(
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
-"""With or without thousands commas, decimals, exponent, sign and money; a trailing period is left out."""
+"""A number, with or without thousands commas, decimals, exponent, sign and currency.
+
+A period that ends it is left out.
+"""
 
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
-"""A number with its thousands apart."""
+"""A number with blanks between its thousands."""
 
 SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
-"""A sign apart from its number, after an equals sign or a colon; at the start of a line it is a bullet."""
+"""A minus apart from its number, after an equals sign or a colon; where a line begins it is a bullet."""
 
 APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
-"""The same after a marker, where the start is no bullet."""
+"""A minus apart from its number, in a text after a marker, whose start is no bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-"""A word; no command of TeX."""
+"""A word that is no command of TeX."""
 
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
-"""A formula in a line of words; no money."""
+"""A formula in a line of words, but no amount of money."""
 
 RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
 """Arithmetic in a line of words."""
@@ -62,7 +66,7 @@ RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
 Grader = Literal["final_number", "math_verify"]
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-"""What frames a result in TeX, up to its argument."""
+"""A command that frames a result in TeX, up to its argument."""
 
 BARE = re.compile(r"(?:\\[^()\[\]]|\{[^{}]*\}|[^\s${}\\])*")
 """An argument without braces around it: up to a blank, or to the end of the formula."""
@@ -75,11 +79,11 @@ class WordProblems(RightOrWrong):
     """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
 
     HUB: ClassVar[Mapping[Split, HubData]]
-    """Where the problems come from when no file is given."""
+    """Data of the problems when no file is given."""
     TEMPLATE: ClassVar[str]
-    """What is asked where no template is given."""
+    """Template of a prompt when none is given."""
     ROW: ClassVar[str]
-    """What a row must be, for the user whose file has another."""
+    """Description of a good row, for a user whose file has another."""
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class WordProblems(RightOrWrong):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """The options of the config; see Rows. validation_problems: size of the held-out slice."""
+        """Take the options of the config; see Rows. validation_problems: size of the held-out slice."""
         super().__init__(tokenizer, chat=chat, template=self.TEMPLATE if template is None else template)
         self._table = Table(
             sources=sources_of(train_file, test_file, self.HUB),
@@ -104,15 +108,15 @@ class WordProblems(RightOrWrong):
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """The hub's data in the place of files that are not given."""
+        """Return the hub's data in the place of files that are not given."""
         return hub_resources(task, sources_of(task.train_file, task.test_file, cls.HUB))
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """The problem of a row of the data; None where it is not as ``ROW`` says."""
+        """Return the problem of a row of the data; None if the row is not as ``ROW`` says."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Of all problems, each put into the template."""
+        """Return (question in the template, target) for all problems of a split."""
         return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
 
@@ -120,10 +124,10 @@ class WordProblems(RightOrWrong):
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that ``text`` answers with, or None.
+    """Return the number that ``text`` answers with, or None.
 
-    With a marker: the only number after the last ``####`` (two numbers, or an unfinished sum, are no
-    answer). Without one: the last number of the text, as in the paper's reward.
+    With a marker it is the only number after the last ``####``; two numbers, or an unfinished sum, are no
+    answer. Without one it is the last number of the text, as in the paper's reward.
     """
     _, marker, answer = text.rpartition(MARKER)
     answer = notation.digits(answer)
@@ -137,9 +141,10 @@ def final_number(text: str) -> Decimal | None:
 
 
 def final_expression(text: str) -> str:
-    """What follows the last ``####``, or else the last line; less dollar signs and full stops around it.
+    """Return the text after the last ``####``, or else the last line; less dollar signs and stops around it.
 
-    Of a line of words, the formula, or else the arithmetic in it: the last one; after a marker, the only one.
+    In a line of words it is the last formula, or if there is none, the last arithmetic. After a marker that
+    must be the only one; otherwise there is no answer.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -154,8 +159,8 @@ def final_expression(text: str) -> str:
 class GSM8K(WordProblems):
     r"""Reward 1 for a completion that ended by itself with the right number, else 0.
 
-    grader: ``final_number``, the paper's rule (the final number equals the target as a decimal, 72.0 is
-    72), or ``math_verify`` (the final expression equals it as mathematics: 7/2, \boxed{\frac{7}{2}}).
+    grader: ``final_number`` is the paper's rule: the final number equals the target as a decimal (72.0 is
+    72). With ``math_verify`` the final expression equals it as mathematics (7/2, \boxed{\frac{7}{2}}).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -177,7 +182,7 @@ class GSM8K(WordProblems):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """See WordProblems."""
+        """Take the options of the config; see WordProblems."""
         super().__init__(
             tokenizer,
             train_file=train_file,
@@ -189,7 +194,7 @@ class GSM8K(WordProblems):
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Target: the number after the marker, without commas."""
+        """Return question and target, which is the number after the marker, without commas."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
@@ -197,7 +202,7 @@ class GSM8K(WordProblems):
         return question, f"{number:f}"
 
     def accepts(self, text: str, target: str) -> bool:
-        """As the grader says."""
+        """Tell whether the answer in a text is right, by the rule of ``grader``."""
         if self._grader == "final_number":
             return final_number(text) == Decimal(target)
         answer = final_expression(text)
@@ -208,9 +213,9 @@ class GSM8K(WordProblems):
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last box of a text holds: ``\boxed{…}`` with braces balanced, ``\boxed 2``, ``\fbox{…}``.
+    r"""Return the content of the last box: ``\boxed{…}`` with braces balanced, ``\boxed 2``, ``\fbox{…}``.
 
-    None where there is no box, or the last one is empty or not closed.
+    It is None if there is no box, or the last one is empty or not closed.
     """
     boxes = list(BOX.finditer(text))
     if not boxes:
@@ -221,13 +226,13 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """The argument without braces at the start, less the punctuation of a sentence that ends with it."""
+    """Return the argument without braces at the start, less the punctuation of a sentence that it ends."""
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
 
 
 def _braced(text: str) -> str:
-    """What stands between the brace at the start and the one that closes it; nothing where none does."""
+    """Return the text between the brace at the start and the one that closes it; empty if none does."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # an escaped brace is a character
         depth += (match[0] == "{") - (match[0] == "}")
@@ -239,7 +244,7 @@ def _braced(text: str) -> str:
 class Math(WordProblems):
     """Reward 1 for a completion that ended by itself and whose last box equals the target, else 0.
 
-    Equal as mathematics, by math-verify.
+    They are compared as mathematics, with math-verify's parser.
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -247,11 +252,11 @@ class Math(WordProblems):
         "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
     }
     TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-    """What Qwen2.5's authors ask with."""
+    """Template of Qwen2.5's authors."""
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Target: the answer, a number or a text, or what the solution boxes."""
+        """Return question and target: the answer, a number or a text, or the last box of the solution."""
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)
@@ -261,6 +266,6 @@ class Math(WordProblems):
         return (question, answer) if question.strip() and answer.strip() else None
 
     def accepts(self, text: str, target: str) -> bool:
-        """By equivalence of what is boxed."""
+        """Tell whether the last box of a text is equivalent to the target."""
         answer = boxed(text)
         return answer is not None and (answer == target or self._equivalent(answer, target))
