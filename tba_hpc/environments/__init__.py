@@ -1,1 +1,1 @@
-"""Conversations of a policy with tools and games: turns, token by token, and what they are worth."""
+"""Conversations of a policy with tools and games: their turns, token by token, and their rewards."""

@@ -1,7 +1,8 @@
-"""A conversation as tokens: what a chat template writes, and only that, between what the model sampled.
+"""A conversation as tokens: those that the model sampled, and between them only what a chat template writes.
 
-No sampled token is ever encoded again. After a turn the history goes on with the *bridge*: the close of the
-model's message, if it did not sample that, the messages that follow, and the head of its next message.
+No sampled token is ever encoded again. After a turn the history goes on with the *bridge*. This is the close
+of the model's message, unless the model sampled that itself, then the messages that follow, and the head of
+the model's next message.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ChatTokenizer, Message
 
 MOST_CALLS = 8
-"""Tool calls of a turn that are executed."""
+"""Most tool calls of a turn that are executed."""
 
 CALL = re.compile(
     r"<(?:tool_call|｜tool▁call▁begin｜)>(.*?)(?:</tool_call>|<｜tool▁call▁end｜>|$)", re.DOTALL
@@ -38,10 +39,10 @@ NAMED = (
         re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     ),
 )
-"""The name of a function, and its arguments one by one, each a text."""
+"""Patterns for the name of a function, and for its arguments one by one, each of which is a text."""
 
 DEEPSEEK = "<｜tool▁sep｜>"
-"""Between the name of a function and its arguments as JSON."""
+"""Separator of the name of a function and its arguments, which are JSON."""
 
 QUESTION: Message = {"role": "user", "content": "A question."}
 ANSWERS = ("The first answer.", "The second answer.")
@@ -50,7 +51,7 @@ A_TOOL = {
     "type": "function",
     "function": {"name": "a_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-"""By these a template is looked at; none is shown to a model."""
+"""Messages and a tool with which a template is tried; none is shown to a model."""
 
 
 class Call(NamedTuple):
@@ -61,11 +62,12 @@ class Call(NamedTuple):
 
 
 def parse_calls(text: str) -> list[Call | str]:
-    """The tool calls of a turn, an error in place of a malformed one; none in what the model only thinks.
+    """Return the tool calls of a turn, with an error message in place of a malformed one.
 
-    ``<tool_call>…</tool_call>``, as often as wanted, around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen)
-    or what Qwen 3.5, Nemotron 3 and GLM write instead; what DeepSeek writes; nothing but ``{"name": …,
-    "parameters": {…}}`` (Llama); or, first of all, ``[name(argument=…), …]`` (LFM2).
+    Calls in the model's thoughts do not count. A call is ``<tool_call>…</tool_call>``, as often as wanted,
+    around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen) or the form of Qwen 3.5, Nemotron 3 or GLM. It may
+    also be in DeepSeek's form, or nothing but ``{"name": …, "parameters": {…}}`` (Llama), or, at the very
+    start, ``[name(argument=…), …]`` (LFM2).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):
@@ -82,7 +84,7 @@ def _call(body: str) -> Call | str:
             return Call(found[1], dict(argument.findall(body)))
     try:
         call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
-    except (ValueError, RecursionError) as error:  # more digits, or deeper, than Python reads
+    except (ValueError, RecursionError) as error:  # also more digits, or deeper nesting, than Python reads
         return f"error: the call is no JSON ({error})"
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", call.get("parameters", {})) if name else None
@@ -92,7 +94,7 @@ def _call(body: str) -> Call | str:
 
 
 def _of_deepseek(body: str) -> dict[str, Any]:
-    """``name<sep>{…}``, or before version 3.1 ``function<sep>name`` and the arguments as a block."""
+    """Parse ``name<sep>{…}``, or ``function<sep>name`` and a block of arguments, as before version 3.1."""
     name, _, arguments = body.partition(DEEPSEEK)
     if "```json" in arguments:
         name, _, arguments = arguments.partition("```json")
@@ -100,7 +102,7 @@ def _of_deepseek(body: str) -> dict[str, Any]:
 
 
 def _in_python(text: str) -> list[Call]:
-    """The shortest list of calls at the beginning; none where there is anything else."""
+    """Return the calls of the shortest list of calls at the beginning; none if there is anything else."""
     for end in islice(re.finditer(r"\)\s*\]", text), MOST_CALLS):
         with suppress(SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             match ast.parse(text[: end.end()], mode="eval").body:
@@ -119,10 +121,10 @@ def _python_call(call: ast.expr) -> Call:
 
 
 class Chat:
-    """A model's chat template. Raises ConfigError where conversations cannot be held with it.
+    """A model's chat template. Raises ConfigError if conversations cannot be held with it.
 
-    tools: their schemas. roles: of the messages that follow a turn, ``tool`` or ``user``. options: variables
-    of the template, such as ``enable_thinking``.
+    tools: their schemas. roles: roles of the messages that follow a turn, ``tool`` or ``user``. options:
+    variables of the template, such as ``enable_thinking``.
     """
 
     def __init__(
@@ -137,24 +139,24 @@ class Chat:
         self._options = options or {}
         self.eos_token_id = tokenizer.eos_token_id
         self.decode: Callable[[np.ndarray], str] = tokenizer.decode
-        """What the model said in a turn."""
+        """Function that returns the text of a turn's tokens."""
         for role in roles:
             self.require(role)
 
     def render(
         self, messages: Sequence[Message], *, ask: bool = True, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """The text of a conversation; ask: up to the model's next message. tools: schemas of others."""
+        """Return the text of a conversation. ask: up to the model's next message. tools: further schemas."""
         return self._tokenizer.render(messages, tools=[*self._tools, *tools], ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of rendered text."""
+        """Return the tokens, int32 [T], of rendered text."""
         return self._tokenizer.encode_rendered(text)
 
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """Tokens int32 [T] between a turn, int32 [T > 0], and the next one, with the messages between them.
+        """Return the tokens, int32 [T], between a turn and the next one, with the messages between them.
 
-        A special token that ends the turn takes the place of the template's own.
+        turn: int32 [T > 0]. A special token that ends it takes the place of the template's own.
         """
         answer: Message = {"role": "assistant", "content": ANSWERS[0]}
         rendered = self.render([QUESTION, answer, *messages])
@@ -162,7 +164,7 @@ class Chat:
         return tokens[1:] if self._is_special(turn[-1:]) and self._is_special(tokens[:1]) else tokens
 
     def drops_thoughts(self, role: str) -> bool:
-        """Whether the template drops those of a turn that such a message follows; here they stay."""
+        """Tell whether the template drops a turn's thoughts before such a message; the tokens keep them."""
         thought = "A thought."
         said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{ANSWERS[0]}"}
         return thought not in self.render(
@@ -170,14 +172,14 @@ class Chat:
         )
 
     def _is_special(self, token: np.ndarray) -> bool:
-        # Twice: one blank of SentencePiece decodes to nothing, too, as the first of a text.
+        # The token is doubled: a single blank of SentencePiece decodes to nothing, too, at a text's start.
         return len(token) > 0 and not self._tokenizer.decode(np.repeat(token, 2))
 
     def require(self, role: str) -> None:
-        """Raise ConfigError where the template changes what it has written when messages follow.
+        """Raise ConfigError if the template changes what it has written when messages of this role follow.
 
-        What the model was given and what now precedes its answer may differ at their ends: one may have the
-        beginning of a thought, or an empty one.
+        The text that the model was given, and the text that now precedes its answer, may differ at their
+        ends: one may have the beginning of a thought, or an empty thought.
         """
         messages = [QUESTION]
         for answer in ANSWERS:

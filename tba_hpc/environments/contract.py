@@ -16,9 +16,10 @@
         def get_reward(self) -> float:
             return float(self.left == 0)
 
-A class may also have ``step(messages) -> (messages, done, reward)``, which answers a turn without tool calls;
-its rewards add up to the episode's unless there is ``get_reward``. Neither is needed with task.reward. A
-classmethod ``prepare()`` may do what takes long: a searcher calls it once, before the first episode.
+A class may also have ``step(messages) -> (messages, done, reward)``, which answers a turn without tool calls.
+The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward neither of
+these rewards is needed. A classmethod ``prepare()`` may do slow work: a searcher calls it once, before the
+first episode.
 """
 
 from __future__ import annotations
@@ -46,20 +47,21 @@ NO_TOOLS = ("reset", "get_reward", "step")
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 ERROR = "error:"
-"""Begins the result of a call that failed."""
+"""Beginning of the result of a call that failed."""
 
 ERROR_CHARS = 300
-"""Characters of an error that the model is shown."""
+"""Most characters of an error that the model is shown."""
 
 ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 """A line of a docstring that describes an argument."""
 
 
 class Contract:
-    """What an environment class offers. Raises ConfigError where it does not keep the contract.
+    """Description of what an environment class offers. Raises ConfigError if the class breaks the contract.
 
-    name: ``module:Class``. max_chars: of a tool's result. seconds: for what it does in a turn; tools are
-    called in the first half, so that one that takes half of it ends in time.
+    name: ``module:Class``. max_chars: most characters of a tool's result. seconds: time for the environment's
+    work in a turn. Tools are called only in its first half, so that a call that takes half of it ends in
+    time.
     """
 
     def __init__(self, key: str, name: str, *, max_chars: int, seconds: float = math.inf) -> None:
@@ -72,7 +74,7 @@ class Contract:
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
-        self.arguments: dict[str, dict[str, Any]] = {}  # of each tool: the schemas by name
+        self.arguments: dict[str, dict[str, Any]] = {}  # of each tool: schemas of its arguments, by name
         for name in names:
             self._require_arguments_by_name(name)
             self._add_tool(name, found[name])
@@ -85,7 +87,7 @@ class Contract:
         self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
 
     def prepare(self) -> None:
-        """Do what the class wants done once. Raises ConfigError where that ends with any other error."""
+        """Do what the class wants done once. Raises ConfigError, also in place of any other error."""
         try:
             self._prepare()
         except ConfigError:
@@ -105,7 +107,7 @@ class Contract:
             )
 
     def _add_tool(self, name: str, method: Callable[..., Any]) -> None:
-        """A tool checks arguments by the type hints of a method, converts them, and calls it."""
+        """Add a tool, which checks arguments by the type hints of a method, converts them, and calls it."""
         try:
             self.tools[name] = TypeAdapter(cast(Any, method))
             parameters = _parameters(self.tools[name], method)
@@ -120,19 +122,19 @@ class Contract:
         self.arguments[name] = parameters["properties"]
 
     def require(self, row: Mapping[str, object], line: str) -> None:
-        """Raise ConfigError where a row lacks what ``reset`` needs; line: which row it is."""
+        """Raise ConfigError if a row, which errors call ``line``, lacks a field that ``reset`` needs."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """What ``reset`` takes of a row, and the seed if it takes one that the row has not."""
+        """Return the row's fields that ``reset`` takes, and the seed if it takes one that the row lacks."""
         given = {"seed": seed} if "seed" in self._named else {}
         return given | {name: row[name] for name in row if self._takes_all or name in self._named}
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:
-    """As chat templates want them: JSON schema of the type hints, described by the docstring."""
+    """Return parameters for chat templates: JSON schema of the type hints, described by the docstring."""
     described = _arguments(inspect.cleandoc(method.__doc__ or "").partition("Args:\n")[2])
     found = tool.json_schema()
     properties = {
@@ -147,7 +149,7 @@ def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str,
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """By name, what the section ``Args:`` of a docstring says."""
+    """Return the descriptions of arguments, by name, in the section ``Args:`` of a docstring."""
     found: dict[str, str] = {}
     indent = len(text) - len(text.lstrip(" "))
     for line in text.splitlines():
@@ -163,9 +165,9 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment through an episode. Its methods run the user's code, and raise whatever that raises.
+    """One environment during an episode. Its methods run the user's code, and raise whatever that raises.
 
-    calls, failed_calls: tool calls so far, and those of them with an error for a result.
+    calls, failed_calls: number of tool calls so far, and of those whose result was an error.
     """
 
     contract: Contract
@@ -177,15 +179,15 @@ class Session:
     _sum: float | None = field(default=None, init=False)
 
     def open(self) -> str | None:
-        """Make the environment and reset it; the text for the prompt, if there is one."""
+        """Make the environment and reset it. Return the text for the prompt, or None if there is none."""
         self._environment = self.contract.make()
         text = _result_of(self._environment.reset(**self.contract.fields(self.row, self.seed)))
         return None if text is None else str(text)
 
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
-        """Answer a turn, which reads ``text``, with messages; and whether the episode is over.
+        """Answer a turn that reads ``text``. Return the messages, and whether the episode is over.
 
-        messages: all of the conversation, for ``step``.
+        messages: the whole conversation, for ``step``.
         """
         if self.contract.tools and (calls := parse_calls(text)):
             end = time.monotonic() + self.contract.seconds / 2
@@ -202,11 +204,11 @@ class Session:
         return list(answers or []), bool(done) or not answers
 
     def reward(self) -> float | None:
-        """Of the whole episode; None if the environment has no reward."""
+        """Return the reward of the whole episode; None if the environment has no reward."""
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """A tool's result as a message; an error if it raises, the call is wrong, or it is after ``end``."""
+        """Return a call's result as a message; an error if it raises, is wrong, or comes after ``end``."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:
@@ -231,12 +233,12 @@ class Session:
 
 
 def _result_of(result: Any) -> Any:
-    """What a method of the user's has returned, also an asynchronous one."""
+    """Return the result of a user's method, which may be asynchronous."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _parsed(value: object, schema: Mapping[str, Any]) -> object:
-    """An argument; of text for what is no text, the JSON that it is, if it is any."""
+    """Return an argument; a text for a parameter that is no text is parsed as JSON, if it is JSON."""
     kinds = [one.get("type") for one in schema.get("anyOf", [schema])]
     if not isinstance(value, str) or "string" in kinds or not schema.keys() & {"type", "anyOf", "$ref"}:
         return value
@@ -247,5 +249,5 @@ def _parsed(value: object, schema: Mapping[str, Any]) -> object:
 
 
 def _error(text: str) -> str:
-    """On one line, cut."""
+    """Return an error message on one line, cut to ERROR_CHARS."""
     return f"{ERROR} {' '.join(text.split())[:ERROR_CHARS]}"

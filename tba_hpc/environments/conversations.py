@@ -1,8 +1,8 @@
 """A Generator of whole conversations around one of single turns.
 
 A request for n completions becomes n episodes. The engine samples a turn, the environment answers in a
-thread, and the turn after that is submitted at once with the same tokens in front. While the environments of
-some episodes are at work the engine has those of others. A completion is all that follows the prompt; what
+thread, and the next turn is submitted at once with the same tokens in front. While the environments of some
+episodes are at work, the engine samples for others. A completion is everything after the prompt; a token that
 the policy did not sample has the log-probability NaN.
 """
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:  # it imports this module
     from tba_hpc.environments.task import Environment
 
 PAUSE_SECONDS = 0.005
-"""Longest wait for an environment while the engine has nothing to do."""
+"""Longest wait for an environment while the engine has nothing to do, s."""
 
 MOST_HANGING = 64
-"""Calls beyond their deadline, whose threads are still there, at which the run ends."""
+"""Number of calls past their deadline, with threads that are still there, at which the run ends."""
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """The group of one request as its episodes end."""
+    """The group of one request, which fills up as its episodes end."""
 
     request: Request
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -52,14 +52,17 @@ class Conversation:
 
     @property
     def group(self) -> Group:
-        """All of it."""
+        """The group, with all of its completions."""
         completions = tuple(self.completions[place] for place in range(self.request.n))
         return Group(self.request, completions, self.versions)
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One completion of a group, so far. prompt: with what reset has said. tokens: after it."""
+    """One completion of a group, so far.
+
+    prompt: the prompt with the text that ``reset`` returned. tokens: those after it.
+    """
 
     whole: Conversation
     place: int
@@ -72,11 +75,11 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return sum(map(len, self.tokens))
 
     def add(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> None:
-        """logprobs: None for the environment's tokens."""
+        """Append tokens, int32 [T], and their logprobs, float32 [T], or None for the environment's tokens."""
         self.tokens.append(tokens)
         self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
 
@@ -84,10 +87,10 @@ class Episode:
 class Conversations:
     """The Generator of a task with an environment. See the module.
 
-    at_once: environments that work at a time. seconds: deadline of what one does in a turn.
+    at_once: number of environments that work at a time. seconds: deadline of an environment's work in a turn.
     """
 
-    # The engine's own:
+    # These are the engine's own:
     version = property(attrgetter("_generator.version"))
     loading = property(attrgetter("_generator.loading"))
     load_seconds = property(attrgetter("_generator.load_seconds"))
@@ -104,7 +107,7 @@ class Conversations:
         self._task = task
         self._chat = chat
         self._workers = Workers(at_once, seconds)
-        self._turns: dict[int, Episode] = {}  # that the engine samples, by request of it
+        self._turns: dict[int, Episode] = {}  # of turns in the engine, by id of its request
         self._asked = 0
         self._open = 0
         self._loaded = generator.version
@@ -113,9 +116,9 @@ class Conversations:
 
     @property
     def in_flight(self) -> int:
-        """Turns that the engine has, but at least half of the episodes that are open.
+        """Number of turns that the engine has, but at least half the number of open episodes.
 
-        So new ones begin while environments work, up to twice as many as the engine decodes.
+        So new episodes begin while environments work, up to twice as many as the engine decodes.
         """
         return max(self._generator.in_flight, -(-self._open // 2))
 
@@ -128,7 +131,7 @@ class Conversations:
             self._work(episode, episode.session.open, self._opened)
 
     def step(self) -> list[Group]:
-        """Go on with every episode; those of a request are returned together."""
+        """Go on with every episode; return the groups whose episodes have all ended."""
         for turn in self._generator.step():
             self._said(self._turns.pop(turn.request.id), turn)
         self._workers.deliver(0 if self._generator.in_flight else PAUSE_SECONDS)
@@ -136,23 +139,23 @@ class Conversations:
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Episodes go on under the new weights."""
+        """Load new weights, under which open episodes go on."""
         self._generator.load(update)
         self._loaded = update.publication.version
 
     def close(self) -> None:
-        """Open episodes are lost."""
+        """Close the engine; open episodes are lost."""
         self._generator.close()
 
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
-        """Run the environment's code; its result, or any error of ours with it, is the episode's."""
+        """Run the environment's code in a thread, then ``then`` on its result. An error fails the episode."""
 
         def take(result: Any) -> None:
             try:
                 then(episode, result)
             except ConfigError as error:  # the template refuses what this environment says
                 self._fail(episode, ValueError(str(error)))
-            except Exception as error:  # templates raise anything, too
+            except Exception as error:  # templates may raise anything, too
                 self._fail(episode, error)
 
         self._workers.add(Job(call, take, partial(self._fail, episode)))
@@ -163,7 +166,7 @@ class Conversations:
         self._ask(episode)
 
     def _ask(self, episode: Episode) -> None:
-        """Have the next turn sampled."""
+        """Submit the next turn to the engine."""
         request = episode.whole.request
         sampling = request.sampling
         limits = {
@@ -177,7 +180,7 @@ class Conversations:
         self._turns[self._asked] = episode  # now that the engine has taken it
 
     def _said(self, episode: Episode, turn: Group) -> None:
-        """Let the environment act on a turn that is whole."""
+        """Add a turn to its episode, and let the environment act on it unless it was cut off."""
         (completion,) = turn.completions
         episode.add(completion.tokens, completion.logprobs)
         versions = episode.whole.versions[episode.place]
@@ -209,7 +212,7 @@ class Conversations:
         self._work(episode, episode.session.reward, partial(self._close, finish=finish))
 
     def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
-        """Complete the episode, and maybe its group."""
+        """Complete the episode, and its group if this was the last one."""
         whole = episode.whole
         tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
         calls = {"calls": episode.session.calls, "failed_calls": episode.session.failed_calls}
@@ -219,12 +222,12 @@ class Conversations:
             self._finished.append(whole.group)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        """Set an episode aside whose environment failed."""
+        """Set aside an episode whose environment failed. Raises the error if it is a ConfigError."""
         if isinstance(error, ConfigError):
             raise error
         prompt = f"{episode.whole.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
-        if not episode.tokens:  # an answer has at least one
+        if not episode.tokens:  # a completion has at least one
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
             episode.whole.versions[episode.place] = self._loaded  # an evaluation is found by it
@@ -236,7 +239,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A call, and who gets its result."""
+    """A call, and the functions that get its result or its error."""
 
     call: Callable[[], Any]
     then: Callable[[Any], None]
@@ -244,10 +247,10 @@ class Job:
 
 
 class Workers:
-    """Runs ``at_once`` jobs at a time, each in a thread; one that takes ``seconds`` has failed.
+    """Runs ``at_once`` jobs at a time, each in a thread; a job that takes more than ``seconds`` has failed.
 
-    Results are handed over in the thread that calls ``deliver``. A thread cannot be ended: that of a job that
-    hangs stays, as a daemon, and another job takes its turn.
+    Results are handed over in the thread that calls ``deliver``. A thread cannot be ended, so the thread of a
+    job that hangs stays, as a daemon, and another job takes its turn.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:
@@ -263,7 +266,7 @@ class Workers:
         self._fill()
 
     def deliver(self, wait: float) -> None:
-        """Hand over what is finished; waits up to ``wait`` seconds if nothing is.
+        """Hand over the results of finished jobs; wait up to ``wait`` seconds if there are none.
 
         Raises ConfigError if too many jobs hang.
         """

@@ -1,8 +1,8 @@
-"""Conversations with an environment of the user's own: rows of JSONL, each the start of one.
+"""Conversations with an environment of the user's own: rows of JSONL, each of which begins one.
 
     {"prompt": "Buy three apples.", "budget": 5}
 
-``prompt`` is a text or a list of messages; the environment's ``reset`` gets the fields that it takes.
+``prompt`` is a text or a list of messages. The environment's ``reset`` gets the fields that it takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Environment(Jsonl):
-    """Reward: the environment's own, and the named rewards, of the last turn's text, by their weights."""
+    """Task whose reward is the environment's, plus the weighted named rewards of the last turn's text."""
 
     def __init__(
         self,
@@ -48,13 +48,14 @@ class Environment(Jsonl):
         judge_truncated: bool = False,
         validation_prompts: Count = 64,
     ) -> None:
-        """The options of the config; those that Jsonl has mean the same. Raises ConfigError.
+        """Take the options of the config; those that Jsonl has mean the same. Raises ConfigError.
 
-        environment: ``module:Class``, see environments.contract. max_turns: of the model; an episode that
-        needs more is cut off. step_seconds: longest time for what an environment does in a turn; tools are
-        called in its first half.
-        max_tool_chars: of a tool's result. concurrency: environments of a searcher that work at a time.
-        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
+        environment: ``module:Class``, see environments.contract. max_turns: most turns of the model; an
+        episode that needs more is cut off. step_seconds: longest time for an environment's work in a turn;
+        tools are called in its first half.
+        max_tool_chars: most characters of a tool's result. concurrency: most environments of a searcher that
+        work at a time. chat_template_kwargs: variables of the chat template, such as {enable_thinking:
+        false}.
         """
         self._contract = Contract(
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
@@ -80,7 +81,10 @@ class Environment(Jsonl):
         self._opened: dict[Prompt, tuple[str, Prompt]] = {}
 
     def require(self, row: Fields, line: str) -> None:
-        """Also where it lacks what ``reset`` needs, or brings tools that the chat template cannot show."""
+        """Raise ConfigError as Jsonl does, and if a row lacks a field that ``reset`` needs.
+
+        A row's own tools are refused, too, if the chat template cannot show them.
+        """
         super().require(row, line)
         self._contract.require(row, line)
         if row.get("tools"):
@@ -93,7 +97,7 @@ class Environment(Jsonl):
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
-        """All of it, since the environment may get any field."""
+        """Return a text of the whole row, since the environment may get any field."""
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
@@ -101,13 +105,13 @@ class Environment(Jsonl):
         return _render(self._chat, row, self._messages(row))
 
     def encode_question(self, text: str) -> np.ndarray:
-        """As a user's message."""
+        """Return the tokens, int32 [T], of a question as a user's message."""
         return self.question(text).tokens
 
     def question(self, text: str) -> Prompt:
-        """The start of a conversation, of a row with nothing but the question. Raises ConfigError.
+        """Return the start of a conversation whose row has only the question. Raises ConfigError.
 
-        In the template, where that has room for one text alone.
+        The question is put into the template if that has a single field.
         """
         row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         self._contract.require(row, "a question")
@@ -116,20 +120,21 @@ class Environment(Jsonl):
         return prompt
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Conversations by a generator of turns."""
+        """Prepare the environment; return a generator of conversations around a generator of turns."""
         self._contract.prepare()
         chat = self._chat_of(tokenizer)
         return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
 
     def session(self, request: Request) -> Session:
-        """A new environment for an episode: all of a prompt get the same seed, in every run."""
+        """Make a new session for an episode. All episodes of a prompt get the same seed, in every run."""
         stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
         return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
 
     def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """The prompt with what ``reset`` has said, also as messages.
+        """Return the prompt with the text that ``reset`` returned, also as messages.
 
-        Raises ValueError where that is not what it said before, or too much: a group has one prompt.
+        Raises ValueError if that text differs from what ``reset`` returned before, since a group has one
+        prompt, or if it is too long.
         """
         row = self.row(prompt)
         messages = self._messages(row)
@@ -154,13 +159,13 @@ class Environment(Jsonl):
         return begun, messages
 
     def text(self, completion: Completion) -> str:
-        """What the model wrote in its last turn."""
+        """Return the text that the model wrote in its last turn."""
         between = np.flatnonzero(~completion.action_T)
         return self._said(completion.tokens[between[-1] + 1 if len(between) else 0 :])
 
     def _messages(self, row: Fields) -> list[Message]:
-        """How a conversation begins."""
-        asked = not self._needed <= row.keys()  # a question of somebody else's
+        """Return the messages with which a conversation begins."""
+        asked = not self._needed <= row.keys()  # a user's question, without the template's fields
         given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
         if isinstance(given, list):
             return list(given)
@@ -179,5 +184,5 @@ class Environment(Jsonl):
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:
-    """How a conversation begins, with the tools that the row brings besides those of its environment."""
+    """Return the text with which a conversation begins, with the tools of its row and its environment."""
     return chat.render(messages, tools=cast(Sequence[dict[str, Any]], row.get("tools") or ()))

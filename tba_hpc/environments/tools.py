@@ -1,6 +1,6 @@
 """Environments ready to use: ``task.options.environment=tba_hpc.environments.tools:Calculator``; ``:Python``.
 
-Neither knows what is right: name a reward, such as ``task.reward=tba_hpc.environments.tools:same_number``.
+Neither judges an answer: name a reward, such as ``task.reward=tba_hpc.environments.tools:same_number``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OPERATIONS: dict[type, Callable[..., Any]] = {
 }
 
 LONGEST_EXPRESSION = 200
-"""Characters."""
+"""Most characters of an expression."""
 
 
 class Calculator:
-    """Sums, and nothing that could take long."""
+    """Calculator for arithmetic; no operation of it could take long."""
 
     def reset(self) -> None:
-        """There is nothing to keep."""
+        """Do nothing: there is nothing to reset."""
 
     def calculate(self, expression: str) -> str:
         """Work out a sum.
@@ -61,10 +61,12 @@ def _value(node: ast.expr) -> int | float:
 
 
 class Python:
-    """Programs, each on its own, within the limits of tasks.program: time and memory, not network and files.
+    """Python programs, each on its own, within the limits of tasks.program: for time and memory only.
 
-    prefix: words before the command, such as those of bubblewrap, to confine it further. seconds: of a
-    program; at most half of task.options.step_seconds.
+    Neither the network nor access to files is confined.
+
+    prefix: words before the command, such as those of bubblewrap, to confine it further. seconds: time of a
+    program, at most half of task.options.step_seconds.
     """
 
     prefix: Sequence[str] = ()
@@ -72,7 +74,7 @@ class Python:
     memory_mb = 1024
 
     def reset(self) -> None:
-        """There is nothing to keep. Raises ConfigError where there is no such prefix."""
+        """Raise ConfigError if the command of ``prefix`` does not exist; there is nothing to reset."""
         if self.prefix and shutil.which(self.prefix[0]) is None:
             raise ConfigError(f"{self.prefix[0]}, which is to confine programs, is not in PATH: install it")
 
@@ -93,5 +95,5 @@ class Python:
 
 
 def same_number(completion: str, answer: str) -> float:
-    """1 if the last number is that of the row's answer, as the task gsm8k has it."""
+    """Return 1 if the last number equals that of the row's answer, as in the task gsm8k; otherwise 0."""
     return float(final_number(completion) == final_number(answer) is not None)

@@ -4,9 +4,9 @@
         python = "/project/verifiers/bin/python"    # of a virtual environment with verifiers
         env = {"taskset": {"id": "gsm8k-v1"}, "agent": {"harness": {"id": "null"}}}
 
-Rollouts run unchanged in one process of that Python (``verifiers_host.py``). What one asks of its model is
-the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N`` prints rows: what
-the first N tasks begin with.
+Rollouts run unchanged in one process of that Python (``verifiers_host.py``). A rollout's request to its model
+asks for the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N`` prints
+rows, which hold the beginnings of the first N tasks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 
 class Host:
-    """The process, and who waits for which of its lines. Raises ConfigError if it ends."""
+    """Process of verifiers, with a queue of answers for each rollout. Raises ConfigError if it ends."""
 
     def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
         words = [python, "-P", str(PROGRAM), json.dumps(env), str(tasks)]
@@ -46,14 +46,14 @@ class Host:
         self.tasks: list[Line] = self.ask(0)["tasks"]
 
     def tell(self, id: int, **order: Any) -> None:
-        """Give a rollout an order; none ends it."""
+        """Send a rollout an order; without any, the rollout ends."""
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # whoever waits for an answer says so
+        with suppress(BrokenPipeError):  # whoever waits for an answer reports it
             self._process.stdin.write(f"{json.dumps({'id': id, **order})}\n".encode())
             self._process.stdin.flush()
 
     def ask(self, id: int, **order: Any) -> Line:
-        """Begin a rollout, or tell one what it asked for; what it asks then, or how it ended."""
+        """Begin a rollout, or answer its request. Return its next request, or how it ended."""
         self.tell(id, **order)
         while self._process.poll() is None or not self._answers[id].empty():
             with suppress(queue.Empty):
@@ -74,9 +74,9 @@ class Host:
 
 
 class Rollout:
-    """The environment: ``reset`` begins a rollout, ``step`` answers what it asks.
+    """Environment whose ``reset`` begins a rollout, and whose ``step`` gives it the model's turns.
 
-    python: one with verifiers. env: verifiers' own configuration of an environment.
+    python: path of a Python with verifiers. env: verifiers' own configuration of an environment.
     """
 
     python: ClassVar[str] = sys.executable
@@ -85,11 +85,11 @@ class Rollout:
 
     @classmethod
     def prepare(cls) -> None:
-        """Start the process."""
+        """Start the process of verifiers."""
         cls._host = Host(cls.python, cls.env)
 
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
-        """Begin; ValueError where it begins otherwise than its row says."""
+        """Begin the rollout. Raises ValueError if it does not begin as its row says."""
         self._id = next(self._host.ids)
         self._known: list[Message] = []
         self._reward: float | None = None
@@ -97,7 +97,7 @@ class Rollout:
             raise ValueError("the rollout begins otherwise than its row: write the rows again")
 
     def step(self, messages: Sequence[Message]) -> tuple[list[Message], bool, float]:
-        """Give the model's turn to the rollout; what it says to that."""
+        """Give the model's turn to the rollout. Return its new messages, whether it has ended, and 0.0."""
         thought, _, said = str(messages[-1]["content"]).rpartition("</think>")
         calls = [call for call in parse_calls(said) if isinstance(call, Call)]
         wire = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
@@ -107,14 +107,14 @@ class Rollout:
         return following[1:], self._reward is not None, 0.0
 
     def get_reward(self) -> float:
-        """Of the rollout, cut off if it goes on."""
+        """Return the reward of the rollout, which is cut off if it still goes on."""
         if self._reward is None:
             self._ask(cut=True)
         assert self._reward is not None
         return self._reward
 
     def _ask(self, **order: Any) -> list[Message]:
-        """What the rollout's next request adds to the last one; nothing at its end."""
+        """Send an order; return the messages that the next request adds to the last one, none at the end."""
         line = self._host.ask(self._id, **order)
         if "error" in line:
             raise RuntimeError(line["error"])
@@ -136,7 +136,7 @@ class Rollout:
 
 
 def row(host: Host, task: Line) -> Line:
-    """A task with what its rollout begins with."""
+    """Return the row of a task, with the messages and tools that its rollout begins with."""
     line = host.ask(id := next(host.ids), task=task)
     host.tell(id)
     if "ask" not in line:

@@ -2,9 +2,10 @@
 
     PYTHON -P verifiers_host.py CONFIG TASKS
 
-It prints the first TASKS tasks and plays those it is given. Lines are JSON, with the id of a rollout. In:
-``task``, ``say`` (a turn of the model), ``cut`` (there are no more), or nothing else: forget it. Out: ``ask``
-(a request), ``end`` (the reward) or ``error``.
+It prints the first TASKS tasks, and plays the tasks that it is given. Each line is JSON, with the id of a
+rollout. Lines that come in hold ``task``, ``say`` (a turn of the model), ``cut`` (there are no more turns),
+or nothing else, which ends the rollout. Lines that go out hold ``ask`` (a request), ``end`` (the reward) or
+``error``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 MODEL = "policy"
 CONTEXT = ModelContext(model=MODEL, client=TrainClientConfig(base_url="none", api_key_var="NONE"))
-"""What a rollout is told of its model, which is the Host."""
+"""Description of the model for a rollout; the Host plays that model."""
 
 
 class Host(Client):
-    """The model of every rollout: what it says comes from the rank."""
+    """The model of every rollout, whose turns come from the rank."""
 
     def __init__(self, config: dict[str, Any], out: int) -> None:
         found = resolve_env_config(config)
@@ -45,11 +46,11 @@ class Host(Client):
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def tell(self, **line: Any) -> None:
-        """Write a line."""
+        """Write a line to the output."""
         os.write(self._out, f"{json.dumps(line)}\n".encode())
 
     async def serve(self) -> None:
-        """Obey until there are no more lines."""
+        """Obey the lines of the input until there are no more."""
         async with self.env.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
                 self._obey(**json.loads(line))
@@ -88,7 +89,7 @@ class Host(Client):
     async def get_response(
         self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str = "", *_: Any, **__: Any
     ) -> Response:
-        """A turn of the rollout whose trace has this id."""
+        """Return the model's turn for the rollout whose trace has this id. Raises ProviderError if cut."""
         id, trace = self._traces[session_id]
         asked = self._answers[id] = asyncio.get_running_loop().create_future()
         self.tell(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})

@@ -150,7 +150,7 @@ class ReasoningGym(Rows[Item]):
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
         """Yield a generator's problems for the split of this number. Raises ConfigError if they run out."""
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place to the seed
+        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
         for place in range(TRIES * size):

@@ -126,7 +126,7 @@ class Function:
             raise ConfigError(f"{error}: give a number for each completion")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Return a number per answer. Raises what the function raises, or NoNumberError if it gives none."""
+        """Return a number per answer. Raises the function's errors, or NoNumberError for anything else."""
         if self._together:
             return [
                 reward

@@ -29,8 +29,8 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode, which reads texts with its own tokenizer; on the GPU where there is one.
 
-    It moves to the GPU when it is first used, because an engine that is being built before measures the free
-    memory.
+    It moves to the GPU when it is first used, because an engine that is being built meanwhile measures the
+    free memory.
 
     path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
     Raises ConfigError if there is no such model, or it is of no use.
@@ -129,7 +129,10 @@ class RewardModel(TextModel):
     WANTED = "a sequence classifier"
 
     def ended(self, text: str) -> str:
-        """End a text with one end-of-sequence token, or none if there is none or its tokenizer adds it."""
+        """Return the text with exactly one end-of-sequence token.
+
+        It gets none if the model has none, or if its tokenizer adds it.
+        """
         end = self._tokenizer.eos_token
         while end and text.endswith(end):
             text = text.removesuffix(end)
@@ -286,7 +289,7 @@ class Embedder(TextModel):
     WANTED = "a text encoder"
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Return float32 [N, D] with rows of length 1. Raises ConfigError if the model gives no vectors."""
+        """Return an embedding of length 1 per text, float32 [N, D]. Raises ConfigError if there is none."""
         return self.read(texts).numpy()
 
     def _check(self, config: PretrainedConfig) -> None:

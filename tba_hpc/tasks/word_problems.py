@@ -5,8 +5,7 @@ GSM8K has ``question`` and ``answer``; the target is the number after ``####``:
     question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
     answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
 
-MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is the target
-itself:
+MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is the target:
 
     problem   What is the smallest positive perfect cube that can be written as the sum of three …?
     solution  The sum of three consecutive integers takes the form … \boxed{27}
@@ -49,10 +48,10 @@ THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
 """A number with blanks between its thousands."""
 
 SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
-"""A minus apart from its number, after an equals sign or a colon; where a line begins it is a bullet."""
+"""A minus sign apart from its number, after = or a colon; at the start of a line it is a bullet."""
 
 APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
-"""A minus apart from its number, in a text after a marker, whose start is no bullet."""
+"""A minus sign apart from its number, in a text after a marker, whose start is no bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 """A word that is no command of TeX."""
