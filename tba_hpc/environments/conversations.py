@@ -230,7 +230,7 @@ class Conversations:
         if not episode.tokens:  # a completion has at least one
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
-            episode.whole.versions[episode.place] = self._loaded  # an evaluation is found by it
+            episode.whole.versions[episode.place] = self._loaded  # its evaluation is found by this version
         self._close(episode, math.nan)
 
 

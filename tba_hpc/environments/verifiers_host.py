@@ -108,7 +108,7 @@ class Host(Client):
 
 if __name__ == "__main__":
     own = os.dup(1)
-    os.dup2(2, 1)  # what an environment prints is no answer
+    os.dup2(2, 1)  # what an environment prints must not be read as an answer
     host = Host(json.loads(sys.argv[1]), own)
     server.resolve_client = lambda _: host
     first = host.env.taskset.take(int(sys.argv[2]))

@@ -113,7 +113,7 @@ def split_of(expression: str) -> Split:
 
 
 def draw_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
-    """Draw ``count`` problems of ``split`` with distinct expressions, the same for the same arguments."""
+    """Draw ``count`` problems of ``split`` with distinct expressions; equal arguments give equal problems."""
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -194,5 +194,5 @@ class Arithmetic(RightOrWrong):
         return self._encode(f"{text.strip()}\n")
 
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the text after the marker is the target, see ``is_correct``."""
+        """Tell whether the text after the marker is the target; see ``is_correct``."""
         return is_correct(text, target)

@@ -3,8 +3,8 @@
 Each answer is judged in one POST of JSON. If the config names a model, the POST is a chat of one message, and
 the reward is the last number that the judge writes (8 for 8/10). Otherwise the POST holds the row's fields
 and the completion, and the reward is the number that comes back, or the ``reward`` of an object. Redirections
-are not followed, because they would take the key along. A proxy of the environment is used for https alone,
-because it could read the key over plain http.
+are not followed, because they would take the key along. A proxy that the environment names is used for https
+alone, because it could read the key over plain http.
 """
 
 from __future__ import annotations

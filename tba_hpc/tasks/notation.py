@@ -248,7 +248,7 @@ def inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def alternatives(text: str) -> str:
-    r"""Return a text with ``\pm`` as a list of the two that it means."""
+    r"""Return a text with ``\pm`` as the two alternatives that it means, separated by a comma."""
     if r"\pm" not in text:
         return text
     plus, minus = (

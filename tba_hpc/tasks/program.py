@@ -1,4 +1,4 @@
-"""Programs run within limits of time and memory, and a reward by a program that is run for each completion.
+"""Programs that run within limits of time and memory, and a reward that runs one for each completion.
 
 The program reads one line of JSON, the row's fields and the completion, and writes the reward as the last
 line of its output. It is started without a shell, in a new and empty folder. Of the run's environment it gets

@@ -39,13 +39,13 @@ TEMPLATES = {
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer without content, for which graders give what they give to any answer."""
+"""An answer without content; its grade is what the grader gives to any answer."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 """Generators of version 0.1.25 that draw from sets of texts, whose order depends on PYTHONHASHSEED."""
 
 TRIES = 20
-"""Most problems to make for each problem of a split, on average, until enough are in no other split."""
+"""Most problems made per problem of a split, on average, to find enough that are in no other split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class ReasoningGym(Rows[Item]):
         """Take the options of the config. Raises ConfigError.
 
         generators: the name of one; or several by name, each with its own options, ``level`` (0, 1, …) and
-        ``weight`` (1 by default), to which its share of the problems is proportional. A level sets all that
-        makes problems hard; what has fewer levels takes its highest.
+        ``weight`` (1 by default), to which its share of the problems is proportional. A level sets every
+        attribute that makes problems hard; an attribute with fewer levels takes its highest.
         answer: the part that is graded: the last text between <answer> and </answer>, or the whole
         completion. template: the prompt, with {question}. chat: put it into the model's chat template, as a
         user's message.
@@ -150,7 +150,8 @@ class ReasoningGym(Rows[Item]):
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
         """Yield a generator's problems for the split of this number. Raises ConfigError if they run out."""
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place
+        # Some generators take a seed of 32 bits, and add the problem's place to it.
+        seed = int(source.generate_state(1)[0] >> 1)
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
         for place in range(TRIES * size):
@@ -221,7 +222,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _at_level(key: str, name: str, level: object) -> Any:
-    """Return the library's configuration of a level; what has fewer levels takes its highest."""
+    """Return the library's configuration of a level; an attribute with fewer levels takes its highest."""
     factory = _library("factory")
     if not factory.has_curriculum(name):
         raise ConfigError(f"{key} has no levels: leave out level, and set its own options")

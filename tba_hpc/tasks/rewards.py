@@ -46,7 +46,7 @@ Answer = tuple[Fields, str]
 """A row, and the text of a completion of its prompt."""
 
 Reward = Callable[[Sequence[Answer]], list[float]]
-"""Function that returns a number for each of some answers."""
+"""Function that takes answers and returns a number for each."""
 
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
@@ -69,7 +69,7 @@ class NoNumberError(TypeError):
 
 
 class Function:
-    """Reward by a function of the user's. Raises ConfigError if there is none, or it is not of this kind."""
+    """Reward by a function of the user's. Raises ConfigError if there is none, or its arguments are wrong."""
 
     def __init__(self, key: str, name: str) -> None:
         """Find the function of that name, ``module:function``. key: name of the reward in errors."""

@@ -41,7 +41,7 @@ class TextModel(ABC):
     NOUN: ClassVar[str]
     """Name of this kind of model, for errors."""
     WANTED: ClassVar[str]
-    """Content that a folder or hub name must have, for errors."""
+    """Kind of model that a folder or hub name must hold, for errors."""
     SPECIAL_TOKENS: ClassVar[bool] = True
     """True if the tokenizer adds special tokens; texts of a chat template have them already."""
 

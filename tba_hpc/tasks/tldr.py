@@ -64,7 +64,8 @@ class TLDR(Rows[None]):
         eos_penalty: penalty of a completion whose end is missing. eos_penalty_mode: with ``replace`` its
         reward is −eos_penalty, whatever the reward model says (as published: −1); with ``add`` the penalty is
         taken off the reward model's number.
-        batch: texts per forward pass. validation_posts: size of a slice of train_file; the hub has a split.
+        batch: texts per forward pass. validation_posts: number of held-out posts of train_file; the hub's
+        data have a validation split.
         """
         super().__init__(tokenizer)
         self._table = Table(

@@ -243,7 +243,7 @@ def _braced(text: str) -> str:
 class Math(WordProblems):
     """Reward 1 for a completion that ended by itself and whose last box equals the target, else 0.
 
-    They are compared as mathematics, with math-verify's parser.
+    Both are compared as mathematics, with math-verify's parser.
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
