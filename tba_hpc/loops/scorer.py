@@ -352,7 +352,7 @@ class Scorer:
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Seal the open shard. It is durable on disk before anybody hears of it."""
+        """Acknowledge what is scored by sealing the open shard: it is durable before anybody hears of it."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(Sums(seal_seconds=time.monotonic() - start), shard)
