@@ -1,4 +1,4 @@
-"""What is wrong with the files of a model, as far as their names, sizes and headers say."""
+"""Faults in the files of a model, as far as their names, sizes and headers tell."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that git put in the place of a large one."""
+"""Beginning of a file that git LFS put in the place of a large one."""
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the parts of a model's weights."""
 
 READ = (".safetensors", ".bin", ".json", ".model")
-"""Endings of files that are looked at."""
+"""Suffixes of the files that are checked."""
 
 
 def fault(folder: Path) -> str | None:
@@ -31,7 +31,7 @@ def fault(folder: Path) -> str | None:
 
 
 def _fault_of(file: Path) -> str | None:
-    """Say what a file is instead of itself."""
+    """Describe a faulty file, as the end of a sentence; None if nothing is found."""
     with file.open("rb") as opened:
         begins = opened.read(len(POINTER))
         if begins == POINTER:

@@ -15,16 +15,16 @@ from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
 LONGEST_WORDS = 300
-"""Characters of an error that are told."""
+"""Most characters of an error that are shown."""
 
 OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
-"""The remedy for a file that code of the user's does not find: a run keeps a copy of both."""
+"""Remedy for a file that the user's code does not find. A run keeps a copy of both."""
 
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{Path(__file__).parents[1]}/",
 )
-"""Folders of code that is not the user's, unless it is installed."""
+"""Folders of code that is not the user's. Installed code of the user's counts as a library, too."""
 
 
 def is_own(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_own(name: str) -> bool:
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:
-    """Import the function that ``name`` refers to; ``key``: what errors call it. Raises ConfigError."""
+    """Import the function that ``name`` refers to. key: its name in errors. Raises ConfigError."""
     module_name, _, function = name.partition(":")
     module = import_own(key, module_name)
     found = getattr(module, function, None)
@@ -59,13 +59,13 @@ def import_own(key: str, name: str) -> ModuleType:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of the user's code in a few words on one line, even where it cannot say any itself."""
+    """Return an error of the user's code in a few words on one line, even if its own ``str`` fails."""
     said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
     return " ".join(said.split())[:LONGEST_WORDS]
 
 
 def where_is(thread: int) -> tuple[str, str]:
-    """The innermost line of the user's code that a thread is in, as ``r.py:7 in reward``; its whole stack."""
+    """Return a thread's innermost line of the user's code, as ``r.py:7 in reward``, and its whole stack."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
     last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
     return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())

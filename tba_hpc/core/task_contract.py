@@ -79,9 +79,9 @@ def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence
 
 
 def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
-    """``task.reward_parts()``, {} without such a method.
+    """Return ``task.reward_parts()``, or {} if the task has no such method.
 
-    Raises ConfigError where one of them is not ``total`` numbers.
+    Raises ConfigError if a part is not ``total`` numbers.
     """
     if not isinstance(task, Itemising):
         return {}
@@ -97,9 +97,9 @@ def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
 
 
 def checked_grades(task: Task, total: int) -> Sequence[float | None]:
-    """``task.grades()``, None each without such a method.
+    """Return ``task.grades()``, or a None for each if the task has no such method.
 
-    Raises ConfigError where they are not ``total`` numbers.
+    Raises ConfigError if they are not ``total`` numbers.
     """
     if not isinstance(task, Grading):
         return [None] * total
@@ -154,10 +154,10 @@ def _numbers(values: object) -> list[float] | None:
 
 @dataclass
 class Failures:
-    """Counter of failures of a task's code, which logs some of them and ends the run at too many in a row.
+    """Counter of failures of a task's code. It logs some of them, and ends the run at too many in a row.
 
-    task: name of its class. things: noun for what is counted. then: what happens after a failure. limit: how
-    many in a row end the run; by default it never ends.
+    task: name of its class. things: noun for what is counted. then: what happens after a failure. limit:
+    number in a row that ends the run; by default none does.
     """
 
     task: str
@@ -170,7 +170,7 @@ class Failures:
     def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
         """Log the first failure of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
 
-        error: the exception, if there was one; its type is the kind. counts: whether it counts to the limit.
+        error: the exception, if any; its type is the kind. counts: whether it counts towards the limit.
         """
         kind = type(error) if error else None
         before = self._seen[kind]

@@ -34,7 +34,7 @@ def output_is_lost() -> bool:
 
 @contextmanager
 def without_fail() -> Iterator[None]:
-    """Keep an error in output from ending the program; it prints a line on standard error, once."""
+    """Keep an error in output from ending the program; print a line about it on standard error, once."""
     try:
         with though_output_is_lost():
             yield
@@ -44,7 +44,7 @@ def without_fail() -> Iterator[None]:
 
 @contextmanager
 def though_output_is_lost() -> Iterator[None]:
-    """Continue after the block if standard output takes no more, which is then redirected to nowhere."""
+    """Continue after the block if standard output takes no more; it is then redirected to nowhere."""
     try:
         yield
         print(end="", flush=True)

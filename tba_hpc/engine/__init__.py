@@ -1,1 +1,1 @@
-"""vLLM: completions by the newest weights, in a process of its own."""
+"""Engines: vLLM samples completions with the newest weights, in a process of its own."""

@@ -1,7 +1,7 @@
-"""What a searcher's rank and the process of its engine share: messages, and their socket.
+"""Messages between a searcher's rank and the process of its engine, and the socket that carries them.
 
-Nothing here needs vLLM or torch, so that the rank's end stays light. A message is its length and msgpack;
-arrays travel as raw bytes.
+Nothing here needs vLLM or torch, so that the rank's end stays light. A message is sent as its length and then
+its content as msgpack. Arrays travel as raw bytes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
 
 LENGTH_BYTES = 4
-"""Size of the number before each message."""
+"""Size of the length that precedes each message, bytes."""
 
 READ_BYTES = 1 << 20
-"""Most that is read from the socket at once."""
+"""Most bytes that are read from the socket at once."""
 
 
 class EngineSettings(Section):
-    """The engine wanted; as JSON it stands on the command line of its process."""
+    """Settings of an engine. Its process gets them as JSON on standard input."""
 
     model: ModelSection
     generator: GeneratorSection
     seed: int
     graphs: str = ""
-    """vLLM's name of the kind of CUDA graphs; empty: as generator.engine says, or else as vLLM chooses."""
+    """vLLM's name for the kind of CUDA graphs; empty: as in generator.engine, or else as vLLM chooses."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 class Submit(Message):
-    """To the engine: a request. ``prompt`` is int32 [P]."""
+    """Command to sample ``n`` completions of a prompt, int32 [P]."""
 
     request: int
     prompt: bytes
@@ -47,7 +47,7 @@ class Submit(Message):
 
 
 class Load(Message):
-    """To the engine: weights to use from now on, at the end of the file at ``path``, of that generation."""
+    """Command to use the weights at the end of the file at ``path``. generation: as WeightFile has it."""
 
     version: int
     path: str
@@ -56,44 +56,44 @@ class Load(Message):
 
 
 class Building(Message):
-    """From the engine, while it is built: what it does from now on."""
+    """Answer while the engine is being built: the stage that now begins."""
 
     stage: str
 
 
 class Ready(Message):
-    """From the engine: it is built. graphs: vLLM's name of the kind of its CUDA graphs."""
+    """Answer once the engine is built. graphs: vLLM's name for the kind of its CUDA graphs."""
 
     graphs: str = "NONE"
 
 
 class Refused(Message):
-    """From the engine: vLLM does not take its settings."""
+    """Answer that vLLM does not accept the settings."""
 
     reason: str
 
 
 class Broken(Message):
-    """From the engine: a part of vLLM cannot be loaded on this machine, now or later; which, and why."""
+    """Answer that a part of vLLM cannot be loaded on this machine, at the start or later; which, and why."""
 
     reason: str
 
 
 class Died(Message):
-    """From the engine, as its last word: an exception, in one sentence."""
+    """Last answer of an engine that raised an exception, which ``reason`` tells in one sentence."""
 
     reason: str
 
 
 class Loaded(Message):
-    """From the engine: the weights of ``version`` are in use; it stood still for ``seconds``."""
+    """Answer that the weights of ``version`` are in use, after a pause of ``seconds``."""
 
     version: int
     seconds: float
 
 
 class Misfit(Message):
-    """From the engine: the weights given last are not, or not all, for its model; why, and what to do."""
+    """Answer that its model cannot take the weights given last, or not all of them; why, and what to do."""
 
     reason: str
 
@@ -101,7 +101,7 @@ class Misfit(Message):
 class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
-    tokens: int32 [T]. logprobs: float32 [T], perhaps NaN. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS
+    tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS
     or a stop string ended it. versions: int32 [K, 2], oldest and newest.
     """
 
@@ -114,11 +114,11 @@ class Finished(Message):
 
 
 class Progress(Message):
-    """From the engine, when groups are whole, and many times a second: a sign that it works.
+    """Answer when groups are complete, and many times a second as a sign that the engine works.
 
-    All count from the message of this kind before. busy_seconds: inside the engine's step. ended:
-    completions that have ended, of whole and of other groups. computed: tokens; recomputed: those that a load
-    of weights had made worthless.
+    All figures count from the Progress before. busy_seconds: time inside the engine's step. ended:
+    completions that have ended, of complete and other groups. computed: tokens computed. recomputed: those
+    of them that were computed again because a load of weights had made them worthless.
     """
 
     busy_seconds: float
@@ -140,7 +140,7 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """One end of the socket, which receives messages of type T.
 
-    Sending never waits: what the socket does not take now follows with the calls to come.
+    Sending never waits. Later calls send what the socket does not take now.
     """
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
@@ -150,16 +150,16 @@ class Channel(Generic[T]):
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self.closed = False
-        """Whether the other end is gone, and all that it sent received."""
+        """True once the other end is gone and all that it sent was received."""
 
     def send(self, message: Message) -> None:
-        """Send a message, or keep it to follow."""
+        """Send a message, or keep it for a later call to send."""
         payload = msgspec.msgpack.encode(message)
         self._outgoing += len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         self._write()
 
     def receive(self, seconds: float) -> list[T]:
-        """The messages that have come; waits up to ``seconds`` for news if there are none."""
+        """Return the messages that have come; wait up to ``seconds`` if there is nothing to read."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll.poll(seconds * 1000)
@@ -179,7 +179,7 @@ class Channel(Generic[T]):
         self._socket.close()
 
     def _write(self) -> None:
-        # The end of a broken connection is found when reading, after the peer's last messages.
+        # A broken connection is noticed when reading, after the peer's last messages.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -189,12 +189,12 @@ class Channel(Generic[T]):
             while not self.closed:
                 try:
                     data = self._socket.recv(READ_BYTES)
-                except ConnectionResetError:  # it left without reading everything
+                except ConnectionResetError:  # the peer left without reading everything
                     data = b""
                 self._incoming += data
                 self.closed = not data
 
 
 def tell_broken(descriptor: int, error: ImportError) -> None:
-    """Send the rank at the other end of a socket, as the last word, what cannot be imported here."""
+    """Tell the rank at the other end of a socket, as the last message, what cannot be imported here."""
     Channel(socket.socket(fileno=descriptor), COMMANDS).send(Broken(str(error).split("\n")[0]))

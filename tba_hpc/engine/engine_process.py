@@ -1,4 +1,4 @@
-"""Starts the process of a vLLM engine, mortal with its rank before the slow imports begin.
+"""Main module of a vLLM engine's process, which is bound to die with its rank before the slow imports.
 
 It must not know what an engine is. Only ``vllm_generator`` starts it:
 ``python -m tba_hpc.engine.engine_process PARENT SOCKET``, with the settings on its standard input.
@@ -18,11 +18,11 @@ def main() -> None:
     parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
     settings = sys.stdin.read()
-    gc.disable()  # until the engine is built: what is imported stays, and looking through it takes seconds
+    gc.disable()  # until the engine is built: imported objects stay, and scanning them takes seconds
     try:
         from tba_hpc.engine import vllm_engine
     except ImportError as error:
-        from tba_hpc.engine.engine_channel import tell_broken  # of what the rank has imported, too
+        from tba_hpc.engine.engine_channel import tell_broken  # needs only what the rank imports, too
 
         tell_broken(int(descriptor), error)
         raise

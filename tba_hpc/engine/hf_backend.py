@@ -1,4 +1,4 @@
-"""What ``model.path`` stands for: a Hugging Face model, by DeepSpeed and vLLM, or a class of your own."""
+"""Backends, chosen by ``model.path``: a Hugging Face model on DeepSpeed and vLLM, or the user's own class."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tba_hpc.run.inputs import first_day
 class HfBackend:
     """A Hugging Face model; its libraries are imported when needed. Methods raise ConfigError.
 
-    day: what the chat template writes into prompts, if it writes one.
+    day: the date that the chat template writes into prompts, if it writes one.
     """
 
     config: Config
     day: date
 
     def tokenizer(self) -> Tokenizer:
-        """That of the model's folder."""
+        """Load the tokenizer in the model's folder."""
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(self.config.model.path, day=self.day)
 
     def generator(self, *, seed: int) -> Generator:
-        """On an engine of its own, which is still being built on return."""
+        """Return a generator with an engine of its own, which is still being built on return."""
         from tba_hpc.engine.vllm_generator import VllmGenerator
 
         launch = self.config.launch
@@ -45,7 +45,7 @@ class HfBackend:
         )
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """The model itself."""
+        """Load the model itself, the reference that a run begins with."""
         from tba_hpc.learner.hf_reference import load_reference
 
         return load_reference(self.config, folder_of)
@@ -53,21 +53,21 @@ class HfBackend:
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """A rank of the group that meets in ``store``. Raises ExchangeError, too."""
+        """Make one rank's learner; all ranks meet in ``store``. Raises ExchangeError, too."""
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner(self.config, rank=rank, ranks=ranks, store=store, references=folder_of)
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:
-    """The backend of a config. Raises ConfigError if a class of the user's own is not found."""
+    """Return the backend of a config. Raises ConfigError if a class of the user's own is not found."""
     modules.use(run.modules)
     modules.use_here()
     return own_backend(config) or HfBackend(config, first_day(run))
 
 
 def own_backend(config: Config) -> Backend | None:
-    """The user's own, if ``model.path`` names one. Raises ConfigError if its class is not found."""
+    """Return the user's own backend if ``model.path`` names one. Raises ConfigError if it is not found."""
     path = config.model.path
     if not is_own(path):
         return None

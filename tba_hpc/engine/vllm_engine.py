@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
-"""Time between two messages to the rank while nothing is finished; the rank refills by them."""
+"""Interval of messages to the rank while no group is finished, s. They let the rank submit more requests."""
 
 CPU_KV_CACHE_MB = 512
-"""KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
+"""KV cache without a GPU if none is configured, MiB. vLLM's own default would take most of the memory."""
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -77,26 +77,26 @@ CPU_ENVIRONMENT = {
 }
 
 ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Set whatever the site says of its network: an engine's workers are on its node, and nobody else calls."""
+"""Overrides a site's network settings: an engine's workers are on its node, and nothing else connects."""
 
 YIELDS = 5
-"""Niceness of an engine that computes on the CPU: if it shares cores, ranks and trainer go first."""
+"""Niceness of an engine that computes on the CPU, so that ranks and trainer go first on shared cores."""
 
 HIGHEST_TEMPERATURE = 2.0
-"""That vLLM takes when its parameters are made, though its samplers know no limit."""
+"""Highest temperature that vLLM accepts when it makes parameters, though its samplers have no limit."""
 
 NAMED = 3
-"""Parameters named, at most, of those that a load of weights has missed."""
+"""Most parameters that are named of those that a load of weights has missed."""
 
 STAGES = {"determine_available_memory": "compiling", "compile_or_warm_up_model": "capturing graphs"}
-"""Stages of a start on a GPU, by the call of vLLM's executor that begins each; a CPU warms up instead."""
+"""Stages of a start on a GPU, by the executor's method that begins each. A CPU warms up instead."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns at every load that rotary embeddings, which have no weights, got none."""
+"""Logger that warns at every load that rotary embeddings, which have no weights, got none."""
 
 
 def serve(settings: str, descriptor: int) -> None:
-    """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
+    """Serve the rank at the other end of a socket until it hangs up. settings: EngineSettings as JSON."""
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
         wanted = EngineSettings.model_validate_json(settings)
@@ -106,13 +106,13 @@ def serve(settings: str, descriptor: int) -> None:
     except Exception as error:
         traceback.print_exc()
         reason = first_sentence(error)
-        lacking = isinstance(error, ImportError)  # also if it is first asked for while the engine works
+        lacking = isinstance(error, ImportError)  # also one that is first imported while the engine works
         channel.send(Broken(reason) if lacking else Died(f"{type(error).__name__}: {reason}"))
         sys.exit(1)
 
 
 def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """The engine; if vLLM does not take the settings, the rank is told and the process ends."""
+    """Return the engine. If vLLM does not accept the settings, tell the rank and end the process."""
     prepare_environment()
     try:
         require_kernels()
@@ -128,18 +128,18 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
-    if settings.generator.tensor_parallel == 1:  # groups of one: nobody is to call
+    if settings.generator.tensor_parallel == 1:  # process groups of one: nobody has to connect
         stop_listening()
-    for path in llm.collective_rpc("rendezvous"):  # all have met, and nobody else removes it
+    for path in llm.collective_rpc("rendezvous"):  # all workers have met, and nobody else removes the file
         Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
-        os.nice(YIELDS)  # not while it is built: others wait for that
+        os.nice(YIELDS)  # not earlier: others wait while it is built
     channel.send(Ready(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name))
     return llm
 
 
 def prepare_environment() -> None:
-    """Set the variables that vLLM reads once, when it is imported. What the user has set is kept."""
+    """Set variables that vLLM reads once, when it is imported. The user's values win over the defaults."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
     os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
@@ -151,9 +151,9 @@ def prepare_environment() -> None:
 
 
 def require_kernels() -> None:
-    """Load vLLM's compiled part. Raises ImportError if that cannot be, as where a library is missing.
+    """Load vLLM's compiled part. Raises ImportError if that fails, as where a library is missing.
 
-    vLLM itself only logs it, and fails later in other words.
+    vLLM itself only logs the failure, and stops later with another error.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -161,7 +161,7 @@ def require_kernels() -> None:
     current_platform.import_kernels()
     folder = Path(str(vllm.__file__)).parent
     loaded = Path("/proc/self/maps").read_bytes()
-    if os.fsencode(f"{folder}/_C") in loaded:  # which of them, depends on the processor
+    if os.fsencode(f"{folder}/_C") in loaded:  # the name's end depends on the processor
         return
     for extension in sorted(folder.glob("_C*.so")):
         try:
@@ -171,7 +171,7 @@ def require_kernels() -> None:
 
 
 def tell_stages(channel: Channel[Command]) -> None:
-    """Have vLLM tell the rank which part of its start begins, whether its workers are processes or not."""
+    """Have vLLM tell the rank each stage of its start, whether or not its workers are processes."""
     from vllm.v1.executor import Executor
 
     def telling(stage: str, method: Callable[[Executor], object]) -> Callable[[Executor], object]:
@@ -188,11 +188,11 @@ def tell_stages(channel: Channel[Command]) -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """The engine, with the weights of its model's files as version 0. ValueError if vLLM refuses."""
-    # vllm reads its environment when it is imported, hence not before prepare_environment().
+    """Return the engine; the model's files hold weights of version 0. Raises ValueError if vLLM refuses."""
+    # Not before prepare_environment(): vllm reads its environment when it is imported.
     from vllm import LLM
 
-    gc.freeze()  # vLLM has garbage looked for several times while it is built
+    gc.freeze()  # vLLM collects garbage several times while it is built
     on_gpu = torch.cuda.is_available()
     model, generator = settings.model, settings.generator
     cache_mb = generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
@@ -223,9 +223,10 @@ def build(settings: EngineSettings) -> LLM:
 
 
 def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> dict[str, Any]:
-    """Arguments for vLLM, with CUDA graphs for batches of up to ``sequences`` unless they name sizes.
+    """Add to vLLM's arguments CUDA graphs for batches of up to ``sequences``, unless they set sizes.
 
-    Those that vLLM chooses end at 512, beyond which it decodes without any. kind: of graphs, if not theirs.
+    The sizes that vLLM chooses end at 512; it decodes larger batches without graphs. kind: the kind of
+    graphs, if it is not to be that of ``engine``.
     """
     compilation = engine.get("compilation_config") or {}
     compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
@@ -235,9 +236,11 @@ def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> di
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Tokens of batches with a graph of their own; others are padded to the next of them, by an eighth.
+    """Return the batch sizes, in tokens, that get a graph of their own.
 
-    Prompts beside what is decoded make larger ones: as vLLM, twice as large, but then not above 512.
+    Other batches are padded to the next size, large ones by at most an eighth. Prompts computed beside
+    decoding make batches larger than ``sequences``. Sizes therefore reach 2·``sequences``, as vLLM's do, but
+    beyond 512 only ``sequences``.
     """
     largest = max(sequences, min(2 * sequences, 512))
     sizes = [1, 2, 4, 8]
@@ -254,16 +257,16 @@ class Engine:
         self._llm = llm
         self._settings = settings
         self._keeps_kv = settings.generator.keep_kv
-        self._loads = 0  # of weights, so far
-        self._busy = 0.0  # seconds inside the step that the rank does not know of
-        self._open = 0  # completions that have not ended, so far as the rank knows
-        self._computed = self._recomputed = 0  # tokens that the rank does not know of
-        self._lost: dict[str, int] = {}  # tokens that the last load made worthless, by sequence
+        self._loads = 0  # of weights
+        self._busy = 0.0  # seconds inside steps, not yet told to the rank
+        self._open = 0  # completions that have not ended, as last told to the rank
+        self._computed = self._recomputed = 0  # tokens, not yet told to the rank
+        self._lost: dict[str, int] = {}  # number of tokens that the last load made worthless, by sequence
         self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
     def serve(self) -> None:
-        """Until the rank hangs up. Commands take effect between two steps, in their order."""
+        """Serve the rank until it hangs up. Commands take effect between two steps, in their order."""
         while not self._channel.closed:
             finished: list[Finished] = []
             for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
@@ -275,7 +278,7 @@ class Engine:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
     def _obey(self, command: Command) -> list[Finished]:
-        """Returns what was finished on the way."""
+        """Carry out a command; return the requests that finished on the way."""
         if isinstance(command, Submit):
             self._submit(command)
             return []
@@ -318,11 +321,11 @@ class Engine:
 
     def _lose_what_is_computed(self) -> None:
         for request in self._scheduler.running:
-            lost = self._lost.get(request.request_id, 0)  # a part may not be computed again yet
+            lost = self._lost.get(request.request_id, 0)  # some may not be computed again yet
             self._lost[request.request_id] = max(lost, request.num_computed_tokens)
 
     def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
-        """Decide on a step, and count the tokens that it computes, and computes again."""
+        """Plan a step with vLLM's ``schedule``; count the tokens that it computes, and computes again."""
         step = schedule(*arguments)
         self._computed += step.total_num_scheduled_tokens
         for name in self._lost.keys() & step.num_scheduled_tokens.keys():
@@ -335,14 +338,14 @@ class Engine:
 
     @property
     def _salt(self) -> str | None:
-        """Part of the hashes of cached prefixes, so that none is found from other weights.
+        """Salt in the hashes of cached prefixes, so that no prefix of other weights is found.
 
-        None if the cache is emptied instead, which vLLM does only when no request keeps its blocks.
+        None if the cache is emptied instead. vLLM can do that only when no request keeps its blocks.
         """
         return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
-        """Let requests that wait with nothing computed, new or preempted, begin like new ones."""
+        """Give the new salt to waiting requests that have nothing computed, whether new or preempted."""
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
@@ -350,9 +353,10 @@ class Engine:
                 request.update_block_hashes()
 
     def _complete_steps(self) -> list[Finished]:
-        """Take what the old weights have sampled, or are about to, if the scheduler runs ahead.
+        """Take the tokens of steps that are already under way, if the scheduler runs ahead.
 
-        vLLM labels tokens by the version in use when they are taken. On a CPU it never runs ahead.
+        vLLM labels a token with the version in use when it is taken, and the old weights sample these. On a
+        CPU the scheduler never runs ahead.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -366,7 +370,7 @@ class Engine:
 
     @property
     def _core(self) -> EngineCore:
-        """vLLM's own loop, which is in this process."""
+        """vLLM's own loop, which runs in this process."""
         return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
 
     @property
@@ -380,7 +384,7 @@ class Engine:
         return [_finished(output) for output in outputs if output.finished]
 
     def _tell(self, finished: list[Finished]) -> None:
-        """Send what is finished; now and then how much has ended, which is also a sign that it works."""
+        """Send what is finished; every BEAT_SECONDS, send how much has ended, as a sign of life."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
         if finished or now - self._reported >= BEAT_SECONDS:
@@ -390,26 +394,26 @@ class Engine:
 
 
 class WeightLoader:
-    """Extends vLLM's workers: weights from the rank, and the policy's temperature.
+    """Extension of vLLM's workers, which loads weights from the rank and applies the policy's temperature.
 
-    A worker may be a process of its own (tensor parallelism), so only plain values reach it.
+    A worker may be a process of its own (tensor parallelism), so its methods take and return plain values.
     """
 
     lora_base: dict[str, torch.Tensor] | None = None
-    """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
+    """Weights of the model's files, in the engine's dtype, if adapters are sent instead of weights."""
 
     kept_maps: KeptMaps | None = None
-    """Maps of the files that weights come in."""
+    """Memory maps of the files that bring new weights."""
 
     def rendezvous(self) -> str:
-        """The file through which the workers have met; any other path if that was none."""
+        """Return the file through which the workers have met; any other path if they met without a file."""
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
     def unlike_the_base(self, layout: str) -> str:
-        """Why an adapter of this layout does not fit the model's own weights; empty if it does.
+        """Return why an adapter of this layout does not fit the model's own weights; empty if it does.
 
-        These are read once. Unless they need another type they stay in their files' pages, which workers and
-        searchers of a node share.
+        The model's weights are read once. Unless they need another dtype, they stay in the mapped pages of
+        their files, which workers and searchers of a node share.
         """
         if self.lora_base is not None:
             return ""
@@ -428,10 +432,10 @@ class WeightLoader:
     def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
-        An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
-        Returns the names of parameters that were not replaced, or not as a whole: vLLM only logs them.
+        An adapter is merged into the model's own weights, W + s·B·A, and the result replaces all weights.
+        Returns the names of parameters that were not replaced, or only in part. vLLM itself only logs them.
         """
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # what was missed is counted here
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # missed weights are counted here
         given = WeightLayout.from_json(layout)
         file = WeightFile.open(path, given.nbytes)
         file.generation = generation
@@ -448,7 +452,7 @@ class WeightLoader:
         return missed
 
     def divide_logits(self, temperature: float) -> bool:
-        """Divide the model's logits from now on, also those of weights to come; whether it has the layer."""
+        """Divide the model's logits from now on, under any weights. Return False if no layer makes them."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         modules = self.get_model().modules()  # type: ignore[attr-defined]
@@ -460,17 +464,17 @@ class WeightLoader:
 
 @contextmanager
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Parameters of vLLM's model that a reload inside the block misses; filled when it ends.
+    """Yield a list, which a reload inside the block fills with the parameters that it misses.
 
-    vLLM defers what it loads, layer by layer, and counts: a layer that is short of numbers when all weights
-    have been offered would keep the old ones, or whatever the memory held before.
+    vLLM defers loading, layer by layer, and counts the numbers that have come. A layer that is short of
+    numbers when all weights have been offered would keep the old ones, or whatever the memory held before.
     """
     missed: list[str] = []
     load: Any = model.load_weights
     served = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        # By now without the scales that quantization adds, but with both names of tied weights.
+        # At this point the scales of quantization are gone, and both names of tied weights are there.
         wanted = served & {name for name, _ in model.named_parameters()}
         loaded: set[str] | None = load(weights)
         missed.extend(sorted(wanted - loaded) if loaded is not None else [])
@@ -485,7 +489,7 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _is_filled_in_part(layer: torch.nn.Module) -> bool:
-    """Whether a layer that is being reloaded has got some of its numbers, but not all, padding aside."""
+    """Tell whether a layer that is being reloaded has some of its numbers, but not all, padding aside."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -501,7 +505,7 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
 
 
 def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
-    """What vLLM built the worker's model from, by the names in its files, in the model's type."""
+    """Read the weights that the worker's model was built from, by their names in its files, in its dtype."""
     from vllm.model_executor.model_loader import get_model_loader
 
     loader: Any = get_model_loader(worker.vllm_config.load_config)
@@ -513,7 +517,7 @@ def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
 def _merged(
     adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights of the base, those of the adapter's layers merged with it, on the device."""
+    """Yield all weights of the base. Those of the adapter's layers are merged with it on the device."""
     for name, weight in base.items():
         yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
 
@@ -521,21 +525,21 @@ def _merged(
 def _divided(
     temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A forward hook: the layer's output, in float32 as the learner has it, divided; None on other ranks."""
+    """Divide a layer's output, in float32 like the learner's; a forward hook. None on other ranks."""
     return None if logits is None else logits.float().div_(temperature)
 
 
 def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
-    """vLLM's parameters of ``n`` completions of a prompt by an engine of these settings.
+    """Return vLLM's parameters for ``n`` completions of a prompt by an engine of these settings.
 
-    ``logprobs=0`` asks for the sampled token's log-probability alone, that of the policy: before the
+    ``logprobs=0`` asks for the log-probability of the sampled token alone. It is the policy's: before the
     sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
-    policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
+    engine's logits already include the policy's temperature, so the sampler's is divided by it.
 
-    Tokens become text only if there are stop strings to be found in it.
+    Tokens become text only if there are stop strings to look for.
 
-    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
-    and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
+    There is no seed per request. It would cost a Python call per sequence and token, and on a GPU the fast
+    sampler. With a seed vLLM 0.32's CPU sampler dies where a prompt is computed in two parts.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -585,8 +589,8 @@ def _flat(rows: list, dtype: type) -> np.ndarray:
 def _repack_output_layers(model: torch.nn.Module) -> None:
     """Refresh the packed copy that the CPU kernels keep of the output layer.
 
-    vLLM 0.32 repacks a layer when its own weights have been reloaded; an output layer that is tied to the
-    embedding has none, and would silently go on with the old ones.
+    vLLM 0.32 repacks a layer when its own weights have been reloaded. An output layer that is tied to the
+    embedding has none of its own, and would silently go on with the old ones.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -598,8 +602,8 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
 def _repack_experts(model: torch.nn.Module) -> None:
     """Pack the weights of experts for the CPU kernels.
 
-    vLLM 0.32 packs them when they are loaded for the first time alone, and writes later ones, not packed,
-    into the packed ones' memory.
+    vLLM 0.32 packs them only when they are first loaded. It writes later ones unpacked into the memory of the
+    packed ones.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.platforms import current_platform
@@ -612,6 +616,6 @@ def _repack_experts(model: torch.nn.Module) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Of an error of vLLM, whose configuration is checked by pydantic."""
+    """Return the first sentence of an error of vLLM, whose configuration is checked by pydantic."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return text.split("\n")[0].split(". ")[0]

@@ -1,6 +1,6 @@
 """The policy that samples: the searcher's side of a vLLM engine, which is a process of its own.
 
-So the engine shares neither a core nor Python's lock with the searcher, which outlives it.
+The engine therefore shares neither a core nor Python's lock with the searcher. The searcher outlives it.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ from tba_hpc.run.caches import pack_caches
 log = logging.getLogger(__name__)
 
 ENGINE = "tba_hpc.engine.engine_process"
-"""The program of the engine's process."""
+"""Module that the engine's process runs."""
 
 STEP_SECONDS = 0.05
-"""Longest wait of ``step`` for the engine to say something."""
+"""Longest wait of ``step`` for a message of the engine, s."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Rebuilds in a row, without a finished group in between, after which the searcher gives up."""
+"""Number of rebuilds in a row without a finished group after which the searcher gives up."""
 
 TRIES = 4
-"""How often a request is sampled whose log-probabilities are not numbers, before the searcher gives up."""
+"""Number of times that a request is sampled with NaN log-probabilities before the searcher gives up."""
 
 LESS_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""After which kind of CUDA graphs which one is tried if log-probabilities are not numbers; empty: none is
-left. After any other: PIECEWISE, without those of attention over batches that change."""
+"""Kind of CUDA graphs to try after one that gave NaN log-probabilities; empty: none is left. After any other
+kind it is PIECEWISE, which leaves out the graphs of attention over batches that change."""
 
 FAILED, EXITED = "failed", "ended with exit status"
-"""How it is said that an engine ended by itself: by an exception that it has told, and by another."""
+"""Words for an engine that ended by itself: with an exception that it told, or with an exit status."""
 
 PASSING = re.compile(
     r"\b(memory|CUDA|NCCL|timeout|timed out)\b|MemoryError|initialization failed", re.IGNORECASE
 )
-"""In what an engine says of a failure that another one may not meet; of workers it does not know more."""
+"""Words of a failure that another engine may not meet. Of its workers' failures an engine learns no more."""
 
 LASTING = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImplemented)Error\b")
-"""Failures of code that does not fit what it was given, which every other engine would meet, too."""
+"""Failures of code that does not fit its input, which every other engine would meet, too."""
 
 NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
-"""How to go without CUDA graphs."""
+"""Setting that turns CUDA graphs off."""
 
 LONGEST_LOOK = 1.0
-"""Most silence that one look counts, s: a rank that was itself stopped must not blame its engine."""
+"""Most silence that one look counts, s. A rank that was itself stopped must not blame its engine."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
-"""Time to end for a process that has closed its socket, for the workers of an engine that is gone, and for a
-process that was killed."""
+"""Seconds in which these must end: a process that has closed its socket, the workers of an engine that is
+gone, and a process that was killed."""
 
 KEYS = (
     "model.path",
@@ -95,28 +95,28 @@ KEYS = (
 """Keys of the config that may be at fault if vLLM refuses the policy."""
 
 BEFORE_TORCH = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask whether there is a GPU must not start CUDA, ...
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for a process that has started it cannot fork its workers
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not start CUDA,
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # since no process can fork workers after that
 }
 """Environment of an engine's process; torch and vLLM read it when they are imported, or soon after."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
-"""Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
+"""Prefix that makes a command ignore the signals that stop a run: Slurm sends them to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
-"""What an engine must not inherit: it would take itself for the MPI rank, and hang when it ends."""
+"""Prefixes of variables that would make an engine take itself for the MPI rank, and hang when it ends."""
 
 
 class VllmGenerator:
-    """A Generator port on vLLM: continuous batching, weights replaced in place, a dead engine rebuilt.
+    """A Generator port on vLLM: it batches continuously, loads weights in place, and rebuilds a dead engine.
 
     ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; more of them queue
     inside the engine. ``seed`` should differ between searchers and between restarts of one. The first weights
     are those of ``model.path``, version 0.
 
     The engine steps on its own; a call here only passes something on or takes what is finished. The
-    constructor returns while the engine is still being built, and what is asked of it until then waits. All
-    calls come from one thread: the kernel ends the engine with the thread that started it.
+    constructor returns while the engine is still being built, and calls until then are kept for it. All
+    calls must come from one thread, because the kernel ends the engine with the thread that started it.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class VllmGenerator:
         start_seconds: float = LaunchSection().start_seconds,
         silence_seconds: float = LaunchSection().silence_seconds,
     ) -> None:
-        """keys: of the config, that of the path first, then those to look at if vLLM refuses.
+        """Start the engine. keys: config keys that errors name, the path's first, then those vLLM may refuse.
 
-        start_seconds, silence_seconds: as an EngineProcess has them.
+        start_seconds, silence_seconds: as for an EngineProcess.
         """
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
         self._model = model
@@ -139,18 +139,18 @@ class VllmGenerator:
         self._generator = generator
         self._seed = seed
         self._load: Load | None = None
-        self._weights: WeightFile | None = None  # that it names, for an engine that is rebuilt
+        self._weights: WeightFile | None = None  # the file that _load names, for an engine that is rebuilt
         self._requests: dict[int, Request] = {}
-        self._open = 0  # completions of these that have not ended
+        self._open = 0  # completions of _requests that have not ended
         self._submitted = 0
         self._finished: list[Group] = []
         self._rebuilds_in_a_row = 0
         self._was_ready = False
-        self._failure = ""  # the last one
+        self._failure = ""  # of the last engine that failed
         self._graphs, self._graphs_asked = "NONE", ""
-        self._sound: Load | None = None  # whose weights have been looked at
+        self._sound: Load | None = None  # the load whose weights were found to be finite
         self._tried: Counter[int] = Counter()  # requests whose log-probabilities were not numbers
-        self._nan = ""  # how the engine failed if it should have fewer graphs
+        self._nan = ""  # why the next engine should have fewer graphs
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
@@ -163,21 +163,21 @@ class VllmGenerator:
 
     @property
     def in_flight(self) -> int:
-        """Completions submitted that have not ended yet, or whose group ``step`` has not returned yet."""
+        """Number of completions that have not ended, or belong to finished groups yet to be returned."""
         return self._open + sum(group.request.n for group in self._finished)
 
     @property
     def loading(self) -> bool:
-        """Whether the engine reads the weights given last; one that is still being built reads none."""
+        """True while the engine reads the weights given last. One that is still being built reads none."""
         return self._loading and self._engine.ready
 
     @property
     def recompute_share(self) -> float:
-        """Share of the tokens computed so far that weights had made worthless: 0 with generator.keep_kv."""
+        """Share of the tokens computed so far that new weights made worthless; 0 with generator.keep_kv."""
         return self._recomputed / max(1, self._computed)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ValueError if prompt and completion exceed the context."""
+        """Queue a request. Raises ValueError if prompt and completion exceed the context."""
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
         if prompt + completion > self._model.context_length:
             raise ValueError(
@@ -192,26 +192,28 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """The groups finished since the last call; waits a moment if the engine has said nothing since.
+        """Return the groups finished since the last call; wait a moment if the engine has said nothing since.
 
-        An engine that died, was silent for ``silence_seconds``, or not built within ``start_seconds``, is
-        replaced, and its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements
-        that finished nothing, or after one if the first two engines failed alike and by themselves. A group
-        with log-probabilities that are not numbers is sampled again; EngineError if its weights are none
+        An engine is replaced if it died, was silent for ``silence_seconds``, or was not built within
+        ``start_seconds``. Its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT
+        replacements that finished nothing, or after one if the first two engines failed alike and by
+        themselves.
+
+        A group with NaN log-probabilities is sampled again. Raises EngineError if the weights are not finite
         either, or after TRIES.
-        ConfigError if vLLM cannot be loaded, refuses the first one or fails there by an error of LASTING, or
-        its model does not take all of the weights.
+
+        Raises ConfigError if vLLM cannot be loaded, if it refuses the first engine or fails there by an error
+        of LASTING, or if its model does not take all of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place, as soon as the engine's current step is over. Waits while
-        ``loading``.
+        """Replace the weights in place, once the engine's current step is over. Waits while ``loading``.
 
-        Requests in flight go on under the new weights. What they have sampled keeps its log-probabilities
-        and version; their attention cache is recomputed unless ``generator.keep_kv``.
+        Requests in flight go on under the new weights. Tokens sampled before keep their log-probabilities and
+        version. The attention cache is recomputed unless ``generator.keep_kv``.
         """
         while self.loading:
             self._listen()
@@ -223,7 +225,7 @@ class VllmGenerator:
             self._engine.send(self._load)
 
     def close(self) -> None:
-        """End the engine. Nothing may be called after it."""
+        """End the engine. No call may follow."""
         self._engine.end()
 
     def _listen(self) -> None:
@@ -252,7 +254,7 @@ class VllmGenerator:
                 self._was_ready, self._graphs = True, answer.graphs
                 if self._load is not None:
                     self._engine.send(self._load)
-                for number in self._requests:  # of an engine before, or that have waited for the first
+                for number in self._requests:  # those of a dead engine, or those that waited for the first
                     self._pass_on(number)
             case Refused() if not self._was_ready:
                 raise ConfigError(
@@ -284,7 +286,7 @@ class VllmGenerator:
         self._finished.append(group)
 
     def _set_aside(self, number: int) -> None:
-        """Sample a request again, by an engine with fewer CUDA graphs if it has any. Raises EngineError."""
+        """Sample a request again, with fewer CUDA graphs if the engine has any. Raises EngineError."""
         self.nan_groups += 1
         self._require_numbers()
         request = self._requests[number]
@@ -306,14 +308,14 @@ class VllmGenerator:
 
     @property
     def _fewer_graphs(self) -> str:
-        """The kind of CUDA graphs that an engine after this one should have; empty if this one has none."""
+        """Kind of CUDA graphs that the next engine should have; empty if this one has none."""
         return LESS_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
 
     def _require_numbers(self) -> None:
-        """Look at the weights given last, once. Raises EngineError naming a tensor that is damaged."""
+        """Check the weights given last, once. Raises EngineError naming a tensor that is damaged."""
         if self._load is self._sound or self._load is None or self._weights is None:
             return
-        from tba_hpc.learner.adapter import tensors_in  # and torch, which a rank may do without
+        from tba_hpc.learner.adapter import tensors_in  # imports torch, which a rank may do without
 
         layout = WeightLayout.from_json(self._load.layout)
         for name, tensor in tensors_in(self._weights.map("c"), layout):
@@ -331,7 +333,7 @@ class VllmGenerator:
         self._engine.send(Submit(number, prompt, request.n, request.sampling))
 
     def _rebuild(self, failure: str) -> None:
-        """Replace an engine that failed. Raises EngineError if that does not help."""
+        """Replace an engine that failed. Raises EngineError or ConfigError if that does not help."""
         log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
         self._engine.end()
         if way := system_libraries.remedy(failure):
@@ -372,13 +374,13 @@ class VllmGenerator:
 
 
 def is_final(failure: str) -> bool:
-    """Whether an engine that fails twice in this way before it has ever answered does so forever."""
+    """Tell whether an engine that fails so twice, before it has ever answered, would always fail."""
     by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
     return by_itself and not PASSING.search(failure)
 
 
 def remedy(reason: str, keys: Sequence[str]) -> str:
-    """What to do about vLLM's refusal, in keys of the config; it names its own arguments, if any."""
+    """Return what to do about a refusal, in keys of the config; vLLM names its own arguments, if any."""
     share, cache, length = (_key(part, keys) for part in ("gpu_memory", "kv_cache_mb", "context_length"))
     if "desired GPU memory utilization" in reason:
         return f"lower {share}, or let fewer ranks share a GPU"
@@ -389,14 +391,14 @@ def remedy(reason: str, keys: Sequence[str]) -> str:
 
 
 def _key(part: str, keys: Sequence[str]) -> str:
-    """The key whose name has ``part`` in it."""
+    """Return the key that contains ``part``."""
     return next(key for key in keys if part in key)
 
 
 class EngineProcess:
-    """The process of an engine, in a session of its own; it writes to this process's log.
+    """The process of an engine, in a session of its own. It writes to this process's log.
 
-    A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
+    Signals to the rank's process group do not reach it. It ends when it is killed or the rank is gone.
     start_seconds: longest time until it is ready. silence_seconds: longest silence from then on.
     """
 
@@ -423,27 +425,27 @@ class EngineProcess:
         self._last_word = ""
         self.pid = self._process.pid
         self.ready = False
-        """Whether the engine is built, and takes commands."""
+        """True once the engine is built and takes commands."""
 
     def send(self, command: Command) -> None:
         """Send a command; the engine takes it between two steps."""
         self._channel.send(command)
 
     def receive(self, seconds: float) -> list[Answer]:
-        """What the engine has said; waits up to ``seconds`` if it has said nothing."""
+        """Return what the engine has said; wait up to ``seconds`` if it has said nothing."""
         answers = self._channel.receive(seconds)
         for answer in answers:
             self.ready |= isinstance(answer, Ready)
             if isinstance(answer, Died | Refused):
                 self._last_word = answer.reason
         now = time.monotonic()
-        heard = answers and self.ready  # the time to build it is not that of each stage
+        heard = answers and self.ready  # start_seconds is for the whole building, not for a stage
         self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_LOOK)
         self._looked = now
         return answers
 
     def failure(self) -> str | None:
-        """How the engine failed, as the end of a sentence; None while it is well."""
+        """Return how the engine failed, as the end of a sentence; None while it is well."""
         if self._last_word:
             return f"{FAILED}: {self._last_word}"
         if self._channel.closed:
@@ -455,7 +457,7 @@ class EngineProcess:
         return None
 
     def end(self) -> None:
-        """Kill it and what it has started. Raises EngineError if the kernel does not end it."""
+        """Kill the engine and what it has started. Raises EngineError if the kernel does not end it."""
         self._channel.close()
         self._process.kill()
         try:
@@ -465,7 +467,7 @@ class EngineProcess:
                 f"the vLLM engine (process {self.pid} on {socket.gethostname()}) cannot be killed, perhaps "
                 "because its GPU does not answer: leave out this node and start the same run again"
             ) from None
-        # The workers of tensor parallelism leave and clean up after their engine; one that hangs is killed.
+        # Workers of tensor parallelism clean up and end after their engine. One that hangs is killed.
         end = time.monotonic() + WORKERS_SECONDS
         with contextlib.suppress(ProcessLookupError):  # nobody is left
             while time.monotonic() < end:

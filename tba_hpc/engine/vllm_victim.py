@@ -1,4 +1,4 @@
-"""A fixed model beside the policy, asked in texts: a second vLLM engine, in a process of its own.
+"""A fixed model beside the policy that answers texts: a second vLLM engine, in a process of its own.
 
 It must not know who asks or what the answers are for.
 """
@@ -17,10 +17,10 @@ from tba_hpc.learner.hf_model import load_tokenizer
 
 
 class VllmVictim:
-    """A Victim port on vLLM. Of a text that leaves no room for an answer the beginning is cut off.
+    """A Victim port on vLLM. A text that leaves no room for an answer loses its beginning.
 
-    The engine is built, deaf to the rank's signals and mortal with it, in the constructor; ``answers`` waits
-    for it. The kernel ends the engine with the thread that made this.
+    The constructor starts the engine, and ``answers`` waits until it is built. The engine ignores the rank's
+    signals and dies with the rank. The kernel also ends it with the thread that made this object.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class VllmVictim:
         self._generator = VllmGenerator(model, generator, seed=seed, keys=keys)
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """completions_per_prompt sampled answers to each text. Waits for the last of them.
+        """Return completions_per_prompt sampled answers to each text. Waits for the last of them.
 
-        It may be called from several threads, one of which has its turn at a time.
+        Several threads may call it; they take turns.
         """
         with self._turn:
             return self._ask(texts)

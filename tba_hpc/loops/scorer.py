@@ -1,7 +1,7 @@
 """Rewards, reference log-probabilities and seals, in a thread beside generation.
 
 Everything here happens in one worker thread, in the order of submission, so that neither a slow reward nor an
-fsync stops the engine. It waits for the task's code, which has a thread of its own.
+fsync stops the engine. The task's code has a thread of its own, for which the worker waits.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 32
-"""Groups that may wait to be scored before ``finished`` waits for the oldest of them; so many are scored
-together. At twice as many no more should be begun."""
+"""Number of groups that may wait to be scored before ``finished`` waits for the oldest of them. At most so
+many are scored together. At twice as many no more should be begun."""
 
 BACKLOG_SECONDS = 1.0
-"""Longest wait for them: the searcher has others to attend to."""
+"""Longest wait of ``finished``, s: the searcher has other things to attend to."""
 
 ANSWERS_AT_ONCE = 16
-"""Most evaluation answers judged together; training groups have their turn before the next ones."""
+"""Most evaluation answers judged together. Training groups have their turn before the next answers."""
 
 MOST_REJECTED = 10
-"""Groups in a row without a usable reward, or answers that cannot be judged, at which a searcher ends."""
+"""Number of groups without a usable reward, or unjudged answers, in a row at which a searcher ends."""
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Rewards beyond it are set aside as not finite: shards hold float32."""
+"""Largest magnitude of a reward, as shards hold float32. Larger ones are set aside as not finite."""
 
 ENDS_THE_RUN = (ConfigError, EngineError)
-"""What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
+"""Exceptions that a task raises on purpose: a model does not exist, or an engine it asks keeps dying."""
 
 
 Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
@@ -65,7 +65,7 @@ Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What became of a group, or of a call to seal. shard: the open shard, if it was now sealed."""
+    """Result of scoring groups, or of a call to seal. shard: the open shard, if it was now sealed."""
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
@@ -75,7 +75,7 @@ class Scored:
 class Rewarded:
     """The completions of a group that have a usable reward, their rewards, and the parts of these by name.
 
-    sums: about the whole group.
+    sums: figures of the whole group.
     """
 
     group: Group
@@ -101,7 +101,7 @@ class Judged:
 class EngineCheck:
     """Answers that the engine gives under some weights, to be computed again by the learner's model code.
 
-    weights: memory that is ours. wanted: how many answers will do.
+    weights: a private copy. wanted: number of answers that suffice.
     """
 
     weights: WeightUpdate
@@ -109,25 +109,26 @@ class EngineCheck:
     answers: list[Group] = field(default_factory=list)
 
     def complete(self, answer: Group) -> bool:
-        """Take one more answer, if it is wholly of these weights; whether there are enough now."""
+        """Take one more answer, if these weights alone sampled it. Return whether there are enough now."""
         if (answer.versions == self.weights.publication.version).all():
             self.answers.append(answer)
         return len(self.answers) == self.wanted
 
     def measure(self, reference: Reference) -> Scored:
-        """Compute them; ``reference`` is what it was afterwards."""
+        """Compare the log-probabilities of engine and learner code. ``reference`` is unchanged afterwards."""
         rows = reference.logprobs_under(self.weights, self.answers)
         return Scored(Sums.between(self.answers, rows))
 
 
 class Scorer:
-    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
+    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``, and judges evaluations.
 
-    A group is set aside if the task's code raises, or takes longer than ``call_seconds`` or its own deadline.
-    The next call raises ConfigError after ``most_rejected`` in a row from which nothing is left, or as many
-    answers that cannot be judged; and at once if the task does not give what ports.Task says, or hangs again
-    and again. underway: notes which call is made. temperature: of requests that are not tempered; none: of
-    all.
+    A group is set aside if the task's code raises, or takes longer than its own deadline or else
+    ``call_seconds``. The next call raises ConfigError after ``most_rejected`` groups in a row of which
+    nothing is left, or as many answers that cannot be judged. It does so at once if the task breaks
+    ports.Task or hangs again and again.
+
+    underway: notes which call is made. temperature: that of requests that are not tempered; None: none is.
     """
 
     def __init__(
@@ -158,25 +159,25 @@ class Scorer:
         self._worker = Worker("scorer")
         self._underway = underway
         self._calls = TaskCalls(name, longest_call(task, call_seconds), underway or nullcontext)
-        # Where one of several may have ended the process, it shall be known which.
+        # If judging may have ended the process, one answer at a time shows which.
         ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
         self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE
         self._waiting: deque[Future[Scored]] = deque()
-        self._unscored: deque[Group] = deque()  # by the reference that is wanted now
+        self._unscored: deque[Group] = deque()  # for the reference that is wanted now
         self._answers: deque[Group] = deque()
         self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
 
     def submit(self, group: Group) -> None:
-        """Queue a finished training group; what waits is scored together."""
+        """Queue a finished training group. Groups that wait are scored together."""
         unscored = self._unscored
         unscored.append(group)
         self._do(lambda: self._score(unscored))
 
     def refer_to(self, step: int) -> None:
-        """Score what is submitted from now on by the reference of ``step``, or by a newer one.
+        """Score groups submitted from now on by the reference of ``step``, or by a newer one.
 
-        Answers that still queue are judged by the one before: it was in force for their weights.
+        Answers that still wait are judged by the reference before, which was in force for their weights.
         """
         if step != self._wanted:
             self._wanted = step
@@ -187,11 +188,11 @@ class Scorer:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be scored that no more should be begun."""
+        """True if so much waits to be scored that no more should be begun."""
         return len(self._waiting) >= 2 * BACKLOG
 
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
-        """Results since the last call, in order. Waits a little while more than BACKLOG groups are queued.
+        """Return results since the last call, in order. Waits for a moment if more than BACKLOG are queued.
 
         seal_now: seal as soon as nothing is left to score.
         """
@@ -209,15 +210,15 @@ class Scorer:
             self._do(lambda: check.measure(self._reference))
 
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
-        """Compare the engine with the reference's code, under ``update``, by the first of so many answers.
+        """Compare the engine with the learner's code, under ``update``, by the first ``answers`` answers.
 
-        Keeps the weights until then; does nothing without a model to put them into.
+        Keeps the weights until then. Does nothing if the reference has no model to load them into.
         """
         if self._reference.has_model:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
-        """Answers judged since the last call, in order. Never waits; those that have queued are next."""
+        """Return answers judged since the last call, in order. Never waits; has queued ones judged next."""
         results = []
         while self._judging and self._judging[0].done():
             results += self._judging.popleft().result()
@@ -230,12 +231,12 @@ class Scorer:
         self._judging.append(self._worker.submit(lambda: self._judge(batch)))
 
     def note_stop(self) -> None:
-        """The process is asked to end: that it then does is no call's fault."""
+        """Note that the process is asked to end, so that no call is blamed for its end."""
         if self._underway:
             self._underway.close()
 
     def close(self) -> list[Scored]:
-        """Score and seal all that is left, judge no more answers; no call may follow."""
+        """Score and seal all that is left; judge no more answers. No call may follow."""
         self._do(self._seal)
         results = self._take(lambda: True)
         self._worker.close(LEAVING_SECONDS)
@@ -252,7 +253,7 @@ class Scorer:
         return results
 
     def _score(self, unscored: deque[Group]) -> Scored:
-        """Score what waits by now, and append it to the open shard."""
+        """Score the groups that wait by now, and append them to the open shard."""
         groups = [unscored.popleft() for _ in range(min(len(unscored), BACKLOG))]
         rewarded = [self._reward(group) for group in groups]
         kept = [one for one in rewarded if one.rewards]
@@ -283,7 +284,7 @@ class Scorer:
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
     def _rewards(self, group: Group) -> Itemised:
-        """One for each completion, and their parts; NaN for all if the task's code raises."""
+        """Return a reward for each completion, and their parts; NaN for all if the task's code raises."""
         request, total = group.request, len(group.completions)
         call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
         error = None
@@ -310,9 +311,9 @@ class Scorer:
         return [Judged(answer, right, reward, logprob) for answer, (right, reward), logprob in rows]
 
     def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
-        """Whether each is correct, and its reward, if the task grades answers.
+        """Return whether each answer is correct, and its reward, if the task grades answers.
 
-        If the task's code raises, one by one, and wrong if it raises again.
+        If the task's code raises, answers are judged one by one. One for which it raises again is wrong.
         """
         request = answers[0].request
         more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
@@ -345,13 +346,13 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Of several references asked for only the newest: the others may be gone from the disk."""
+        """Load only the newest of several references asked for: the others may be gone from the disk."""
         if self._reference.step != self._wanted:
             self._reference.load(self._wanted)
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Acknowledge what is scored: it is durable on disk before anybody hears of it."""
+        """Acknowledge what is scored by sealing the open shard: it is durable before anybody hears of it."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(Sums(seal_seconds=time.monotonic() - start), shard)
@@ -361,5 +362,5 @@ NOTHING = Scored()
 
 
 def _end_of(error: BaseException) -> str:
-    """How a call ended that gave nothing."""
+    """Return how a call that gave no result ended, as the end of a sentence."""
     return str(error) if isinstance(error, OverranError) else f"raised {in_words(error)}"

@@ -1,4 +1,4 @@
-"""What Python code prints, up to a bound: a reward that prints every completion would fill the disk."""
+"""A bound on what Python code prints: a reward that prints every completion would fill the disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Characters that go to a rank's log from each of its streams, beside what the rank itself logs."""
+"""Most characters that each stream of a rank adds to its log, besides what the rank itself logs."""
 
 
 class BoundedOutput(TextIOWrapper):
@@ -17,7 +17,7 @@ class BoundedOutput(TextIOWrapper):
         self._left = most
 
     def write(self, text: str) -> int:
-        """As ever; what is dropped counts as written."""
+        """Write a text or drop it; what is dropped counts as written."""
         before, self._left = self._left, max(0, self._left - len(text))
         if self._left:
             return super().write(text)
@@ -26,12 +26,12 @@ class BoundedOutput(TextIOWrapper):
         return len(text)
 
     def close(self) -> None:
-        """Leave what is below to the stream that owns it."""
+        """Flush, and leave the buffer open for the stream that owns it."""
         self.flush()
 
 
 def bound_output() -> None:
-    """Bound what is printed from here on; logs go their own way."""
+    """Bound what is printed from here on. Log messages are not bounded."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

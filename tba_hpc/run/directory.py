@@ -1,4 +1,4 @@
-"""The directory of a run: where everything lies, and whose config it holds."""
+"""The directory of a run: the paths of all that it holds, and the config that resumes are held to."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable: "1" if MPI numbers searchers before trainers."""
 
 OF_A_START = ("launch.", "run.root")
-"""Config keys that every start may set: numbers of ranks, and the place."""
+"""Beginnings of config keys that every start may set: those of ranks and of the run's place."""
 
 SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
-"""Begins config.yaml, before a checksum of all that follows the line."""
+"""Beginning of config.yaml, before a checksum of all that follows the first line."""
 
 NAMED = 3
 """Most keys that a refusal names, with their values."""
 
 REFUSED = ".refused"
-"""Added to the name of a shard that was set aside."""
+"""Suffix of the name of a shard that was set aside."""
 
 ShardKey = tuple[int, int]
 """Searcher and index of a shard."""
 
 IDENTITY_BITS = 62
-"""Random bits of a run's identity, which HDF5 keeps as a signed number of 64."""
+"""Number of random bits of a run's identity, which HDF5 keeps as a signed 64-bit number."""
 
 KEPT_ATTEMPTS = 16
-"""Attempts before the newest whose logs are kept."""
+"""Number of attempts before the newest whose logs are kept."""
 
 
 class _Below:
-    """A path of that name in a run's directory."""
+    """Descriptor of the path with a given name in a run's directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -68,24 +68,24 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The directory of a run; alone knows where things lie. Private: 0700, and 0600 for the files below."""
+    """The directory of a run, which alone knows where things lie. It has mode 0700, and its files 0600."""
 
     path: Path
 
     format_file = _Below("format")
-    """The FORMAT of everything below."""
+    """FORMAT of everything in the directory."""
     identity_file = _Below("identity")
     """A number of the run's own, which its shards and checkpoints carry."""
     config_file = _Below("config.yaml")
-    """The resolved config, all that the roles read."""
+    """The resolved config, the only one that the roles read."""
     history = _Below("history")
-    """Configs that a resume has changed, and the summaries of the ends that it went beyond."""
+    """Configs that a resume has changed, and summaries of finished runs that it has extended."""
     modules = _Below("modules")
-    """Code of the user's that the config names, if it has any."""
+    """Copy of the user's code that the config names, if it names any."""
     inputs = _Below("inputs")
-    """Digests of its prompts and of its model's files; see ``run.inputs``."""
+    """Digests of the run's prompts and of its model's files; see ``run.inputs``."""
     track = _Below("track")
-    """What trackers keep of the run, and how far they know it."""
+    """Data that trackers keep of the run, and how far they have followed it."""
     shards = _Below("shards")
     """Sealed trajectories, a folder per searcher."""
     weights = _Below("weights")
@@ -97,41 +97,41 @@ class RunDir:
     references = _Below("references")
     """Policies that became the reference, as Hugging Face folders."""
     metrics = _Below("metrics")
-    """A JSONL file of the leading trainer, and of each searcher."""
+    """One JSONL file of the leading trainer, and one of each searcher."""
     logs = _Below("logs")
     """One folder per attempt; ``latest`` points to the newest."""
     evaluations = _Below("evaluations")
-    """Per split and step a folder of parts, then one file."""
+    """One folder of parts per split and step, later joined to one file."""
     owners = _Below("owners")
-    """Who is at work on the run, and as which rank; see ``run.owners``."""
+    """Files that say who is at work on the run, and as which rank; see ``run.owners``."""
     export = _Below("export")
     """The trained model as a Hugging Face folder."""
     events_file = _Below("events.jsonl")
-    """What happened to the run's ranks and jobs, over all its starts; see ``log_event``."""
+    """Events of the run's ranks and jobs, over all its starts; see ``log_event``."""
     report = _Below("report.html")
     """The self-contained HTML page."""
     summary = _Below("summary.json")
     """The figures of a run that has finished or stopped."""
     finished_file = _Below("finished")
-    """What the leading trainer leaves once nothing is left to do but the summary and the report."""
+    """Mark that the leading trainer leaves once only the summary and the report are left to do."""
     kept = _Below("kept")
-    """Shards that no resume needs and ``exchange.keep_shards`` keeps, a folder per searcher."""
+    """Shards that ``exchange.keep_shards`` keeps though no resume needs them, a folder per searcher."""
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
         """Make ``config.run_dir``, or take it again if it holds a run of the same config (a resume).
 
-        Sets the process's umask to 077. If the config differs in what a resume may change (``MayChange``) the
-        old one goes to the ``history``; so does the summary of a finished run that is to take more steps.
-        Raises ConfigError if it differs in anything else, unless the run came to nothing, or if the
-        directory holds anything else or cannot be written.
+        Sets the process's umask to 077. If the config differs in what a resume may change (``MayChange``),
+        the old one goes to the ``history``. So does the summary of a finished run that is to take more steps.
+        Raises ConfigError if the config differs in anything else, unless the run came to nothing. Raises it
+        also if the directory holds anything else or cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)
         with run.writing():
             make_folder(run.path)
             run.path.chmod(0o700)
-            write_atomic(run.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
+            write_atomic(run.format_file, f"{FORMAT}\n")  # first: a directory with a config is complete
             run._freeze(config)
             run._identify()
             for folder in (
@@ -143,7 +143,7 @@ class RunDir:
 
     @classmethod
     def check(cls, config: Config) -> RunDir:
-        """The directory that ``create`` would take; raises ConfigError as that would, and writes nothing."""
+        """Return the directory that ``create`` would take, or raise its ConfigError; leaves no files."""
         run = cls(config.run_dir.absolute())
         with run.writing():
             if run.config_file.exists():
@@ -152,17 +152,17 @@ class RunDir:
             elif run.path.exists():
                 run._refuse_strangers()
             place = next(path for path in (run.path, *run.path.parents) if path.exists())
-            # Rights alone do not tell it to root.
+            # Root learns only from a trial whether it can write there.
             with tempfile.TemporaryDirectory(".tmp", dir=place) as trial:
                 file = Path(trial, "file")
                 file.touch()
-                os.link(file, file.with_name("link"))  # by which owners are kept apart
+                os.link(file, file.with_name("link"))  # needed to keep owners apart
                 run._refuse_another_users(file.stat().st_uid)
         return run
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Tell an error of the file system as one of the place. Raises ConfigError, DiskFullError."""
+        """Turn an OSError into a ConfigError about the run's place. DiskFullError is raised as it is."""
         try:
             yield
         except DiskFullError:
@@ -175,7 +175,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """The run directory that ``create`` made. Sets the process's umask to 077. Raises ConfigError."""
+        """Open the directory that ``create`` made. Sets the process's umask to 077. Raises ConfigError."""
         run = cls(path.absolute())
         if not run.config_file.is_file():
             raise ConfigError(
@@ -187,27 +187,27 @@ class RunDir:
 
     @property
     def identity(self) -> int:
-        """A number that no other run has but its copies; 0 if unknown, as of a run that 0.3.0 began."""
+        """Number that only this run and its copies have; 0 if unknown, as for a run that 0.3.0 began."""
         try:
             return int(read_regular(self.identity_file), 16)
         except (FileNotFoundError, ValueError):
             return 0
 
     def _identify(self) -> None:
-        """Give a run a number before it has made anything: what it makes is known by it for good."""
+        """Give the run a number before it has made anything: all that it makes will carry the number."""
         if not self.identity and self.came_to_nothing:
             write_atomic(self.identity_file, f"{1 + secrets.randbits(IDENTITY_BITS):x}\n")
 
     @property
     def came_to_nothing(self) -> bool:
-        """Whether no start of the run has left more than logs: no shard, trainer's record or checkpoint."""
+        """True if no start of the run has left more than logs: no shard, trainer's record or checkpoint."""
         made = (self.shards, self.checkpoints, self.references, self.evaluations)
         return not self.metrics_file("trainer").exists() and not any(
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
     def _refuse_strangers(self) -> None:
-        """Raise ConfigError unless a creation that was cut short has made all that is there."""
+        """Raise ConfigError unless a creation that was cut short made everything in the directory."""
         ours = (self.format_file, self.owners)
         found = (path for path in self.path.iterdir() if path.suffix != ".tmp" and path not in ours)
         if strangers := sorted(path.name for path in found):
@@ -217,9 +217,9 @@ class RunDir:
             )
 
     def _refuse_another_users(self, us: int) -> None:
-        """Raise ConfigError if the directory is not of the user that files made in it are of.
+        """Raise ConfigError if the directory belongs to another user than files made in it.
 
-        Root may write in it, and its owner could replace what root runs.
+        Root may write in such a directory, and its owner could replace what root runs.
         """
         if self.path.exists() and (owner := self.path.stat().st_uid) != us:
             raise ConfigError(
@@ -240,7 +240,7 @@ class RunDir:
             )
 
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
-        """but_nothing: leave a run alone that came to nothing."""
+        """Raise ConfigError if a resume may not change this. but_nothing: unless the run came to nothing."""
         self._refuse_an_edited_config()
         try:
             old = self.config()
@@ -258,14 +258,14 @@ class RunDir:
             )
 
     def adapt(self, overrides: list[str]) -> None:
-        """As ``create``, with the frozen config and ``overrides`` of it. Raises ConfigError."""
+        """Change the frozen config by ``overrides``, by the rules of ``create``. Raises ConfigError."""
         self.config()
         config = load_config(self.config_file, overrides)
         self._refuse_another_config(config)
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Make ``config`` the frozen one, after what it changes was kept in the history."""
+        """Make ``config`` the frozen one. The config that it changes is first kept in the history."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
@@ -277,14 +277,14 @@ class RunDir:
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the config: a kill between these leaves a run whose end is to be written again, no more.
+        # Before the config: a kill in between only means that the end of the run is written again.
         if self.finished and new.train.steps > old.train.steps:
             with suppress(FileNotFoundError):  # a kill may have come before it was written
                 self.summary.rename(self.history / f"summary-{number:04d}.json")
             self.finished_file.unlink(missing_ok=True)
 
     def config(self) -> Config:
-        """The frozen config. Raises ConfigError, also if it was edited or damaged."""
+        """Return the frozen config. Raises ConfigError, also if it was edited or damaged."""
         self._refuse_an_edited_config()
         return load_config(self.config_file)
 
@@ -303,12 +303,12 @@ class RunDir:
             )
 
     def reference(self, step: int) -> Path:
-        """The policy of ``step``, which became the reference."""
+        """Path of the policy of ``step``, which became the reference."""
         return self.references / f"step-{step:06d}"
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return self.finished_file.exists()
 
     def mark_finished(self) -> None:
@@ -316,16 +316,16 @@ class RunDir:
         write_atomic(self.finished_file, "")
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
-        """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
+        """Path of a rank's metrics: ``trainer.jsonl`` or ``searcher-0003.jsonl``."""
         return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
 
     def searcher_files(self) -> dict[int, Path]:
-        """Metrics files of the searchers that have one, by index."""
+        """Return metrics files of the searchers that have one, by index."""
         indices = _numbers(self.metrics, "searcher-", ".jsonl", digits=4)
         return {index: self.metrics_file("searcher", index) for index in indices}
 
     def shard_folder(self, searcher: int) -> Path:
-        """Where a searcher seals its shards."""
+        """Folder where a searcher seals its shards."""
         return self.shards / _folder_of(searcher)
 
     def shard_file(self, searcher: int, index: int) -> Path:
@@ -333,15 +333,15 @@ class RunDir:
         return self.shard_folder(searcher) / f"{index:06d}.h5"
 
     def shard_files(self, suffix: str = ".h5") -> dict[ShardKey, Path]:
-        """All visible shards by (searcher, index), ascending; files of other names are left alone."""
+        """Return all visible shards by (searcher, index), ascending. Files of other names are left out."""
         return _shards_in(self.shards, suffix)
 
     def shard_folders(self) -> list[int]:
-        """Searchers that have a folder of shards, ascending."""
+        """Return the searchers that have a folder of shards, ascending."""
         return _numbers(self.shards, "searcher-", "", digits=4)
 
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
-        """Indices of a searcher's visible shards, ascending; none if it has no folder."""
+        """Return indices of a searcher's visible shards, ascending; none if it has no folder."""
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def kept_file(self, searcher: int, index: int) -> Path:
@@ -349,21 +349,21 @@ class RunDir:
         return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
-        """All shards kept for people, by (searcher, index), ascending."""
+        """Return all shards kept for people, by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
     def sealed_files(self) -> dict[ShardKey, Path]:
-        """All shards that are still there, waiting, merged or kept, by (searcher, index), ascending.
+        """Return all shards still there, waiting, merged or kept, by (searcher, index), ascending.
 
-        A file may be kept before it is read: look again then.
+        A file may move to ``kept`` before the caller reads it; then look again.
         """
         waiting = self.shard_files()  # first, lest one that moves meanwhile is in neither
         return dict(sorted({**waiting, **self.kept_files()}.items()))
 
     def begin_attempt(self) -> Path:
-        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
+        """Make a new folder ``logs/attempt-001`` …, to which ``logs/latest`` points from now on.
 
-        It has a copy of the config. Of those before, the newest ``KEPT_ATTEMPTS`` stay.
+        It gets a copy of the config. Of earlier folders, the newest ``KEPT_ATTEMPTS`` stay.
         """
         taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
         for old in taken[:-KEPT_ATTEMPTS]:
@@ -379,15 +379,15 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """Folder of the attempt's logs: that of which this process is a rank, else the newest.
+        """Folder of an attempt's logs: the attempt of which this process is a rank, else the newest.
 
-        Ranks are told by their launcher, as a client of NFS may see an old link for a minute.
+        Launchers tell their ranks the name, because an NFS client may see an old link for a minute.
         """
         return self.logs / os.environ.get(ATTEMPT, (self.logs / "latest").resolve().name)
 
     @property
     def attempt_number(self) -> int:
-        """Of ``attempt``; 1 for the first."""
+        """Number of ``attempt``; the first is 1."""
         return int(self.attempt.name.removeprefix("attempt-"))
 
     @property
@@ -398,7 +398,7 @@ class RunDir:
 
 
 def of_two_runs(one: int, other: int) -> bool:
-    """Compare identities; an unknown one may be any run's."""
+    """Tell whether two identities are of different runs; an unknown one may be any run's."""
     return bool(one and other) and one != other
 
 
@@ -411,7 +411,7 @@ def _folder_of(searcher: int) -> str:
 
 
 def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
-    """The shards in the searchers' folders there, ascending."""
+    """Return the shards in the searchers' folders there, ascending."""
     return {
         (searcher, index): folder / _folder_of(searcher) / f"{index:06d}{suffix}"
         for searcher in _numbers(folder, "searcher-", "", digits=4)
@@ -420,7 +420,7 @@ def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
 
 
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
-    """The numbers of what a folder holds under such names, ascending; none if there is no folder."""
+    """Return the numbers in such names in a folder, ascending; none if there is no folder."""
     try:
         names = listing(folder)
     except FileNotFoundError:
@@ -434,6 +434,6 @@ def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """The first few, and how many more."""
+    """List the first few, and how many more there are."""
     more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
     return ", ".join(parts[:NAMED]) + more

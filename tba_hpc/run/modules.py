@@ -1,7 +1,7 @@
-"""Code of the user's that a config names: it lies beside the config, and a run keeps a copy.
+"""Copies of the user's code that a config names and that lies beside the config.
 
-With it go the files of that folder that it names, such as a list of words. So every rank finds the same code
-on whatever machine, and what is edited later changes no running job.
+A run also copies files of that folder that the code names, such as a list of words. Every rank thus finds the
+same code on any machine, and later edits change no running job.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove
 
 LARGEST_FILE = 64 << 20
-"""Bytes of a file beside a module that goes with it."""
+"""Largest size of a file that is copied with the code that names it, bytes."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
 def folder_of(config: Path) -> Path:
-    """Where the code that a config, or a run, names lies."""
+    """Return the folder that holds the code of a config, or of a run."""
     return RunDir(config).modules if config.is_dir() else shipped.find(config, "configs").parent
 
 
 def use(folder: Path) -> None:
-    """Put a folder first among those where modules and files are looked for."""
+    """Put a folder, if it exists, first among those where modules and files are looked for."""
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def use_here() -> None:
-    """Have modules of the working directory found after all others: anybody may write in one like /tmp."""
+    """Look for modules in the working directory last, as anybody may write in one like /tmp."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
 
 def find_file(name: str) -> Path | None:
-    """A file of a relative path, where modules are looked for."""
+    """Find a file by its relative path in the folders where modules are looked for."""
     files = (Path(folder or ".") / name for folder in sys.path)
     return next((file.absolute() for file in files if file.is_file()), None)
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Copy what ``config`` names of a folder, and what that imports of it, over the run's earlier copy.
+    """Replace the run's copy of code by what ``config`` needs of the folder ``beside``.
 
-    If the folder has nothing of it, that copy stays. Says on stderr if the run has begun with other code.
+    If the folder has nothing that it needs, the earlier copy stays. A message on stderr says if the run began
+    with other code, and which files are too large to be copied.
     """
     found, large = needed(config, beside)
     if not found or beside.resolve() == run.modules.resolve():
@@ -79,9 +80,10 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
-    """What ``config`` names of a folder, what that imports of it, and what files of it all these name.
+    """Return the paths in a folder that ``config`` needs, and the files that are too large to go with them.
 
-    And the files that are named, but larger than LARGEST_FILE.
+    It needs the code that it names, what that imports from the folder, and the files that all these name
+    there. Files larger than LARGEST_FILE are too large.
     """
     code = set(_named(config, folder))
     files = {file for path in code for file in _files(path, folder)} - code
@@ -119,7 +121,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Modules and packages of a folder by these names, and all that they import of it."""
+    """Return modules and packages of a folder by these names, and all that they import from it."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
@@ -135,7 +137,7 @@ def _modules(names: Iterable[str], folder: Path) -> list[Path]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Top-level names of all that a module, or a package's modules, import."""
+    """Return the top-level names of all that a module, or a package's modules, import."""
     names: set[str] = set()
     for node in _nodes(path):
         if isinstance(node, ast.Import):
@@ -146,21 +148,21 @@ def _imports(path: Path) -> set[str]:
 
 
 def _files(path: Path, folder: Path) -> Iterator[Path]:
-    """Files of the folder that a module, or a package's modules, name by a text, or by several in a row.
+    """Yield files of the folder that a module, or a package's modules, name by one or several strings.
 
-    As in ``with_name("a.txt")``, ``HERE / "lists" / "a.txt"`` or ``join(HERE, "lists", "a.txt")``.
+    Examples are ``with_name("a.txt")``, ``HERE / "lists" / "a.txt"`` and ``join(HERE, "lists", "a.txt")``.
     """
     for node in _nodes(path):
         words = _words(node)
         hidden = any(part.startswith(".") for part in Path(words).parts)
-        with suppress(OSError, ValueError):  # a text of any kind, also longer than a name may be
+        with suppress(OSError, ValueError):  # any string, also one longer than a name may be
             file = folder / words
             if not (hidden or Path(words).is_absolute()) and file.is_file() and os.access(file, os.R_OK):
                 yield file
 
 
 def _words(node: ast.AST) -> str:
-    """The texts of a constant, of operands of ``/``, or of a call's arguments, as a path."""
+    """Join the strings of a constant, of operands of ``/``, or of a call's arguments to a path."""
     match node:
         case ast.Constant(value=str() as text):
             return text
@@ -172,7 +174,7 @@ def _words(node: ast.AST) -> str:
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
-    """The syntax of a module, or of a package's modules; none of a file of another kind."""
+    """Yield the syntax nodes of a module, or of a package's modules; none for another kind of file."""
     for file in path.rglob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []:
-        with suppress(SyntaxError, ValueError):  # who imports it will say so
+        with suppress(SyntaxError, ValueError):  # its import will say so
             yield from ast.walk(ast.parse(file.read_text(encoding="utf-8")))

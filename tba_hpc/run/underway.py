@@ -1,8 +1,8 @@
-"""Which call of a task's code a searcher makes, in a file that tells of it if the process ends in its midst.
+"""A file that names the call of a task's code under way in a searcher, in case the process ends in it.
 
-``os._exit`` and a segmentation fault leave no word. Ends that announce themselves clear the file: errors, and
-signals that ask to stop. One that is killed from outside looks like the first, so only a call in which the
-process ended twice is taken for the cause, and once such a call is survived, that is forgotten.
+``os._exit`` and a segmentation fault leave no message. Ends that announce themselves clear the file: errors,
+and signals that ask to stop. A kill from outside looks like a crash. So a call is blamed only after the
+process has ended in it twice. Once the process survives such a call, its earlier ends are forgotten.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tba_hpc.run.notes import rank_name
 log = logging.getLogger(__name__)
 
 HEAD = 256
-"""Bytes at the beginning of the file for the call that is under way; lines for ends before come after it."""
+"""Bytes at the beginning of the file for the call under way. Lines for earlier ends follow."""
 
 MOST_BYTES = 1 << 16
-"""Of the file that are read."""
+"""Most bytes of the file that are read."""
 
 MOST_ENDS = 2
-"""Ends of the process in one call at which the run ends."""
+"""Number of ends of the process in one call at which the run ends."""
 
 
 class Underway:
-    """The file of a searcher. Its log says in which call it ended before.
+    """The file of a searcher. The log names the calls in which the searcher ended before.
 
-    ends: the attempts in which it did, by call. Raises ConfigError if one was the same MOST_ENDS times; as
-    somebody must start the run again then, the file begins anew.
+    ends: by call, the attempts that ended in it. Raises ConfigError if one call has MOST_ENDS of them. The
+    file then begins anew, because somebody must start the run again.
     """
 
     def __init__(self, run: RunDir, searcher: int) -> None:
@@ -73,7 +73,7 @@ class Underway:
                 os.pwrite(self._file, text.encode()[: HEAD - 1].ljust(HEAD - 1) + b"\n", 0)
 
     def _write(self, ends: dict[str, list[str]]) -> None:
-        """Nothing is under way; these are the ends before."""
+        """Write earlier ends to the file, with no call under way."""
         lines = "".join(f"{attempt} {call}\n" for call, attempts in ends.items() for attempt in attempts)
         self._note("")
         with suppress(OSError):
@@ -82,7 +82,7 @@ class Underway:
 
 
 def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None:
-    """Warn of a call; the error if it was the same too often."""
+    """Warn of a call in which the searcher ended, or return the error if it did so too often."""
     found = f"searcher {searcher} ended without a word during {call}, in attempt"
     if len(attempts) < MOST_ENDS:
         log.warning("%s %s: if it does so again, the run ends", found, attempts[0])
