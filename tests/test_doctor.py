@@ -524,6 +524,7 @@ def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> 
     for options, level, words in (
         ("size=64k", "problem", "No space left on device"),
         ("size=8m", "warning", "0.0 GB free"),
+        ("noexec", "warning", "is mounted noexec"),
         ("ro", "problem", "Read-only file system"),
     ):
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)], check=True)

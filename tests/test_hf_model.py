@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -322,6 +323,17 @@ def test_missing_models_are_refused_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no model can be loaded") as refused:
             load(str(tmp_path))
         assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> None:
+    """It would train from a tensor drawn at random, while engines refuse the folder."""
+    folder = make_random_model(tmp_path, tied=False)
+    weights = load_file(folder / "model.safetensors")
+    lost = "model.layers.1.mlp.down_proj.weight"
+    del weights[lost]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack {lost}, which would begin at random"):
+        load_policy(str(folder), "float32")
 
 
 def test_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:

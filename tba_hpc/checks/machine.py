@@ -361,7 +361,10 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
     except OSError as error:
         yield problem("scratch", f"cannot write to {folder} (TMPDIR): {error.strerror or error}", remedy)
         return
-    if free < LITTLE_SHM:
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        found = f"{folder} (TMPDIR) is mounted noexec, so that what engines compile there cannot be loaded"
+        yield warning("scratch", found, remedy)
+    elif free < LITTLE_SHM:
         yield warning("scratch", f"{folder} (TMPDIR) has {free / 1e9:.1f} GB free", remedy)
     else:
         yield ok("scratch", f"{folder}, {free / 1e9:.1f} GB free")

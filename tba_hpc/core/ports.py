@@ -238,7 +238,7 @@ class Generator(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of completions whose whole group ``step`` has not returned yet, ended ones included."""
+        """Number of completions that have not ended, and of finished groups yet to be returned."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError if prompt and completion exceed the context."""

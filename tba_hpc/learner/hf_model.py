@@ -30,6 +30,7 @@ from tba_hpc.config import ConfigError, Dtype, ModelSection
 from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
+from tba_hpc.core.wording import first_few
 from tba_hpc.learner.file_tokenizer import NO_END, REFUSES
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
@@ -139,13 +140,18 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    load = partial(_from_pretrained, AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
-    if in_parts is None:
-        return load()
-    sharding = HfDeepSpeedConfig(dict(in_parts))  # transformers shards what it loads while this lives
-    policy = load()
+    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # shards what is loaded while it lives
+    policy, found = _from_pretrained(
+        AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype], output_loading_info=True
+    )
     del sharding
-    _compute_buffers_again(policy, dtype)
+    if lacking := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"the files of model.path={path} lack {first_few(lacking)}, which would begin at random: copy or "
+            "download the model anew"
+        )
+    if in_parts:
+        _compute_buffers_again(policy, dtype)
     return policy
 
 
