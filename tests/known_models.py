@@ -38,3 +38,10 @@ def cache_shapes(folder: Path) -> dict[str, str]:
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps(fields))
     return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+
+
+def make_empty_model(folder: Path) -> None:
+    """Write files that name a model and hold nothing, for jobs whose ranks are others'."""
+    (folder / "config.json").touch()
+    header = b"{}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

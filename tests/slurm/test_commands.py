@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from known_models import make_empty_model
 from slurm_testbed.cluster import Cluster
 from typed import tba
 
@@ -240,8 +241,7 @@ def test_seeds_become_a_job_each_after_another_run(
     monkeypatch.chdir(tmp_path)
     cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
     (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / name).touch()
+    make_empty_model(tmp_path / "model")
     (tmp_path / "it.yaml").write_text(
         f"{{run: {{name: it}}, model: {{path: {tmp_path}/model}}, task: {{name: arithmetic}}}}"
     )

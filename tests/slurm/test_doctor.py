@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from known_models import make_empty_model
 from slurm_testbed.cluster import Cluster
 from typed import tba
 
@@ -175,8 +176,7 @@ def submit(
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("abc")
-    for name in ("config.json", "model.safetensors"):
-        (snapshot / name).touch()
+    make_empty_model(snapshot)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     config = _write(tmp_path / "config.yaml", tree)
     return partial(tba, "submit", "--config", config, "--site", site, "--nodes", 3)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from known_models import make_empty_model
 from slurm_testbed.cluster import Cluster
 from typed import tba
 
@@ -473,8 +474,7 @@ def files(tmp_path: Path) -> list[str]:
         "train: {prompts_per_step: 2}\n"
     )
     (tmp_path / "none").mkdir()
-    for name in ("config.json", "model.safetensors"):  # where ranks will find no model
-        (tmp_path / "none" / name).touch()
+    make_empty_model(tmp_path / "none")
     site.write_text("{gpus_per_node: 2, cpus_per_node: 4, memory: '1000', time: '10', signal_seconds: 60}")
     return [
         *("--config", str(config), "--site", str(site)),
