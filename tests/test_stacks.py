@@ -28,6 +28,8 @@ for _ in range(10):
     time.sleep(0.1)
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 hang(20)
+if "goes on" in sys.argv:
+    stop_asked()
 """
 """A loop that is in time for a second, twice as long as is allowed, and then hangs."""
 
@@ -41,9 +43,12 @@ with rank.leaving():
 """
 
 
-def python(code: str, word: object) -> subprocess.Popen[str]:
+def python(code: str, *words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(word)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -55,6 +60,13 @@ def test_the_stack_of_a_late_loop_is_in_its_log(tmp_path: Path) -> None:
     ((name, frames),) = late_ranks(tmp_path)
     assert name == "searcher-0003" and len(frames) == FRAMES
     assert all(frame.endswith(" in hang") for frame in frames), "of the main thread, the innermost"
+
+
+def test_a_rank_that_was_late_and_went_on_is_not_blamed(tmp_path: Path) -> None:
+    _, err = python(HANGS, 1.5, "goes on").communicate(timeout=60)
+    assert err.count("Timeout (") == 1
+    (tmp_path / "searcher-0003.log").write_text(err)
+    assert not list(late_ranks(tmp_path))
 
 
 def test_a_rank_tells_where_it_is_on_request() -> None:

@@ -20,7 +20,7 @@ _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 """Pattern of such numbers."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
-"""How numbers begin that YAML 1.1 reads in base 8 or 60."""
+"""Beginning of a number that YAML 1.1 reads in base 8 or 60."""
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 

@@ -43,7 +43,7 @@ OWN_ENGINE_ARGUMENTS = {
 """Arguments of vLLM that generator.engine may not hold, with what to do instead, or the reason."""
 
 SECRET = re.compile(r"hf_token|auth_token|api_key|access_key|secret|password")
-"""In the names of arguments whose texts a run must not keep, or show."""
+"""Parts of the names of arguments whose texts a run must neither keep nor show."""
 
 OWN_DEEPSPEED_SETTINGS = {
     "train_batch_size": "train.prompts_per_step and train.completions_per_prompt",

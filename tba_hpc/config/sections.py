@@ -145,8 +145,8 @@ class TaskSection(Section):
     test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
     special_tokens: bool = False
-    """Whether rewards, judges, programs, environments and samples see a completion's special tokens, such as
-    answer tags, all but the end-of-sequence token at its end. Else they are left out."""
+    """Show a completion's special tokens, such as answer tags, to rewards, judges, programs, environments and
+    samples: all but the end-of-sequence token at its end. Else they are left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -162,7 +162,7 @@ class TaskSection(Section):
 
 
 def _is_one_reward(reward: object) -> bool:
-    """Whether these are the keys of a reward, not rewards by their names."""
+    """Tell the keys of a single reward from rewards by their names."""
     return (
         isinstance(reward, dict)
         and reward.keys() <= RewardSection.model_fields.keys()

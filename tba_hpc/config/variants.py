@@ -36,7 +36,7 @@ class Section(BaseModel):
 
     @classmethod
     def _holds_more(cls, key: str) -> bool:
-        """Whether a key has keys or items of its own in any case, so that null says nothing."""
+        """Tell whether a key has keys or items of its own in any case, so that null says nothing."""
         kind = cls.model_fields[key].annotation if key in cls.model_fields else None
         return get_origin(kind) in (dict, tuple) or (isinstance(kind, type) and issubclass(kind, Section))
 

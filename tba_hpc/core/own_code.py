@@ -20,6 +20,9 @@ LONGEST_WORDS = 300
 OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
 """Remedy for a file that the user's code does not find. A run keeps a copy of both."""
 
+IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
+"""Remedy for code of the user's that does not end."""
+
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{Path(__file__).parents[1]}/",

@@ -60,7 +60,7 @@ class WholeTokenizer(Tokenizer, Protocol):
 
 
 def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
-    """What puts a completion into words; special: with special tokens, but the EOS at its end.
+    """Return a function from tokens, int32 [T], to text. special: with special tokens but the EOS at the end.
 
     Raises ConfigError if the tokenizer cannot show them.
     """
@@ -161,10 +161,10 @@ class Itemising(Protocol):
 
 @runtime_checkable
 class Showing(Protocol):
-    """An optional method of a task that puts completions into words, for task.special_tokens."""
+    """An optional method of a task that turns completions into text, for task.special_tokens."""
 
     def show_special_tokens(self) -> None:
-        """From now on with special tokens, see ``decoder``. Raises ConfigError if the tokenizer cannot."""
+        """Show special tokens from now on, by ``decoder``. Raises ConfigError if the tokenizer cannot."""
 
 
 def score_name(task: Task) -> str:

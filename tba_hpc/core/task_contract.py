@@ -57,8 +57,8 @@ def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
 def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
     """Return ``task.rewards(…)``, finite or not. Raises ConfigError if there is not a number for each."""
     rewards = task.rewards(prompt, completions)
-    numbers = _numbers(rewards)
-    if numbers is None or len(numbers) != len(completions):
+    numbers = _numbers(rewards, len(completions))
+    if numbers is None:
         raise ConfigError(
             f"the task {class_name(task)}: rewards() gave {_short(rewards)} for prompt {prompt.id}, but "
             f"{len(completions)} completions need a number each: NaN for one that is to be set aside"
@@ -69,8 +69,8 @@ def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion
 def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
     """Return ``task.correct(…)``. Raises ConfigError if there is not a truth value for each completion."""
     correct = task.correct(prompts, completions)
-    numbers = _numbers(correct)
-    if numbers is None or len(numbers) != len(completions) or not {0.0, 1.0}.issuperset(numbers):
+    numbers = _numbers(correct, len(completions))
+    if numbers is None or not {0.0, 1.0}.issuperset(numbers):
         raise ConfigError(
             f"the task {class_name(task)}: correct() gave {_short(correct)}, but {len(completions)} "
             "completions need True or False each, of the prompt beside them: write it as ports.Task says"
@@ -86,9 +86,9 @@ def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
     if not isinstance(task, Itemising):
         return {}
     parts: object = task.reward_parts()
-    rows = {name: _numbers(row) for name, row in parts.items()} if isinstance(parts, Mapping) else {"": None}
-    found = {str(name): row for name, row in rows.items() if row is not None and len(row) == total}
-    if len(found) < len(rows):
+    named = parts if isinstance(parts, Mapping) else {"": parts}
+    found = {str(name): row for name in named if (row := _numbers(named[name], total)) is not None}
+    if named is not parts or len(found) < len(named):
         raise ConfigError(
             f"the task {class_name(task)}: reward_parts() gave {_short(parts)}, but {total} completions need "
             "a number each, by the names of the parts: write it as ports.Itemising says"
@@ -104,8 +104,8 @@ def checked_grades(task: Task, total: int) -> Sequence[float | None]:
     if not isinstance(task, Grading):
         return [None] * total
     grades: object = task.grades()
-    numbers = _numbers(grades)
-    if numbers is None or len(numbers) != total:
+    numbers = _numbers(grades, total)
+    if numbers is None:
         raise ConfigError(
             f"the task {class_name(task)}: grades() gave {_short(grades)}, but {total} completions need a "
             "number each: write it as ports.Grading says"
@@ -143,11 +143,12 @@ def _short(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
-def _numbers(values: object) -> list[float] | None:
-    """Return the values as numbers; None if one is not a number, such as text that reads like one."""
+def _numbers(values: object, total: int) -> list[float] | None:
+    """Return the values as numbers; None if they are not ``total``, or one is none, such as a text."""
     try:
         items = list(cast(Iterable[float], values))
-        return None if any(isinstance(item, str) for item in items) else [float(item) for item in items]
+        texts = any(isinstance(item, str) for item in items)
+        return None if texts or len(items) != total else [float(item) for item in items]
     except (TypeError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from os.path import commonprefix
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import ChatTokenizer, Message
+from tba_hpc.core.ports import ChatTokenizer, Message, decoder
 
 MOST_CALLS = 8
 """Most tool calls of a turn that are executed."""
@@ -124,7 +124,7 @@ class Chat:
     """A model's chat template. Raises ConfigError if conversations cannot be held with it.
 
     tools: their schemas. roles: roles of the messages that follow a turn, ``tool`` or ``user``. options:
-    variables of the template, such as ``enable_thinking``.
+    variables of the template, such as ``enable_thinking``. special: whether turns show special tokens.
     """
 
     def __init__(
@@ -133,12 +133,14 @@ class Chat:
         tools: Sequence[dict[str, Any]] = (),
         roles: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
+        *,
+        special: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._options = options or {}
         self.eos_token_id = tokenizer.eos_token_id
-        self.decode: Callable[[np.ndarray], str] = tokenizer.decode
+        self.decode = decoder(tokenizer, special=special)
         """Function that returns the text of a turn's tokens."""
         for role in roles:
             self.require(role)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer, decoder
+from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
@@ -178,9 +178,8 @@ class Environment(Jsonl):
                 "render: let it have the methods of ports.ChatTokenizer"
             )
         roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        chat = Chat(cast(ChatTokenizer, tokenizer), self._contract.schemas, roles, self._template_options)
-        chat.decode = decoder(tokenizer, special=self._special)
-        return chat
+        schemas, options = self._contract.schemas, self._template_options
+        return Chat(cast(ChatTokenizer, tokenizer), schemas, roles, options, special=self._special)
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:

@@ -58,7 +58,7 @@ def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config,
 
 
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
-    """As ``explained``, for a rank that may not know its index yet; without a launcher, nothing."""
+    """Explain errors of a rank that may not know its index yet to its launcher, if it has one."""
     started = ATTEMPT in os.environ
     return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
 

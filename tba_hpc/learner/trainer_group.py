@@ -167,11 +167,6 @@ class TrainerGroup:
             dist.all_reduce(sums)
         return sums.numpy()
 
-    def spread(self, tensor: torch.Tensor, owner: int) -> None:
-        """Copy ``tensor`` from rank ``owner`` to all ranks; it is contiguous, and of one shape and dtype."""
-        if not self._alone:
-            dist.broadcast(tensor, src=owner)
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Enclose what all ranks do at the same time. Raises ExchangeError if another dies meanwhile."""

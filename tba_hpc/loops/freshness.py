@@ -135,7 +135,7 @@ class Freshness:
             self._budget.arrive(shard.trajectories.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """After ``timeout`` seconds without a shard let others issue what is owed: a searcher may have died.
+        """Let others issue what is owed, after ``timeout`` seconds without a shard: a searcher may have died.
 
         Raises ExchangeError if there is no searcher left to wait for.
         """

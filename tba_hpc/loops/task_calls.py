@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import where_is
+from tba_hpc.core.own_code import IN_TIME, where_is
 
 T = TypeVar("T")
 
@@ -107,8 +107,8 @@ class TaskCalls:
         self._seconds /= 2
         if self._hanging == MOST_HANGING:
             raise ConfigError(
-                f"the task {self._task} had {MOST_HANGING} calls that do not end, now {what} {error}: give "
-                "what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
+                f"the task {self._task} had {MOST_HANGING} calls that do not end, now {what} {error}: "
+                f"{IN_TIME}"
             ) from error
         self._worker.close(0)
         self._worker = Worker("task")

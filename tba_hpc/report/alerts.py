@@ -508,4 +508,4 @@ RULES = (
     *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )
-"""The worst first."""
+"""Rules for alerts, the worst first."""

@@ -106,7 +106,7 @@ class Curve:
 
     @property
     def trend(self) -> Curve:
-        """The same curve with at most TREND_POINTS points."""
+        """Coarser copy of the curve, with at most TREND_POINTS points."""
         coarse = replace(self, limit=TREND_POINTS, sums=dict(self.sums))
         coarse._bound()
         return coarse

@@ -227,13 +227,14 @@ def end_if_superseded() -> None:
 
 def keeps_open(run: RunDir, pid: int) -> bool | None:
     """Return whether a process of this machine has the run's folder open; None if this user may not look."""
+    folder = run.path.resolve()
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except PermissionError:
         return None
     except FileNotFoundError:
         return False
-    return any(_leads_to(link, run.path.resolve()) for link in links)
+    return any(_leads_to(link, folder) for link in links)
 
 
 def _leads_to(link: Path, folder: Path) -> bool:

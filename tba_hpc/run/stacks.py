@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 import faulthandler
-import math
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 HEADER = b"Timeout ("
 """First words that ``faulthandler`` writes about a late process."""
 
 THREAD = "Thread 0x"
 """First words of each thread's stack; the main thread's stack is the last."""
+
+WENT_ON = "reached a safe point again"
+"""Words that a rank logs which was late and went on."""
 
 FRAMES = 8
 """Number of innermost frames of the main thread that are reported."""
@@ -35,33 +40,36 @@ def write_stacks_to_log() -> None:
 def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool]:
     """Wrap ``stop_asked``, which a loop calls at every safe point, so that a hanging loop is noticed.
 
-    Call the returned function instead. If it is not called for ``seconds``, the stacks of all threads go to
-    standard error, even while the main thread holds Python's lock.
+    Call the returned function instead. If from now on it is not called for ``seconds``, the stacks of all
+    threads go to standard error, even while the main thread holds Python's lock.
     """
-    armed = -math.inf
+    armed = time.monotonic()
+    faulthandler.dump_traceback_later(seconds)
 
     def asked() -> bool:
         nonlocal armed
-        if (now := time.monotonic()) - armed > seconds / 100:  # arming starts a thread
+        if (passed := time.monotonic() - armed) > seconds:
+            log.warning("this rank %s, after %.0f s", WENT_ON, passed)
+        if passed > seconds / 100:  # arming starts a thread
             faulthandler.dump_traceback_later(seconds)
-            armed = now
+            armed = time.monotonic()
         return stop_asked()
 
     return asked
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and innermost frames of each rank that reached no safe point in time, from its log."""
-    for log in sorted(logs.glob("*-[0-9]*.log")):
-        _, found, stacks = _tail(log).rpartition(HEADER)
+    """Yield name and innermost frames of each rank that has reached no safe point since it was late."""
+    for file in sorted(logs.glob("*-[0-9]*.log")):
+        _, found, stacks = _tail(file).rpartition(HEADER)
         lines = stacks.decode(errors="replace").splitlines()
         begins = [place for place, line in enumerate(lines) if line.startswith(THREAD)]
-        if found and begins:
+        if found and begins and not any(WENT_ON in line for line in lines):
             frames = [line for line in lines[begins[-1] + 1 :] if line.startswith("  File ")]
-            yield log.stem, frames[:FRAMES]
+            yield file.stem, frames[:FRAMES]
 
 
-def _tail(log: Path) -> bytes:
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return file.read()
+def _tail(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return opened.read()

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.own_code import OF_A_FILE, find_function, in_words, where_is
+from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, where_is
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 10.0
 """Longest time that the start of a run waits for a trial, s."""
-
-IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
-"""The remedy for a function that does not end."""
 
 Fields = Mapping[str, object]
 """A row of JSONL."""

@@ -47,9 +47,9 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 def _fields(path: str, key: str) -> dict[str, Any]:
     """Read the config.json of a folder or hub name, unless its fields are known. Raises ConfigError."""
-    file, known = find_file(path, "config.json", os.environ), read_yaml(KNOWN.read_text(encoding="utf-8"))
-    if file is None and path in known:
-        return dict(known[path])
+    file = find_file(path, "config.json", os.environ)
+    if file is None and (known := read_yaml(KNOWN.read_text(encoding="utf-8")).get(path)):
+        return dict(known)
     fields: dict[str, Any] = json.loads((file or _downloaded(path, key)).read_text(encoding="utf-8"))
     return fields
 
