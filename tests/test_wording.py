@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import parse_config
-from tba_hpc.core.wording import count, printable
+from tba_hpc.core.wording import count, printable, without_fail
 from tba_hpc.report.tables import Terminal, print_values
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
@@ -49,6 +49,13 @@ def test_a_terminal_still_has_its_own_colours() -> None:
     console = Terminal(file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(Text("\x1b[1m", style="red"))
     assert isinstance(console.file, io.StringIO) and console.file.getvalue() == "\x1b[31m\\x1b[1m\x1b[0m\n"
+
+
+def test_what_is_only_shown_ends_nothing_and_complains_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with without_fail():
+            raise ValueError("a line that cannot be drawn")
+    assert capsys.readouterr().err == "cannot be shown: a line that cannot be drawn\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
