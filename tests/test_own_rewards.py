@@ -371,7 +371,10 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
 
     def judge(server: Server, **more: Any) -> Judge:
         section = RewardSection(url=server.url, key_variable="A_KEY", **more)
-        return Judge("r", section, pause=pauses.append)
+        return Judge("r", section, pause=pause)
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
 
     with serving(lambda n, body: (503, 0) if n < 3 else (200, 4)) as server:
         assert judge(server)([({}, "a")]) == [4.0]

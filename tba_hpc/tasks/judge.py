@@ -9,24 +9,22 @@ alone, because it could read the key over plain http.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import math
 import os
 import re
-import socket
-import time
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from threading import Timer
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+
+import httpx
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.tasks.fields import filled_in
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses, which may hold a key
 
 LONGEST_ANSWER = 1 << 20
 """Most bytes of an answer that are read."""
@@ -45,7 +43,7 @@ BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 """Status codes for a key that is not accepted, and for an address where no judge is, or no longer is."""
 
-LOOK_SECONDS = 5.0
+TRIAL_SECONDS = 5.0
 """Timeout of the trial question before a run, s."""
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
@@ -80,7 +78,7 @@ class Judge:
     """
 
     def __init__(
-        self, key: str, section: RewardSection, *, pause: Callable[[float], None] = time.sleep
+        self, key: str, section: RewardSection, *, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         assert section.url is not None
         self._key = key
@@ -88,12 +86,11 @@ class Judge:
         self._url = section.url
         self._pause = pause
         self._secret = _secret(key, section.key_variable)
-        self._pool = ThreadPoolExecutor(section.concurrency, "judge")
+        self._trusted = ssl.create_default_context()  # the system's certificates, not httpx's
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each row and completion; NaN if a chat model writes none."""
-        asked = [self._pool.submit(self._ask, *answer) for answer in answers]
-        return [one.result() for one in asked]
+        return asyncio.run(self._ask_all(answers))
 
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask once, about an empty completion. Raises ConfigError if nobody listens, or everybody is refused.
@@ -102,12 +99,11 @@ class Judge:
         empty completion.
         """
         try:
-            seconds = min(self._section.seconds, LOOK_SECONDS)
-            status = self._post(json.dumps(self._question(row, "")).encode(), seconds).status
+            status = asyncio.run(self._try_on(row)).status
         except TimeoutError:
             return
-        except (OSError, HTTPException) as error:
-            found = str(error) or type(error).__name__
+        except httpx.HTTPError as error:
+            found = _reason(error)
         else:
             if status not in REFUSALS:
                 return
@@ -117,16 +113,29 @@ class Judge:
         )
         raise ConfigError(self._masked(sentence))
 
-    def _ask(self, row: Mapping[str, object], completion: str) -> float:
-        body = json.dumps(self._question(row, completion)).encode()
-        wait = 0.0
+    async def _try_on(self, row: Mapping[str, object]) -> Reply:
+        async with self._client() as client:
+            return await self._post(
+                client, self._question(row, ""), min(self._section.seconds, TRIAL_SECONDS)
+            )
+
+    async def _ask_all(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
+        turns = asyncio.Semaphore(self._section.concurrency)
+        async with self._client() as client:
+            return await asyncio.gather(*(self._ask(client, turns, *answer) for answer in answers))
+
+    async def _ask(
+        self, client: httpx.AsyncClient, turns: asyncio.Semaphore, row: Mapping[str, object], completion: str
+    ) -> float:
+        question, wait = self._question(row, completion), 0.0
         for again in range(RETRIES + 1):
             if again:
-                self._pause(min(max(wait, FIRST_PAUSE * 2 ** (again - 1)), LONGEST_PAUSE))
+                await self._pause(min(max(wait, FIRST_PAUSE * 2 ** (again - 1)), LONGEST_PAUSE))
             try:
-                status, answer, wait = self._post(body, self._section.seconds)
-            except (OSError, HTTPException) as error:  # away, silent, or cut off
-                found = str(error) or type(error).__name__
+                async with turns:
+                    status, answer, wait = await self._post(client, question, self._section.seconds)
+            except (TimeoutError, httpx.HTTPError) as error:  # silent, away, or cut off
+                found = _reason(error)
                 continue
             if status // 100 == 2:
                 return self._reward(answer)
@@ -135,33 +144,27 @@ class Judge:
                 break
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
-    def _post(self, body: bytes, seconds: float) -> Reply:
-        """Return the answer to a POST, all of it within ``seconds``. Raises OSError or HTTPException."""
-        address = urlsplit(self._url)
-        path = (address.path or "/") + (f"?{address.query}" if address.query else "")
-        headers = {"Content-Type": "application/json"}
-        headers |= {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        end = time.monotonic() + seconds
-        connection = _connection(address, seconds)
-        connection.connect()
-        # A socket's timeout bounds each read, but not all of them together.
-        timer = Timer(max(0.0, end - time.monotonic()), _shut_down, [connection.sock])
-        timer.daemon = True
-        timer.start()
+    def _client(self) -> httpx.AsyncClient:
+        direct = {"http://": httpx.AsyncHTTPTransport()}
+        return httpx.AsyncClient(verify=self._trusted, mounts=direct, timeout=None)
+
+    async def _post(self, client: httpx.AsyncClient, question: object, seconds: float) -> Reply:
+        """Return the answer to a POST, all of it within ``seconds``. Raises TimeoutError or HTTPError."""
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        body = b""
         try:
-            connection.request("POST", path, body, headers)
-            answer = connection.getresponse()
-            data = answer.read(LONGEST_ANSWER)
-        except (OSError, HTTPException):
-            if time.monotonic() < end:
-                raise
-        finally:
-            timer.cancel()
-            connection.close()
-        if time.monotonic() >= end:
-            raise TimeoutError(f"timed out after {seconds:g} s")
-        wait = answer.getheader("Retry-After", "")  # seconds, or a date, which is ignored
-        return Reply(answer.status, data, float(wait) if wait.isdecimal() else 0.0)
+            async with (
+                asyncio.timeout(seconds),
+                client.stream("POST", self._url, json=question, headers=headers) as answer,
+            ):
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) >= LONGEST_ANSWER:
+                        break
+        except TimeoutError:
+            raise TimeoutError(f"timed out after {seconds:g} s") from None
+        wait = answer.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
+        return Reply(answer.status_code, body, float(wait) if wait.isdecimal() else 0.0)
 
     def _question(self, row: Mapping[str, object], completion: str) -> dict[str, object]:
         fields = {**row, "completion": completion}
@@ -226,23 +229,10 @@ def _secret(key: str, variable: str | None) -> str:
     return secret
 
 
-def _connection(address: SplitResult, seconds: float) -> HTTPConnection:
-    """Return a connection to the judge, not yet open; https goes through the environment's proxy."""
-    host = address.hostname or ""
-    if address.scheme == "http":
-        return HTTPConnection(host, address.port or 80, timeout=seconds)
-    named = "" if proxy_bypass(host) else getproxies().get("https", "")
-    proxy = urlsplit(named if "//" in named else f"//{named}")
-    if not proxy.hostname:
-        return HTTPSConnection(host, address.port or 443, timeout=seconds)
-    connection = HTTPSConnection(proxy.hostname, proxy.port or 3128, timeout=seconds)
-    user = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
-    own = {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"} if proxy.username else {}
-    connection.set_tunnel(host, address.port or 443, own)
-    return connection
-
-
-def _shut_down(connected: socket.socket) -> None:
-    """End a read of another thread, without the shutdown of TLS, which would wait for the peer."""
-    with suppress(OSError):
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+def _reason(error: BaseException) -> str:
+    """Return what the first cause of an error says: httpx's own text is often vaguer than that."""
+    while not isinstance(error, TimeoutError) and (cause := error.__cause__ or error.__context__):
+        error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)  # asyncio's text hides it behind the address
+    return str(error) or type(error).__name__
