@@ -111,7 +111,10 @@ NIGHTLY = (
     "tests/test_tiny_model.py",
     "tests/test_vllm_generator.py::test_models_of_other_families_follow_their_training[gpt",
 )
-"""Tests of tools for developers, storms, and repetitions at length; by what their names begin with."""
+"""Tests of tools for developers, storms, and repetitions at length; by what their names begin with.
+
+Others have the mark itself: whole runs that are killed in more ways, and rarer settings of a test.
+"""
 
 
 def _mark_nightly(item: pytest.Item) -> None:

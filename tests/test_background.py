@@ -140,6 +140,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
     assert newest == sorted(newest) and set(newest) == {6, 9} and len(newest) > 25
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_nothing(tmp_path: Path) -> None:
     """Real loops and files, checkpoints as often as the disk allows."""
     from tba_hpc.report.audit import audit

@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info", "wheelhouse*")
 
@@ -20,6 +22,7 @@ BROKE = (
 )
 
 
+@pytest.mark.nightly
 def test_a_blank_and_an_umlaut_in_the_path_and_no_locale_break_nothing(tmp_path: Path) -> None:
     """With files for their owner alone, in the first time zone of all to have a new day."""
     home = tmp_path / "Jörg B"

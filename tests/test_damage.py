@@ -95,6 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(DAMAGES))
 def test_a_damaged_run_goes_on_or_says_why(

@@ -247,23 +247,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, model, plain, whole)
 
 
+def nightly(*cases: Case) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
 @pytest.mark.parametrize(
     "case",
-    [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, SUB_GROUPS, *BY_TOKENS, *HOST],
+    [ONE_RANK, ZERO_2, ZERO_3, *nightly(ZERO_1, UNCLIPPED, TEMPERED, SUB_GROUPS, *BY_TOKENS, *HOST)],
     ids=str,
 )
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
 
 
-@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16, *HOST], ids=str)
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3, BF16[0], *nightly(ZERO_1, *BF16[1:], *HOST)], ids=str)
 def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
     whole, restored = runs.whole(case), runs.restored(case)
     assert restored.metrics == whole.metrics[2:]
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
 
-@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, BF16[0], BY_TOKENS[1]], ids=str)
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3, *nightly(ZERO_1, BF16[0], BY_TOKENS[1])], ids=str)
 def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(runs: Runs, case: Case) -> None:
     """Neither weights nor optimizer, bit by bit: NaN, and a reward whose square alone overflows."""
     plan: Plan = [("step", 1), ("step", 2), ("write", "before"), ("spoilt", "nan"), ("write", "after")]

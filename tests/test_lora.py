@@ -386,6 +386,7 @@ def _flat(reference: HfReference, groups: list[Group]) -> np.ndarray:
 # --- The engine ---
 
 
+@pytest.mark.nightly
 def test_an_engine_of_experts_follows_weights_and_merges_adapters(tmp_path: Path) -> None:
     """Refused are weights without those of some experts, an adapter for another base, or for other layers."""
     generator = _of_family(tmp_path, "qwen3_moe")
@@ -398,6 +399,7 @@ def test_an_engine_of_experts_follows_weights_and_merges_adapters(tmp_path: Path
     _close(generator)
 
 
+@pytest.mark.nightly
 @pytest.mark.system
 def test_an_engine_over_two_processes(tmp_path: Path) -> None:
     """Tensor parallelism: each takes its part of new weights, or of an adapter, from the same memory."""

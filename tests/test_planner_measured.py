@@ -126,6 +126,7 @@ def test_an_adapter_has_as_many_weights_as_the_planner_says(
     assert adapter_weights(load_shape(str(folder)), section, str(folder)) == counted
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("stage", "ranks", "dtype", "lora"),

@@ -73,6 +73,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", "qwen2")
     (model / "chat_template.jinja").write_text(TEMPLATE)

@@ -59,6 +59,7 @@ def trainer_events(root: Path) -> list[object]:
     return events_of(root, NAME)
 
 
+@pytest.mark.nightly
 def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_path: Path) -> None:
     """Over files that hold what has changed: bfloat16 at a small rate.
 

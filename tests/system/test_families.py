@@ -53,6 +53,7 @@ def share(completion):
 '''
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts_is_trained_served_and_exported(tmp_path: Path) -> None:
     first = make_family_model(tmp_path / "qwen3_moe", "qwen3_moe", vocab=130)
     make_tokenizer(128).save_pretrained(first)  # as published models: fewer tokens than embeddings

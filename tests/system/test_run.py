@@ -199,6 +199,7 @@ def test_stopped_by_ctrl_c_damaged_and_resumed(tmp_path: Path) -> None:
     assert oct(run.path.stat().st_mode & 0o777) == "0o700"
 
 
+@pytest.mark.nightly
 def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) -> None:
     """What it came to is replaced when it ends again; the audit counts all steps as one run."""
     run = run_to_end(tmp_path)
@@ -227,6 +228,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     assert code == 2 and "train.steps=49 lies behind step 50, which" in err, err
 
 
+@pytest.mark.nightly
 def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     """The second is refused while the first goes on; what a SIGKILL leaves refuses nobody."""
     settings = ("train.steps=200", "exchange.transport=files")
@@ -256,6 +258,7 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     assert_whole(run_to_end(tmp_path, *settings), 200)
 
 
+@pytest.mark.nightly
 def test_ranks_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     """Over MPI. Each start goes on where the one before ended, and after a death by itself."""
     process = start(tmp_path, "train.steps=80", "launch.trainers=2")
@@ -281,6 +284,7 @@ def test_ranks_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     assert json.loads(run.summary.read_text())["test_prompts"] == 4
 
 
+@pytest.mark.nightly
 def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     """One of its own, in its MPI world; others over files: told to go, killed, there over a restart.
 

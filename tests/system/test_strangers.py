@@ -98,6 +98,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
 
 
+@pytest.mark.nightly
 def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Path, tmp_path: Path) -> None:
     """Looked at while it runs: trainer ranks, searcher, engine and launcher all listen to something."""
     pairs = [f"model.path={model}", f"run.root={tmp_path}", *SETTINGS]
