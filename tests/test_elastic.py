@@ -143,7 +143,7 @@ def test_the_silent_make_room_and_others_of_the_same_job_do_not(
         file.write_text(there.to_json())
     with pytest.raises(NoSlotError), leased_slot(run, run.config()):
         pass
-    os.utime(files[2], (time.time() - owners.SILENT_SECONDS - 5,) * 2)
+    os.utime(files[2], (time.time() - owners.SILENT_OWNER_SECONDS - 5,) * 2)
     with leased_slot(run, run.config()) as place:
         assert place.searcher == FIRST_ELASTIC + 2
     files[1].write_text(replace(there, restarts="0").to_json())

@@ -37,7 +37,7 @@ def _live_on(host: str) -> None:
     """Be a process of that host, with short leases."""
     owners._machine = lambda: host
     owners.BEAT_SECONDS = metrics.BEAT_SECONDS = 0.1
-    owners.SILENT_SECONDS, owners.LOOK_SECONDS = 0.6, 0.02
+    owners.SILENT_OWNER_SECONDS, owners.CLAIM_CHECK_SECONDS = 0.6, 0.02
 
 
 def _launcher(path: Path, host: str) -> None:

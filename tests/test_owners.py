@@ -178,7 +178,7 @@ def test_of_another_host_or_a_damaged_claim_the_last_sign_of_life_decides(
     if content is not None:
         file.write_bytes(content.encode("latin-1"))
         sentence = rf"{file} is damaged .* try again in \d+ s$"
-    now, silent = time.time(), owners.SILENT_SECONDS
+    now, silent = time.time(), owners.SILENT_OWNER_SECONDS
     for sign, free in ((now - silent + 20, False), (now - silent - 5, True), (now + 3600, True)):
         os.utime(file, (sign, sign))
         if not free:
@@ -219,7 +219,7 @@ def test_a_stale_file_handle_is_opened_again(run: RunDir, monkeypatch: pytest.Mo
         monkeypatch.setattr(owners, "read_regular", read)
         owner = owners.owner_at_work(run)
         assert owner and owner.pid == os.getpid() and left == [-1]
-        monkeypatch.setattr(owners, "SILENT_SECONDS", 0.1)
+        monkeypatch.setattr(owners, "SILENT_OWNER_SECONDS", 0.1)
         left[0] = 1_000_000
         assert owners._newest(run, LAUNCH).owner == owners.UNKNOWN
 
@@ -234,7 +234,7 @@ from test_hdf5_shards import scored
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
-owners.BEAT_SECONDS, owners.SILENT_SECONDS, owners.LOOK_SECONDS = 0.1, 0.6, 0.02
+owners.BEAT_SECONDS, owners.SILENT_OWNER_SECONDS, owners.CLAIM_CHECK_SECONDS = 0.1, 0.6, 0.02
 owners._machine = lambda: f"host of {os.getpid()}"
 if sys.argv[2] == "closed":
     sys.stderr.close()
@@ -452,7 +452,7 @@ def test_a_job_is_not_refused_by_its_own_leftovers(
 ) -> None:
     """Another start of its ranks, a requeue, on other nodes: at once; a second job is told of the first."""
     squeue("echo RUNNING")
-    monkeypatch.setattr(owners, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(owners, "SILENT_OWNER_SECONDS", 0.5)
     monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.5)
     be_job(monkeypatch, "17")
     claim_for_job(run)

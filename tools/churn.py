@@ -41,9 +41,9 @@ from tba_hpc.report.data import RunData
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import Record, number
-from tba_hpc.run.owners import SILENT_SECONDS
+from tba_hpc.run.owners import SILENT_OWNER_SECONDS
 
-FROZEN_SECONDS = SILENT_SECONDS + 20
+FROZEN_SECONDS = SILENT_OWNER_SECONDS + 20
 """How long a searcher is frozen: another may take its place meanwhile."""
 
 BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] search(?:ing for|er \d+ of .* again$)", re.M)

@@ -27,7 +27,7 @@ from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
-from tba_hpc.run.owners import BEAT_SECONDS, SILENT_SECONDS
+from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
 """File systems that only one machine sees."""
@@ -50,7 +50,7 @@ GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "netwo
 CLOCKS = "clocks"
 """Names of findings that other modules look for."""
 
-LEASE_SECONDS = SILENT_SECONDS - BEAT_SECONDS
+LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
 """Largest safe difference of clocks. Beyond it a live rank, silent between beats, may lose its claim."""
 
 SWAPS = 30

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.report.run_state import AT_WORK, FORGOTTEN, UNKNOWN, WAITING
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.slurm_states import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
 
 ANSWER_SECONDS = 30.0
 """Timeout of a Slurm command, in seconds."""
@@ -90,7 +90,7 @@ class ActiveJob:
     @property
     def waiting(self) -> bool:
         """Tell whether the job has no nodes yet."""
-        return self.state in WAITING
+        return self.state in QUEUED
 
     def __str__(self) -> str:
         return f"job {self.number} ({self.state.lower()})"
@@ -103,7 +103,7 @@ def active_job(run: RunDir) -> ActiveJob | None:
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
     """Return the job with these components, or None. Its state is that of a component with nodes, if any."""
-    for states in (AT_WORK, WAITING):
+    for states in (WITH_NODES, QUEUED):
         for row in components:
             if row["state"] in states:
                 return ActiveJob(row["job"], row["state"])
@@ -117,7 +117,7 @@ def await_job(run: RunDir) -> str:
     """
     while True:
         states = [row["state"] for row in job_states(run)]
-        if not {*states} & {*WAITING, *AT_WORK, UNKNOWN}:
+        if not {*states} & {*QUEUED, *WITH_NODES, NO_ANSWER}:
             return next((state for state in states if state != "COMPLETED"), "COMPLETED")
         time.sleep(WATCH_SECONDS)
 
@@ -135,7 +135,7 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if it was never submitted.
 
     Each has the keys ``job`` and SQUEUE_FIELDS. In a chain it is the first job that is queued or running.
-    ``state`` is UNKNOWN if squeue is missing or silent, FORGOTTEN if it no longer knows the job.
+    ``state`` is NO_ANSWER if squeue is missing or silent, FORGOTTEN if it no longer knows the job.
     """
     jobs = jobs_of(run)
     if not jobs:
@@ -146,9 +146,9 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     try:
         seen = _run(command, SQUEUE_SECONDS)
     except SlurmError:
-        return [{**nothing, "state": UNKNOWN}]
+        return [{**nothing, "state": NO_ANSWER}]
     if seen.returncode and "Invalid job id" not in seen.stderr:
-        return [{**nothing, "state": UNKNOWN}]
+        return [{**nothing, "state": NO_ANSWER}]
     lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in sorted(seen.stdout.splitlines())]
     seen_rows = (dict(zip(SQUEUE_FIELDS, line, strict=True)) for line in lines)
     rows = [{"job": row["id"].partition("+")[0], **row} for row in seen_rows]

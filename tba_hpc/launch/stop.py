@@ -15,11 +15,11 @@ import psutil
 
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ActiveJob, active, ask, job_states, jobs_of
-from tba_hpc.report.run_state import UNKNOWN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
+from tba_hpc.run.slurm_states import NO_ANSWER
 
 ASK_SECONDS = 10.0
 """Seconds that a launcher on this machine has to kill its ranks before it is killed itself."""
@@ -27,7 +27,7 @@ ASK_SECONDS = 10.0
 KILLED_SECONDS = 10.0
 """Seconds within which a killed process must be gone."""
 
-LOOK_SECONDS = 0.25
+STOP_CHECK_SECONDS = 0.25
 """Seconds before the second look at who is at work; the pause doubles up to WATCH_SECONDS."""
 
 
@@ -64,7 +64,7 @@ def cancel(run: RunDir) -> str:
 
 def await_end(run: RunDir, *, seconds: float) -> None:
     """Wait until nobody is at work on the run. Raises LaunchError after ``seconds``, naming who still is."""
-    end, pause = time.monotonic() + seconds, LOOK_SECONDS
+    end, pause = time.monotonic() + seconds, STOP_CHECK_SECONDS
     while who := at_work(run):
         left = end - time.monotonic()
         if left <= 0:
@@ -89,7 +89,7 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
             f"{run.path} is at work elsewhere, in {owner}: log in to {owner.host} and type the same there"
         )
     components = job_states(run)
-    if components and components[0]["state"] == UNKNOWN and (owner or not run.finished):
+    if components and components[0]["state"] == NO_ANSWER and (owner or not run.finished):
         raise LaunchError(
             f"job {components[0]['job']} may be at work on {run.path}, and squeue does not answer here: log "
             "in to its cluster and type the same there"
@@ -165,7 +165,7 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
         if time.monotonic() > end:
             return False
         _signal(owner, number)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(STOP_CHECK_SECONDS)
     return True
 
 

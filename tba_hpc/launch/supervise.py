@@ -21,7 +21,7 @@ from pathlib import Path
 from tba_hpc.core.wording import count
 from tba_hpc.run.events import append_event
 from tba_hpc.run.files import listing, publish, write_atomic
-from tba_hpc.run.notes import AT_WORK, Exit, first_note
+from tba_hpc.run.notes import AT_WORK_FILE, Exit, first_note
 
 FIRST_ELASTIC = 5000
 """Number of the first elastic searcher (see ``config``)."""
@@ -256,7 +256,7 @@ def ended(turn: Turn) -> str:
     # saved: they were killed on their way out, with their checkpoint complete. unheard: they were asked to
     # stop before they listened, and ended by any status but a hang's. The leader notes when all are together.
     saved = _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
-    unheard = turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK).exists()
+    unheard = turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
     if turn.code == 0 or (turn.stop and (saved or unheard)):
         turn.log("stopped")
         return "queue"

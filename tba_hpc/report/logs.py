@@ -13,7 +13,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import open_regular
 from tba_hpc.run.notes import log_file, rank_name
 
-LOOK_SECONDS = 0.5
+LOG_CHECK_SECONDS = 0.5
 """Pause between two checks of followed files."""
 
 MOST_BYTES = 1 << 22
@@ -82,7 +82,7 @@ def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: in
             printer.show(file)
         if over:
             return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOG_CHECK_SECONDS)
 
 
 @dataclass

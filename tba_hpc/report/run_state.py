@@ -18,23 +18,9 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
+from tba_hpc.run.slurm_states import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
 
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-"""Slurm states of a job that waits for nodes, for the first time or again."""
-
-AT_WORK = {
-    *("CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT"),
-    *("RESIZING", "STOPPED", "SUSPENDED"),
-}
-"""Slurm states of a job that has nodes."""
-
-UNKNOWN = "UNKNOWN"
-"""State of a job if Slurm cannot be asked, or does not answer."""
-
-FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows."""
-
-SILENT_SECONDS = 600.0
+SILENT_RUN_SECONDS = 600.0
 """Silence after which a run may be dead; starting engines may take this long."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
@@ -179,14 +165,14 @@ class RunState:
 def run_state(monitor: RunMonitor) -> RunState:
     """Return the run's state as of the monitor's last update."""
     if monitor.run.finished or monitor.last_event == "finished":
-        ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_SECONDS
+        ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_RUN_SECONDS
         ranks = ", waiting for its ranks to end" if ending else ""
         return RunState("finished", f"finished at step {monitor.step}{ranks}")
     job = job_of(monitor)
     states = {component["state"] for component in job}
-    if states & WAITING:
+    if states & QUEUED:
         return _in_the_queue(monitor, job)
-    if states & {*AT_WORK, UNKNOWN}:
+    if states & {*WITH_NODES, NO_ANSWER}:
         return _with_silence(monitor, _in_a_job(monitor, job, states))
     return _after_a_job(monitor, job) if job else _without_a_job(monitor)
 
@@ -194,14 +180,14 @@ def run_state(monitor: RunMonitor) -> RunState:
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
     """Return the components of the run's job; none if the run was started otherwise after that job."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
-    if not monitor.job or not events or states & {*WAITING, *AT_WORK}:
+    if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
     last = events[-1]["job"]
     return monitor.job if last and int(last) <= int(monitor.job[0]["job"]) else []
 
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
-    waiting = next(component for component in job if component["state"] in WAITING)
+    waiting = next(component for component in job if component["state"] in QUEUED)
     reason, step, events = waiting["reason"], monitor.step, monitor.events
     held = "held" in reason.lower() or "hold" in reason.lower()
     release = f"scontrol release {waiting['job']}" if held else ""
@@ -223,7 +209,7 @@ def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> R
     """Return the state while the batch script may still react to events."""
     step, job_id = monitor.step, job[0]["job"]
     if not _heard_of(monitor, job):
-        if job[0]["state"] == UNKNOWN:
+        if job[0]["state"] == NO_ANSWER:
             return RunState("queued", f"submitted as job {job_id}, which squeue does not know here")
         return RunState("starting", f"job {job_id} has its nodes, no word from it yet")
     if "SUSPENDED" in states:
@@ -336,7 +322,7 @@ def _engines(monitor: RunMonitor) -> str:
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
     """Add a hint if all have been silent for longer than any rank waits for another."""
     silence = monitor.silence or 0.0
-    if silence < max(SILENT_SECONDS, monitor.config.launch.timeout_seconds):
+    if silence < max(SILENT_RUN_SECONDS, monitor.config.launch.timeout_seconds):
         return found
     words = f"{found.words}; nothing heard for {silence / 60:.0f} min: was it killed?"
     return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")

@@ -32,7 +32,7 @@ class Exit(IntEnum):
     """Preempted or out of time, with a checkpoint: the same command resumes the run."""
 
 
-AT_WORK = "at-work"
+AT_WORK_FILE = "at-work"
 """Name of the file in an attempt's folder that says that all ranks have come together."""
 
 Kind = Literal["refused", "failed"]
@@ -74,9 +74,9 @@ def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
 
 def note_at_work(run: RunDir) -> None:
     """Note, as the leading trainer, that all ranks of this attempt have come together."""
-    (run.attempt / AT_WORK).touch()
+    (run.attempt / AT_WORK_FILE).touch()
 
 
 def at_work(logs: Path) -> bool:
     """Return whether all ranks of an attempt have come together."""
-    return (logs / AT_WORK).exists()
+    return (logs / AT_WORK_FILE).exists()

@@ -9,9 +9,9 @@ used twice.
 An owner keeps the run's folder open, by which other processes of its machine recognise it: in a copied run
 folder a claim names a process that is at work on another run.
 
-An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_SECONDS, anybody
-may take its claim. If it was only frozen, it ends as soon as it notices; it checks this before anything that
-it writes counts (``end_if_superseded``).
+An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_OWNER_SECONDS,
+anybody may take its claim. If it was only frozen, it ends as soon as it notices; it checks this before
+anything that it writes counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
+from tba_hpc.run.slurm_states import WITH_PROCESSES
 
 LAUNCH = "launch"
 """Name owned by ``tba run`` or a Slurm job, which starts the ranks; each rank owns its own name."""
@@ -41,20 +42,17 @@ LAUNCH = "launch"
 BEAT_SECONDS = 10.0
 """Seconds between two signs of life of an owner."""
 
-SILENT_SECONDS = 60.0
+SILENT_OWNER_SECONDS = 60.0
 """Seconds without a sign of life after which an owner on another host counts as dead."""
 
 LEAVE_SECONDS = 10.0
 """Seconds that a rank whose launcher died has to leave before its successor is refused."""
 
-LOOK_SECONDS = 0.2
+CLAIM_CHECK_SECONDS = 0.2
 """Seconds between two looks at a claim."""
 
 SQUEUE_SECONDS = 5.0
 """Timeout of squeue, in seconds."""
-
-AT_WORK = {"RUNNING", "SUSPENDED", "STOPPED"}
-"""Slurm states in which a job's processes may write; a job in the queue has no processes."""
 
 _ours: dict[Path, int] = {}
 """Claims of this process, each with a descriptor that keeps the run's folder open."""
@@ -209,7 +207,9 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
     claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
     now = time.time() if now is None else now
-    return {claim.name: claim.owner for claim in claims if now - _last_sign(claim.file) < SILENT_SECONDS}
+    return {
+        claim.name: claim.owner for claim in claims if now - _last_sign(claim.file) < SILENT_OWNER_SECONDS
+    }
 
 
 def end_if_superseded() -> None:
@@ -282,10 +282,10 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
                 return mine
             continue
         is_here = claim.owner.machine == me.machine
-        seconds = LEAVE_SECONDS if is_here else SILENT_SECONDS + BEAT_SECONDS
+        seconds = LEAVE_SECONDS if is_here else SILENT_OWNER_SECONDS + BEAT_SECONDS
         if not wait or time.monotonic() - began > seconds:
             raise OwnedError(_sentence(run, claim))
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CLAIM_CHECK_SECONDS)
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
@@ -319,7 +319,7 @@ def _publish(mine: Path, me: Owner) -> bool:
 
 def _newest(run: RunDir, name: str) -> Claim:
     """Read the claim to a name that counts. On NFS a listing may still show one that was removed."""
-    give_up = time.monotonic() + SILENT_SECONDS
+    give_up = time.monotonic() + SILENT_OWNER_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
         try:
             return Claim(name, _number(file), file, _read(file))
@@ -328,7 +328,7 @@ def _newest(run: RunDir, name: str) -> Claim:
                 raise
         if time.monotonic() >= give_up:
             return Claim(name, _number(file), file, UNKNOWN)
-        time.sleep(LOOK_SECONDS / 10)
+        time.sleep(CLAIM_CHECK_SECONDS / 10)
     return Claim(name)
 
 
@@ -365,11 +365,11 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     if owner == UNKNOWN:
         return (
             f"{what} may be in use: {claim.file} is damaged and does not tell by whom; if nobody "
-            f"is, try again in {SILENT_SECONDS:.0f} s"
+            f"is, try again in {SILENT_OWNER_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
     unseen = owner.machine != _machine() and not owner.job
-    dead = f"; if it is dead, try again in {SILENT_SECONDS:.0f} s" if unseen else ""
+    dead = f"; if it is dead, try again in {SILENT_OWNER_SECONDS:.0f} s" if unseen else ""
     return f"{what} is already in use: {owner}; let it finish, or end it first: {stop}{dead}"
 
 
@@ -406,13 +406,13 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
         return max(map(_last_sign, files), default=0.0)
 
     last = sign()
-    if clock(run) > last - SILENT_SECONDS:
-        return clock(run) - last > SILENT_SECONDS
+    if clock(run) > last - SILENT_OWNER_SECONDS:
+        return clock(run) - last > SILENT_OWNER_SECONDS
     end = time.monotonic() + 1.5 * BEAT_SECONDS
     while time.monotonic() < end:
         if sign() != last:
             return False
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CLAIM_CHECK_SECONDS)
     return True
 
 
@@ -453,7 +453,7 @@ def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
     if seen.returncode:
         return False if "Invalid job id" in seen.stderr else None
     parts = [line.partition(" ")[::2] for line in seen.stdout.splitlines()]
-    return any(state in AT_WORK and (owner.pid or _is_of(run, comment)) for state, comment in parts)
+    return any(state in WITH_PROCESSES and (owner.pid or _is_of(run, comment)) for state, comment in parts)
 
 
 def _is_of(run: RunDir, comment: str) -> bool:

@@ -49,7 +49,7 @@ STEPS_AFTER = 3
 DEADLINE = 300
 """Seconds after which something that should happen counts as not happening."""
 
-LOOK_SECONDS = 0.5
+RUN_CHECK_SECONDS = 0.5
 
 TAKEOVERS = ("started", "resumed")
 """Events of a trainer that takes over: from nothing, or from a checkpoint."""
@@ -140,7 +140,7 @@ class Trial:
             state, waited = self.cluster.state(self.job), time.monotonic() - began
             if waited > DEADLINE or over(state):
                 raise NotSurvived(f"the job is {state}, waiting for {what} ({waited:.0f} s)\n{self._logs()}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(RUN_CHECK_SECONDS)
 
     def _logs(self) -> str:
         files = [*self.run.path.glob("slurm/job-*.log"), *self.run.attempt.glob("*")]
