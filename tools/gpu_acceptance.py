@@ -272,7 +272,7 @@ def learner(stage: Stage) -> None:
         nbytes = trainer.layout.nbytes
         with shared_memory(nbytes) as file:
             slot = file.map("r+")
-            written = best(lambda: trainer.write_weights(slot))
+            written = best(lambda: trainer.write_weights(slot)())
             stage.note("weights written into shared memory", nbytes / written / 1e9, "GB/s")
             stage.note("weights written ÷ copy", written / copy_seconds(slot)[0])
 
