@@ -195,7 +195,7 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
                 step = learner.step(spoilt(float(value)), learning_rate=LEARNING_RATE, beta=BETA)
                 metrics.append(dict(step))
             case "write":
-                learner.write_weights(shared_window(folder / "window", learner.layout))
+                learner.write_weights(shared_window(folder / "window", learner.layout))()
                 (folder / str(value)).write_bytes((folder / "window").read_bytes())
             case "save":
                 (folder / str(value)).mkdir()

@@ -468,7 +468,7 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
         (folder / "window").write_bytes(bytes(learner.layout.nbytes))
         for seed in STEPS:
             learner.step(make_batch(seed), learning_rate=LEARNING_RATE, beta=BETA)
-        learner.write_weights(shared_window(folder / "window", learner.layout))
+        learner.write_weights(shared_window(folder / "window", learner.layout))()
         learner.close()
     else:
         window = partial(shared_window, folder / "window", learner.layout)

@@ -564,6 +564,17 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
     _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "0.1 GB free", "--shm-size")
     _says([machine.judge_shared_memory(20 * 10**9, 15 * 10**9)], "problem", "take 30.0 GB")
+    _says([machine.judge_shared_memory(40 * 10**9, 15 * 10**9)], "ok", "no third")
+    enough = machine.judge_shared_memory(45 * 10**9, 15 * 10**9)
+    assert "third" not in enough.sentence
+
+
+def test_memory_that_cuda_does_not_register_is_told() -> None:
+    _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "speed of the link")
+    _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
+    _says([machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")], "warning", "no driver")
+    _says([machine.judge_registered_memory("")], "warning", "no answer")
+    assert list(machine.check_registered_memory(Facts())) == []  # here is no GPU
 
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:

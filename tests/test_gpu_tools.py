@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import gpu_acceptance
+import psutil
 import pytest
 import torch
 from forks import fork
@@ -16,6 +18,7 @@ from tba_hpc.config import load_config
 from tba_hpc.learner.adapter import tensors_in
 
 ROOT = Path(__file__).parents[1]
+LEAVE = "weights that leave are those before the step"
 
 
 def figures(out: Path, stage: str) -> dict[str, object]:
@@ -68,13 +71,14 @@ def test_the_command_runs_a_stage_and_prints_its_figures(
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        ("learner", {"weights written into shared memory", "peak memory ÷ the planner's"}),
+        ("learner", {"weights written into shared memory", "peak memory ÷ the planner's", LEAVE}),
         ("published", set()),
     ],
 )
 def test_the_stages_of_a_learner(out: Path, stage: str, more: set[str]) -> None:
     found = inside(stage, out)
     assert {"optimizer step", "peak memory", *more} <= found.keys()
+    assert found.get(LEAVE, True) is True
 
 
 @pytest.mark.engine
@@ -151,6 +155,31 @@ def test_the_stage_of_the_real_model_with_a_tiny_one(out: Path) -> None:
     found = apart("real_lora", out)
     assert found["steps"] == 2 and float(str(found["memory by the planner"])) > 0
     assert float(str(found["log-probability, engine less learner: mean"])) < 0.05
+
+
+def test_mps_is_started_for_a_block_in_a_private_folder_and_ended_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program of its name that writes down how it is called, and ends when it is told to quit."""
+    program, folder, notes = tmp_path / gpu_acceptance.MPS, tmp_path / "mps", tmp_path / "notes"
+    begin = f'echo "$1 $CUDA_VISIBLE_DEVICES." >> {notes}; echo $$ > {folder}/pid; touch {folder}/control'
+    end = f'read word; echo "$word" >> {notes}; kill $(cat "$CUDA_MPS_PIPE_DIRECTORY/pid")'
+    program.write_text(f'#!/bin/sh\nif [ "$1" ]; then {begin}; exec sleep 60; else {end}; fi\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    before = dict(os.environ)
+    with gpu_acceptance.sharing(folder):
+        assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+        assert psutil.pid_exists(int((folder / "pid").read_text()))
+    assert notes.read_text().splitlines() == ["-f .", "quit"] and os.environ == before
+    assert not psutil.pid_exists(int((folder / "pid").read_text()))
+
+
+def test_the_stage_of_mps_says_if_it_is_not_here(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert gpu_acceptance.run_inside("real_mps", out, tiny=True, scratch=out) == 0
+    assert figures(out, "real_mps") == {"left out, for there is no": gpu_acceptance.MPS}
 
 
 def test_a_stage_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

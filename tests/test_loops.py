@@ -25,7 +25,7 @@ from lab.tabular_learner import TabularLearner
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
+from tba_hpc.core.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange, Write
 from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.core.types import (
     Completion,
@@ -336,7 +336,7 @@ class ReplayExchange:
         self._arrived: deque[Shard] = deque()
         self.stop_requested = False
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Deliver the next shard."""
         write(np.empty(TabularLearner(TABLE).layout.nbytes, np.uint8))
         self._arrived.append(self._shards[self._published])
@@ -434,7 +434,7 @@ def _losses_reach(run: RunDir, step: int, reached: list[bool]) -> bool:
 class Trickle(ReplayExchange):
     """Every publish brings three shards, of which each look at the exchange finds one."""
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Three at once."""
         self._arrived += self._shards[self._published : self._published + 3]
         self._published += 3
@@ -467,7 +467,7 @@ class Slow(ReplayExchange):
         super().__init__(shards, published)
         self.looks = 0
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Bring nothing, after the first."""
         return self._published > 0 or super().publish(publication, write)
 

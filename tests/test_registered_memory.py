@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
-from tba_hpc.learner.registered_memory import MAPS_KEPT, KeptMaps, RegisteredMemory
+from tba_hpc.learner.registered_memory import MAPS_KEPT, KeptMaps, RegisteredMemory, try_a_page
 
 PAGE = mmap.PAGESIZE
 
@@ -107,6 +107,13 @@ def test_what_cuda_refuses_is_noted_once_and_what_it_took_stays_right(
     maps.clear()
     del data
     assert cudart.now == []
+
+
+@pytest.mark.parametrize("error", [0, 801])
+def test_a_page_tells_whether_cuda_registers_shared_memory(error: int) -> None:
+    cudart = Cudart(error)
+    assert try_a_page(cudart) == f"cudaError {error}"
+    assert cudart.calls == 1 and cudart.now == []
 
 
 def test_a_reader_keeps_the_maps_of_a_node_until_their_pages_are_others(folder: Path) -> None:

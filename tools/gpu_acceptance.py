@@ -10,7 +10,8 @@ figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, al
 
     installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
     learner       optimizer steps of a random Qwen2.5-1.5B, 64 × 640 tokens: model FLOP utilisation, peak
-                  memory against ``tba plan``; weights written into shared memory against plain copies
+                  memory against ``tba plan``; weights written into shared memory against plain copies; what
+                  that costs a step, in a stream of its own and without
     published     an optimizer step of a random Qwen3-0.6B, 2 × 16,384 tokens; prime-rl published 1.99 s on an
                   H100 for as many
     bare          vLLM by itself, as one starts it: 512 sequences of a random Qwen2.5-1.5B
@@ -20,6 +21,7 @@ figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, al
     eager         our engine without CUDA graphs, and logits in bfloat16; NaN; log-probabilities
     real          SmolLM2-135M-Instruct learns a few steps, trainer and engine on one GPU
     real_lora     the same with LoRA, and the most memory of the GPU in use against ``tba plan``
+    real_mps      the real model again, but its processes share the GPU by MPS instead of in turns
     quickstart    the quickstart's run, until all its processes are killed after a checkpoint
     resumed       that run again, to its end, and ``tba audit``
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
@@ -35,6 +37,7 @@ import gc
 import json
 import os
 import resource
+import shutil
 import string
 import subprocess
 import sys
@@ -76,6 +79,7 @@ from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.side_stream import SideStream
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
@@ -106,6 +110,10 @@ QUICKSTART = "configs/quickstart.yaml"
 CHECKPOINT_EVERY = MORE_STEPS = 5
 FEW_PROMPTS = ("evaluate.test_prompts=8", "evaluate.validation_prompts=0")
 
+MPS, MPS_SECONDS = "nvidia-cuda-mps-control", 10.0
+"""The daemon's program, and how long it may take to start, and to end."""
+
+MEDIAN = "median step"
 GENERATED_TOKENS = 256
 COMPARED_GROUPS = 4
 REPEATS = 5
@@ -272,9 +280,10 @@ def learner(stage: Stage) -> None:
         nbytes = trainer.layout.nbytes
         with shared_memory(nbytes) as file:
             slot = file.map("r+")
-            written = best(lambda: trainer.write_weights(slot))
+            written = best(lambda: trainer.write_weights(slot)())
             stage.note("weights written into shared memory", nbytes / written / 1e9, "GB/s")
             stage.note("weights written ÷ copy", written / copy_seconds(slot)[0])
+            note_stall(stage, trainer, slot, batch)
 
 
 def published(stage: Stage) -> None:
@@ -296,6 +305,29 @@ def note_steps(stage: Stage, trainer: DeepSpeedLearner, batch: TrajectoryBatch, 
         stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
     stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
     return seconds
+
+
+def note_stall(stage: Stage, trainer: DeepSpeedLearner, slot: np.ndarray, batch: TrajectoryBatch) -> None:
+    """What a publish costs, in line and in a stream of its own; whether a step changes what leaves."""
+    stalls: list[float] = []
+
+    def publish_and_step() -> None:
+        began = time.perf_counter()
+        written = trainer.write_weights(slot)
+        stalls.append(time.perf_counter() - began)
+        trainer.step(batch, learning_rate=1e-6, beta=0.1)
+        written()
+
+    for own, where in ((False, "in line"), (True, "beside the step")):
+        trainer._side = SideStream(own=own)
+        stage.note(f"publish and step, weights copied {where}", best(publish_and_step), "s")
+        stage.note(f"weights copied {where}: stall of the loop", min(stalls), "s")
+        stalls.clear()
+    trainer.write_weights(slot)()
+    before = slot.copy()
+    slot.fill(0)
+    publish_and_step()
+    stage.note("weights that leave are those before the step", np.array_equal(slot, before))
 
 
 def bare(stage: Stage) -> None:
@@ -427,6 +459,38 @@ def real_lora(stage: Stage) -> None:
     learn_sentences(stage, "model.lora={}")
 
 
+def real_mps(stage: Stage) -> None:
+    """As ``real``, with trainer and engine side by side on the GPU."""
+    if not shutil.which(MPS):
+        stage.note("left out, for there is no", MPS)
+        return
+    with sharing(stage.scratch / "mps"):
+        learn_sentences(stage)
+    if in_turns := stage.figure("real", MEDIAN):
+        stage.note(f"{MEDIAN} ÷ real", float(str(stage.figure("real_mps", MEDIAN))) / in_turns)
+
+
+@contextmanager
+def sharing(folder: Path) -> Iterator[None]:
+    """Processes started in the block share GPUs by MPS, under a daemon of ours."""
+    folder.mkdir(mode=0o700)
+    ours = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
+    around = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours
+    daemon = subprocess.Popen([MPS, "-f"], env=around)
+    os.environ |= ours
+    try:
+        give_up = time.monotonic() + MPS_SECONDS
+        while not (folder / "control").exists() and time.monotonic() < give_up:
+            time.sleep(0.1)
+        yield
+        subprocess.run([MPS], env=around, input="quit\n", text=True)
+        daemon.wait(MPS_SECONDS)
+    finally:
+        kill(daemon)
+        for name in ours:
+            del os.environ[name]
+
+
 def learn_sentences(stage: Stage, *changes: str) -> None:
     """A short run of the real model, or of a tiny one in its place."""
     if not stage.tiny and not REAL_MODEL.is_dir():
@@ -513,7 +577,7 @@ STAGES: dict[str, Callable[[Stage], None]] = {
     stage.__name__: stage
     for stage in (
         *(installation, learner, published, bare, bare_inline, engine, eager),
-        *(real, real_lora, quickstart, resumed, several),
+        *(real, real_lora, real_mps, quickstart, resumed, several),
     )
 }
 
@@ -727,6 +791,7 @@ def train(
     out, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"the run ended with exit status {process.returncode}, see what it said above")
+    stage.note(MEDIAN, float(np.median(steps_of(run or stage.scratch / f"runs/{stage.name}-seed0"))), "s")
     summary: dict[str, Any] = json.loads(out)
     stage.note_summary(summary, *RUN_FIGURES)
     return summary

@@ -51,6 +51,7 @@ LAPTOP = (
     machine.check_folder,
     machine.check_scratch,
     machine.check_shared_memory,
+    machine.check_registered_memory,
     machine.check_model,
 )
 LOGIN_NODE = (
@@ -72,6 +73,7 @@ NODE = (
     machine.check_folder,
     machine.check_scratch,
     machine.check_shared_memory,
+    machine.check_registered_memory,
     machine.check_model,
     machine.check_network,
 )

@@ -407,10 +407,27 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
     """Judge /dev/shm. free: bytes there. weights: bytes of the model, 0 if unknown."""
     needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {free / 1e9:.1f} GB free"
     if free >= needed:
-        return ok("shared memory", found)
+        third = "" if free >= 3 * weights else ": no third copy of the weights while one is evaluated"
+        return ok("shared memory", found + third)
     found += f", two copies of the weights take {needed / 1e9:.1f} GB"
     remedy = "free some (in a container: --shm-size), or set exchange.transport=files"
     return problem("shared memory", found, remedy)
+
+
+def check_registered_memory(facts: Facts) -> Iterator[Finding]:
+    """Check, in a process of its own, that CUDA registers shared memory, through which weights travel."""
+    if nvidia_smi()[0] and installed_torch()[1]:
+        program = "from tba_hpc.learner.registered_memory import try_a_page; print(try_a_page())"
+        yield judge_registered_memory(_output(sys.executable, "-c", program))
+
+
+def judge_registered_memory(said: str) -> Finding:
+    """Judge what ``try_a_page`` has said."""
+    last = (said.splitlines() or ["no answer"])[-1]
+    if last == "cudaError 0":
+        return ok("registered memory", f"CUDA registers {SHM}: weights are copied at the speed of the link")
+    found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"
+    return warning("registered memory", found, "ask for a newer driver, or try it outside the container")
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:

@@ -305,8 +305,11 @@ class Learner(Protocol):
         step: optimizer step of the reference: 0, or one that was exported.
         """
 
-    def write_weights(self, out: np.ndarray) -> None:
-        """Copy the current weights into ``out``, uint8 [layout.nbytes]; return when all is written."""
+    def write_weights(self, out: np.ndarray) -> Callable[[], object] | None:
+        """Copy the current weights into ``out``, uint8 [layout.nbytes], or begin to: see ``Write``.
+
+        The next steps do not change what is written.
+        """
 
     def save(self, folder: Path) -> Callable[[], str]:
         """Copy weights and optimizer; return a function that writes them durably into an existing ``folder``.
@@ -370,11 +373,16 @@ class Backend(Protocol):
         """Make a trainer rank's learner; ``store``: this attempt's private folder, shared by these ranks."""
 
 
+Write = Callable[[np.ndarray], Callable[[], object] | None]
+"""A function that writes weights into a buffer, uint8. If it returns a function, it has only begun to: that
+one, called in any thread, waits until all is written. It raises ExchangeError if another rank is gone."""
+
+
 class TrainerExchange(Protocol):
     """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Start a round: ``write`` fills a uint8 buffer with the weights of ``publication``.
+    def publish(self, publication: Publication, write: Write) -> bool:
+        """Start a round: ``write`` fills a uint8 buffer with the weights of ``publication``; see ``Write``.
 
         Returns False, with nothing written, while a round is under way. Raises ExchangeError, naming who is
         missing, once a round has outlasted its deadline.

@@ -40,7 +40,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tba_hpc.config import ConfigError, is_elastic
-from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError, Write
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
@@ -168,12 +168,12 @@ class FileTrainerExchange:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self._round: Future[None] | None = None
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Copy the weights, see ports.TrainerExchange. A thread writes the file and lists it."""
         if not self.idle:
             return False
-        write(self._memory.incoming)
-        self._round = self._worker.submit(self._write_and_sync, publication)
+        copied = write(self._memory.incoming)
+        self._round = self._worker.submit(self._write_and_sync, publication, copied)
         return True
 
     def pass_on(self, update: WeightUpdate) -> None:
@@ -214,8 +214,10 @@ class FileTrainerExchange:
 
     # --- Weights ---
 
-    def _write_and_sync(self, publication: Publication) -> None:
+    def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None = None) -> None:
         """Write the incoming weights, or only their changes, and run a round that lists them."""
+        if copied:
+            copied()
         changes = None
         if publication.evaluate is None and not publication.final:  # those are kept or waited for, so whole
             changes = self._memory.changes()

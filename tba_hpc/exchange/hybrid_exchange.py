@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from tba_hpc.core.ports import Write
 from tba_hpc.core.types import Publication, Shard
 from tba_hpc.exchange.file_exchange import FileTrainerExchange
 
@@ -36,7 +35,7 @@ class HybridTrainerExchange:
         self._passed_on: Publication | None = None  # copied to the files, or being copied
         self._closed = False
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         self._pass_on()
         started = self._world.publish(publication, write)
         self._newest = publication if started else self._newest

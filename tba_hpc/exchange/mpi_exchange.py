@@ -37,7 +37,7 @@ from queue import SimpleQueue
 import msgspec
 import numpy as np
 
-from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError, Write
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
 from tba_hpc.exchange.hdf5_shards import parse_shard
@@ -161,18 +161,18 @@ class MpiTrainerExchange:
             *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
         )
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``; ``write`` must return only when all have written.
+        the others into their ``slot()``. The round begins when all have written, for which its thread waits.
         """
         if not self._thread.finished:
             return False
-        write(self._memory.slot(self._writes))
+        written = write(self._memory.slot(self._writes))
         self._published = publication
         self._writes += 1
-        self._start(Purpose.PUBLISH)
+        self._start(Purpose.PUBLISH, written)
         return True
 
     def arrived(self) -> WeightUpdate | None:
@@ -205,17 +205,19 @@ class MpiTrainerExchange:
             self._thread.wait()
         return self.collect()
 
-    def _start(self, purpose: Purpose) -> None:
+    def _start(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
         sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
-        self._thread.start(partial(self._round, purpose))
+        self._thread.start(partial(self._round, purpose, written))
 
     def _let_go(self) -> None:
         self._round(Purpose.CLOSE)
         self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
 
     @_attentive()
-    def _round(self, purpose: Purpose) -> None:
-        """Run one whole round."""
+    def _round(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
+        """Run one whole round, after ``written`` if weights are still being written."""
+        if written:
+            written()
         self._world.send_all(
             self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-import numpy as np
-
+from tba_hpc.core.ports import Write
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
 from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import RunDir, ShardKey
@@ -122,7 +121,7 @@ class ReplayExchange:
         self._waits = False
         self.step: Callable[[], int] = lambda: 0
 
-    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+    def publish(self, publication: Publication, write: Write) -> bool:
         """Note the version; return False if the recorded run postponed it. Nobody gets the weights."""
         version = publication.version
         if self._published is not None and version < self._steps and version not in self._published:

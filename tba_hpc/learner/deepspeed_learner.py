@@ -57,6 +57,7 @@ from tba_hpc.learner.hf_model import (
 from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.plain_data import only_data, require_readable
 from tba_hpc.learner.registered_memory import RegisteredMemory
+from tba_hpc.learner.side_stream import SideStream
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
 from tba_hpc.learner.upload import upload
@@ -130,6 +131,8 @@ class DeepSpeedLearner:
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._registered = RegisteredMemory()
+        self._side = SideStream(own=config.train.zero_stage < 3)  # ZeRO-3 frees what it has gathered
+        self._copied: Future[None] = at_once(lambda: None)  # done once all ranks' last weights are written
         self._written: Future[str] = at_once(str)  # result of a follower's last write
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
@@ -184,9 +187,10 @@ class DeepSpeedLearner:
         with self._all("refer", step, batch=even):
             return self._refer(even, step)[: len(batch.ref_logprobs)]
 
-    def write_weights(self, out: np.ndarray) -> None:
+    def write_weights(self, out: np.ndarray) -> Callable[[], None]:
         with self._all("write"):
             self._write(out)
+        return self._copied.result
 
     def save(self, folder: Path) -> Callable[[], str]:
         (folder / TAG).mkdir()  # here, because once all ranks act it is too late to find no room
@@ -253,6 +257,7 @@ class DeepSpeedLearner:
         means = _means(outputs, batch.groups)
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
+        self._side.hold_changes()
         self._engine.step()
         totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our only wait for a GPU
         if self._engine.was_step_applied():
@@ -344,20 +349,28 @@ class DeepSpeedLearner:
         return self._lora.off(self._engine)
 
     def _write(self, out: np.ndarray) -> None:
-        """Write weights: each rank its part if all write into one world's memory, else the leader all."""
+        """Begin to write weights: each rank its part into one world's memory, or else the leader all.
+
+        On a GPU the copies run beside the next step, up to its change of the weights.
+        """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
         if mine:
             self._registered.register(out, mine[0].start, mine[-1].end)
         self._copy(self.layout, mine, out)
-        self._group.barrier()
+        self._copied = (in_background if self._side.works else at_once)(self._wait_for_copies)
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Copy the tensors of a layout's ``slots`` to their places in ``out``, by one memcpy each."""
-        for slot, weight in self._made_whole(layout, slots):
-            tensor_in(out, slot).copy_(weight, non_blocking=True)
-        if self._group.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # once for all tensors
+        """Begin to copy the tensors of a layout's ``slots`` to their places in ``out``, a memcpy each."""
+        with self._side.copying():
+            for slot, weight in self._made_whole(layout, slots):
+                tensor_in(out, slot).copy_(weight, non_blocking=True)
+
+    def _wait_for_copies(self) -> None:
+        """Wait until all ranks have written their weights; each rank has one thread here."""
+        self._side.wait()
+        with self._group.together():
+            self._group.meet_aside()
 
     def _made_whole(
         self, layout: WeightLayout, slots: Sequence[WeightSlot]
@@ -412,6 +425,7 @@ class DeepSpeedLearner:
         return "".join(lines for lines, *_ in reports)
 
     def _load(self, folder: Path) -> None:
+        self._side.hold_changes()
         if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
             self._restore(folder)
         else:
@@ -446,6 +460,7 @@ class DeepSpeedLearner:
         slots = self._whole.slots if self._group.leads else ()
         whole = np.empty(self._whole.nbytes if self._group.leads else 0, np.uint8)
         self._copy(self._whole, slots, whole)
+        self._side.wait()
         if self._group.leads:
             with _replacing(folder) as temporary:
                 tensors = dict(tensors_in(whole, self._whole))
@@ -458,6 +473,7 @@ class DeepSpeedLearner:
 
     def _close(self) -> None:
         wait([self._written])
+        wait([self._copied])
         self._engine.destroy()
         self._group.leave()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import tempfile
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,18 @@ class KeptMaps:
         self._memory.register(found)
         self._maps = dict([*self._maps.items(), (key, found)][-MAPS_KEPT:])
         return found
+
+
+def try_a_page(cudart: Any = None) -> str:
+    """Register a page of shared memory with CUDA, and release it; return ``cudaError 0`` or another error."""
+    cudart = cudart or torch.cuda.cudart()
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+        file.truncate(mmap.PAGESIZE)
+        page = np.memmap(file, np.uint8, "r+")
+    error = int(cudart.cudaHostRegister(page.ctypes.data, page.nbytes, PORTABLE))
+    if not error:
+        cudart.cudaHostUnregister(page.ctypes.data)
+    return f"cudaError {error}"
 
 
 def _owner(memory: np.ndarray) -> np.ndarray:

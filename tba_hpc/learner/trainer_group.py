@@ -95,6 +95,7 @@ class TrainerGroup:
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timeout)
+        self._aside = dist.new_group(backend="gloo", timeout=timeout)
         stop_listening(less=self._others)  # before NCCL has sockets, which go on taking connections
 
     def refuse_strangers(self) -> None:
@@ -177,6 +178,11 @@ class TrainerGroup:
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         self.total(np.zeros(1))
+
+    def meet_aside(self) -> None:
+        """Wait until all ranks have come here; one thread of each may, while others do anything else."""
+        if not self._alone:
+            dist.all_reduce(torch.zeros(1), group=self._aside)
 
     def leave(self) -> None:
         """Close all connections; all ranks call it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_hpc.core.ports import SearcherExchange, TrainerExchange
+from tba_hpc.core.ports import SearcherExchange, TrainerExchange, Write
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import (
     RECORD,
@@ -123,14 +123,18 @@ class TrainerSide:
         write = self.writer(publication.version)
         until(lambda: self.exchange.publish(publication, write), "publish")
 
-    def writer(self, version: int) -> Callable[[np.ndarray], None]:
-        """Writes the leader's part; followers write theirs before it returns."""
+    def writer(self, version: int) -> Write:
+        """Begins to write; the exchange's thread then waits for the followers' parts and the leader's."""
 
-        def write(out: np.ndarray) -> None:
+        def write(out: np.ndarray) -> Callable[[], None]:
             self.writes += 1
-            for rank in range(1, self.trainers):
+            if self.trainers > 1:
                 (self.flags.folder / f"write-{self.writes}").write_text(str(version))
-                self.flags.wait(f"written-{self.writes}-{rank}")
+            return partial(finish, out, self.writes)
+
+        def finish(out: np.ndarray, number: int) -> None:
+            for rank in range(1, self.trainers):
+                self.flags.wait(f"written-{number}-{rank}")
             write_part(out, weights_of(version), self.trainers, 0)
 
         return write

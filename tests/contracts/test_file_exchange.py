@@ -118,6 +118,19 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.safetensors"))
 
 
+def test_weights_whose_copy_fails_are_never_shown(tmp_path: Path) -> None:
+    """As if another trainer rank had died while it copied its part."""
+
+    def lost() -> None:
+        raise ExchangeError("a rank is gone")
+
+    exchange = trainer(tmp_path)
+    assert exchange.publish(Publication(version=7), lambda out: lost)
+    with pytest.raises(ExchangeError, match="a rank is gone"):
+        rest(exchange)
+    assert versions(tmp_path) == [] and searcher(tmp_path).poll() is None
+
+
 def test_weights_are_plain_safetensors(tmp_path: Path) -> None:
     values = np.arange(LAYOUT.nbytes // 4, dtype=np.float32)
     exchange = trainer(tmp_path)
