@@ -13,25 +13,41 @@ from torch import Tensor
 
 from tba_hpc.config.variants import RatioBound, RatioCap, RatioTaper, SequenceMask, Unbounded
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
+from tba_hpc.objectives.score_centering import mean_score
+
+OF_TOKENS = (Unbounded, RatioCap)
+"""Bounds that weigh each token by its own ratio, the others by that of its completion."""
 
 
-def bounded(objective: Objective, bound: RatioBound) -> Objective:
+def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
+
+    centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
+    (score centering). A bound of tokens weighs each token of that mean by its own ratio, because the
+    mean of weighted scores is what a constant slope pulls by. A bound of completions weighs score and mean
+    alike, because it depends on tokens still to come.
 
     Metrics: the objective's, and clip_share, the share of tokens that weigh less than without the bound; it
     is a share of completions if the ratio is that of a completion.
     """
-    if isinstance(bound, Unbounded):
+    if isinstance(bound, Unbounded) and not centred:
         return objective
 
     def weighed(groups: Groups, beta: float) -> ObjectiveOutput:
         policy_BKL = groups.policy_BKL.detach().requires_grad_()
         output = objective(replace(groups, policy_BKL=policy_BKL), beta)
         (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
-        weight_BKL, acts_BKL = weights(bound, groups, slope_BKL.sum(2) > 0)
-        pull_BK = (weight_BKL * slope_BKL * (groups.policy_BKL - groups.policy_BKL.detach())).sum(2)
-        metrics = {**output.metrics, "clip_share": _share(acts_BKL, groups)}
-        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, metrics)
+        down_BK = slope_BKL.sum(2) > 0
+        weight_BKL, acts_BKL = weights(bound, groups, down_BK)
+        score_BKL = weight_BKL * groups.policy_BKL
+        if centred:
+            own = isinstance(bound, OF_TOKENS)
+            score_BKL = score_BKL - mean_score(
+                groups, lambda tokens: weights(bound, tokens, down_BK)[0] if own else weight_BKL
+            )
+        pull_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)
+        clip_share = {} if isinstance(bound, Unbounded) else {"clip_share": _share(acts_BKL, groups)}
+        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, {**output.metrics, **clip_share})
 
     return weighed
 
