@@ -37,7 +37,7 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """Make the loss that ``train`` asks for: objective, normaliser and bound on the pull of stale data.
+    """Make the loss that ``train`` asks for: objective, normaliser, and what bounds or centres its pull.
 
     Its metrics also hold the moments of ``diagnostics``, from which ``figures`` makes what is logged.
     max_tokens: the longest completion that can be sampled, in tokens.
@@ -53,7 +53,7 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
         metrics = {**output.metrics, **moments(groups)}
         return replace(output, loss_BK=output.loss_BK / divisor, metrics=metrics)
 
-    return bounded(normalised, train.ratio_bound)
+    return bounded(normalised, train.ratio_bound, centred=train.score_centering > 0)
 
 
 def _find(section: ObjectiveSection) -> Objective:

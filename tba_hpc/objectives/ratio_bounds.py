@@ -7,6 +7,7 @@ positive, the token is pushed down.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,15 +23,24 @@ from tba_hpc.config.variants import (
     Unbounded,
 )
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
+from tba_hpc.objectives.score_centering import mean_score
+
+OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
+"""Bounds that look at each token by itself, the others at its completion."""
 
 
-def bounded(objective: Objective, bound: RatioBound) -> Objective:
+def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
+
+    centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
+    (score centering). A bound of tokens weighs each token of that mean by its own ratio, because the
+    mean of weighted scores is what a constant slope pulls by. A bound of completions weighs score and mean
+    alike, because it depends on tokens still to come.
 
     Metrics: the objective's, and clip_share, the share of tokens on which the bound acts; it is a share of
     completions if the bound looks at whole completions.
     """
-    if isinstance(bound, Unbounded):
+    if isinstance(bound, Unbounded) and not centred:
         return objective
 
     def weighed(groups: Groups, beta: float) -> ObjectiveOutput:
@@ -38,11 +48,27 @@ def bounded(objective: Objective, bound: RatioBound) -> Objective:
         output = objective(replace(groups, policy_BKL=policy_BKL), beta)
         (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
         weight_BKL, acts_BKL = weights(bound, groups, slope_BKL)
-        pull_BK = (weight_BKL * slope_BKL * (groups.policy_BKL - groups.policy_BKL.detach())).sum(2)
-        metrics = {**output.metrics, "clip_share": _share(acts_BKL, groups)}
-        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, metrics)
+        score_BKL = weight_BKL * groups.policy_BKL
+        if centred:
+            alike = partial(_alike, bound, slope_BKL, weight_BKL, acts_BKL)
+            score_BKL = score_BKL - mean_score(groups, alike)
+        pull_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)
+        clip_share = {} if isinstance(bound, Unbounded) else {"clip_share": _share(acts_BKL, groups)}
+        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, {**output.metrics, **clip_share})
 
     return weighed
+
+
+def _alike(
+    bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
+) -> Tensor:
+    """Return weights for the candidates of each place, which have its slope, as ``mean_score`` asks."""
+    if isinstance(bound, OF_TOKENS):
+        each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
+        return weights(bound, candidates, slope_BKL.repeat_interleave(each, 2))[0]
+    if isinstance(bound, BinaryKl):
+        return candidates.token_ratio_BKL.detach() * ~acts_BKL
+    return weight_BKL
 
 
 def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tensor, Tensor]:
