@@ -35,7 +35,7 @@ from tba_hpc.config.variants import (
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
-from tba_hpc.objectives.policy_gradient import proximal_rloo, rloo
+from tba_hpc.objectives.policy_gradient import decoupled_ppo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded, weights
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -74,6 +74,7 @@ def one_token(logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor) -> 
         mask_BKL=torch.ones(*logprob_BK.shape, 1, dtype=torch.bool),
         reward_BK=reward_BK,
         value_BK=torch.zeros_like(reward_BK),
+        age_BKL=torch.zeros(*logprob_BK.shape, 1, dtype=torch.int32),
     )
 
 
@@ -99,6 +100,7 @@ def random_groups(
         mask_BKL=mask,
         reward_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
         value_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
+        age_BKL=torch.randint(5, shape, generator=draw, dtype=torch.int32) * mask,
     )
 
 
@@ -169,6 +171,12 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
             elif name == "dr_grpo":
                 advantage = reward[j] - (mean + shift)
                 total = total - sum(surrogate(torch.exp(p - b), advantage, clip) for p, b, _ in row)
+            elif name == "decoupled_ppo":
+                places = torch.nonzero(groups.mask_BKL[i, j])[:, 0]
+                for (p, b, _), age in zip(row, groups.age_BKL[i, j, places].tolist(), strict=True):
+                    proximal = p.item() - (p.item() - b) / max(1, age)
+                    term = surrogate(torch.exp(p - proximal), reward[j] - mean, clip)
+                    total = total - math.exp(proximal - b) * term
             elif name == "gspo":
                 ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
                 tame = ratio.clamp(1 - clip[0], 1 + clip[1])
@@ -230,7 +238,7 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise(name: str) -> None:
     [
         *((name, {}) for name in NAMES),
         *product(("trajectory_balance", "tba_prime"), [{"log_z": "policy"}, {"log_z": "none"}]),
-        *product(("proximal_rloo", "grpo", "dr_grpo"), [{"ratio_clip": 0.1}]),
+        *product(("proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo"), [{"ratio_clip": 0.1}]),
         *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
         ("gspo", {"ratio_clip": (0.1, 0.2)}),
     ],
@@ -284,6 +292,7 @@ def part(groups: Groups, rows: slice) -> Groups:
         groups.reward_BK[rows],
         groups.value_BK[rows],
         groups.batch_tokens,
+        age_BKL=None if groups.age_BKL is None else groups.age_BKL[rows],
     )
 
 
@@ -368,6 +377,30 @@ def test_clip_share_is_what_a_limit_acts_on(name: str, limits: dict[str, Any], s
         groups = replace(groups, policy_BKL=policy.requires_grad_())
     found = objective_of(name, **limits)(groups, 1.0).metrics["clip_share"]
     assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
+
+
+def test_decoupled_ppo_between_its_extremes() -> None:
+    """Around the sampler it is Dr. GRPO, around the policy itself an importance weight without a clip.
+
+    If the policy moved evenly, the interpolated one is that of one step before.
+    """
+    groups = random_groups(4, 5)
+    dr_grpo = gradient(objective_of("dr_grpo"), groups, 0.3)
+    around = partial(decoupled_ppo, ratio_clip=0.2)
+    at_sampler = partial(around, proximal_BKL=groups.behaviour_BKL)
+    torch.testing.assert_close(gradient(at_sampler, groups, 0.3), dr_grpo)
+    new = replace(groups, age_BKL=groups.age_BKL.clamp(max=1))
+    torch.testing.assert_close(gradient(around, new, 0.3), dr_grpo)
+
+    policy_BKL = groups.policy_BKL.detach()
+    found = gradient(partial(around, proximal_BKL=policy_BKL), groups, 0.3)
+    weight_BKL = (policy_BKL - groups.behaviour_BKL).exp() * groups.mask_BKL
+    torch.testing.assert_close(found, -weight_BKL * centred(groups.reward_BK)[..., None] / 20)
+
+    step_BKL = 0.3 * torch.randn(policy_BKL.shape, dtype=torch.float64) * groups.mask_BKL
+    even = replace(groups, behaviour_BKL=policy_BKL - groups.age_BKL.clamp(min=1) * step_BKL)
+    before = partial(around, proximal_BKL=policy_BKL - step_BKL)
+    torch.testing.assert_close(gradient(around, even, 0.3), gradient(before, even, 0.3))
 
 
 def test_baselines_carry_no_gradient() -> None:

@@ -135,6 +135,15 @@ class DrGrpo(ClippedTokens, Shifted):
     """GRPO done right: advantages are not divided by the standard deviation, and there is no KL term."""
 
 
+class DecoupledPpo(PolicyGradient):
+    takes_bound = weighs_kl = False
+    name: Literal["decoupled_ppo"] = "decoupled_ppo"
+    """Dr. GRPO clipped around a policy one step old, which A-3PO interpolates, and weighted by the ratio of
+    that policy to the sampling one."""
+    ratio_clip: Fraction = 0.2
+    """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
+
+
 class Gspo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["gspo"] = "gspo"
@@ -315,6 +324,7 @@ ObjectiveChoice = Annotated[
     | Annotated[ProximalRloo, Tag("proximal_rloo")]
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[DrGrpo, Tag("dr_grpo")]
+    | Annotated[DecoupledPpo, Tag("decoupled_ppo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Topr, Tag("topr")]
     | Annotated[OnlineDpo, Tag("online_dpo")]
