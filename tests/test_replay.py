@@ -258,6 +258,7 @@ REFUSED = {
     "generator.temperature=0.5": "is not how the shards of .* were made, with 1.0: leave it out",
     "task.name=math": "task.name=math is not how",
     "model.logprob_temperature=2": "model.logprob_temperature=2",
+    "train.score_centering=3": "did not record, with train.score_centering=0: leave it out",
     "train.reference=frozen": r"did not record, with train.reference=\{name: behaviour\}",
 }
 

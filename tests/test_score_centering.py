@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from lab.tabular import Table
+from learner_worker import make_batch
 from torch import Tensor
 
 from tba_hpc.config import Config, ConfigError, TrainSection, parse_config
 from tba_hpc.config.variants import Dppo, IcePop, RatioBound, RatioCap, RatioTaper, Unbounded
+from tba_hpc.core.batch import with_top_logprobs
+from tba_hpc.core.types import TOP_LOGPROBS
 from tba_hpc.objectives import Groups, Objective, ObjectiveOutput, make_objective
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import trajectory_balance
@@ -202,3 +205,16 @@ def test_the_policy_is_then_the_sampler_unless_it_is_said_otherwise() -> None:
 
 def config(**keys: object) -> Config:
     return parse_config({"model": {"path": "m"}}, [f"{key}={value}" for key, value in keys.items()])
+
+
+def test_trajectories_without_the_likeliest_tokens_are_refused_in_one_sentence() -> None:
+    batch = make_batch(0)
+    with pytest.raises(ConfigError, match=r"train.score_centering=32 needs as many .* trajectories hold 0: "):
+        with_top_logprobs(batch, 32)
+    batch = replace(batch, top_logprobs=np.ones((len(batch.logprobs), 3), TOP_LOGPROBS))
+    assert with_top_logprobs(batch, 2).top_logprobs.shape == (len(batch.logprobs), 2)
+
+
+def test_float16_moves_no_probability_by_more_than_it_says() -> None:
+    exact = -np.logspace(-6, 2, 100_000)
+    assert np.abs(np.exp(exact.astype(np.float16).astype(float)) - np.exp(exact)).max() < 2e-4

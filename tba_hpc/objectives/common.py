@@ -46,11 +46,13 @@ class RecordedGroups:
         sampled_T, cell_T = batch.action_T, batch.cell_T
         shape = batch.groups, batch.group_size
         cell_A = cell_T[sampled_T]
+        top_AC = batch.top_logprobs["logprob"][sampled_T]
 
         def spread(value_A: np.ndarray) -> np.ndarray:
             """Put the values of the sampled tokens, in order, into a rectangle; 0 elsewhere."""
-            value_BKL = np.zeros((*shape, int(batch.completion_length_N.max())), value_A.dtype)
-            value_BKL.reshape(-1)[cell_A] = value_A
+            cells = (*shape, int(batch.completion_length_N.max()), *value_A.shape[1:])
+            value_BKL = np.zeros(cells, value_A.dtype)
+            value_BKL.reshape(-1, *value_A.shape[1:])[cell_A] = value_A
             return value_BKL
 
         return RecordedGroups(
@@ -62,6 +64,7 @@ class RecordedGroups:
             value_BK=batch.value_N.reshape(shape),
             on_policy_BK=batch.on_policy_N.reshape(shape),
             age_BKL=spread(batch.ages),
+            top_behaviour_BKLC=spread(top_AC) if top_AC.shape[1] else None,
         )
 
 

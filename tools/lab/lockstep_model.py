@@ -29,7 +29,7 @@ from lab.runs import QUICKSTART, read_json, slug
 from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
-from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power
+from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power, with_top_logprobs
 from tba_hpc.core.packing import pack
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
@@ -136,6 +136,7 @@ class Lockstep:
             eos=tokenizer.eos_token_id,
             max_tokens=config.generator.max_tokens,
             seed=run.seed,
+            top=config.train.score_centering,
         )
         self._requests = training_requests(config, self._task, 0, CompletedRequests())
         self._data = Queue(value_beta=config.train.value_beta)
@@ -213,6 +214,7 @@ class Learner:
         """One optimizer step; none if the gradient is not finite."""
         power = schedules.reference_power(self._train, step)
         batch = with_reference_power(self._with_reference(batch, step), power)
+        batch = with_top_logprobs(batch, self._train.score_centering)
         beta = schedules.beta(self._train, step)
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
@@ -251,12 +253,14 @@ class Learner:
         if at != wanted:
             reference.model.load_state_dict(self.policy.state_dict())
             self._reference = (wanted, reference)
-        return replace(batch, ref_logprobs=_of(reference, batch).numpy())
+        return replace(batch, ref_logprobs=_of(reference, with_top_logprobs(batch, 0)).numpy())
 
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
-    """float32 [T], of the completions' tokens."""
+    """float32 [T], of the completions' tokens; or [T, 1 + C], of the likeliest in their places, too."""
     prompt_N = rows.record["prompt_row"]
-    packed = pack(rows.sequences, rows.prompt_length_N, prompt_N, rows.action_T, logprobs.layout)
-    packed = upload(packed, CPU)
-    return torch.zeros(rows.logprobs.shape).index_copy(0, packed.place_A, logprobs(packed))
+    others_TC = rows.top_logprobs["token"]
+    form = rows.action_T, logprobs.layout
+    packed = upload(pack(rows.sequences, rows.prompt_length_N, prompt_N, *form, others_TC=others_TC), CPU)
+    of_token = packed.sampled_A.shape[1:]
+    return torch.zeros(len(rows.logprobs), *of_token).index_copy(0, packed.place_A, logprobs(packed))
