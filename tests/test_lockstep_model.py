@@ -107,6 +107,21 @@ def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
     assert series["kl"][0] == pytest.approx(0, abs=1e-4), "the policy is the reference at first"
 
 
+def test_decoupled_ppo_around_the_policy_published_last(tiny: Run) -> None:
+    """At lag 1 that is θ itself, and nothing is clipped; at lag 2 it is the sampler for two steps.
+
+    After them an interpolated policy of one step before is another one.
+    """
+    kinds = {"published_proximal": True, "overrides": (*tiny.overrides, "train.objective=decoupled_ppo")}
+    exact = replace(tiny, rate=1e-2, **kinds)
+    near = measure(replace(exact, lag=1))["series"]
+    assert near["clip_share"] == [0] * 6 and min(near["ess"]) < 0.99
+    found = measure(exact)["series"]
+    interpolated = measure(replace(exact, published_proximal=False))["series"]
+    assert found["loss"][:2] == pytest.approx(interpolated["loss"][:2], abs=1e-4)
+    assert found["loss"][2:] != pytest.approx(interpolated["loss"][2:], abs=1e-4)
+
+
 def test_a_run_is_measured_once(tiny: Run, tmp_path: Path) -> None:
     first = kept("A form", tiny, tmp_path)
     assert kept("A form", tiny, tmp_path) == first
