@@ -87,15 +87,17 @@ class Episode:
         """Number of tokens after the prompt."""
         return sum(map(len, self.tokens))
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: Any = None) -> None:
-        """Append tokens, int32 [T], their logprobs, float32 [T], and their top_logprobs.
+    def add(
+        self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
+    ) -> None:
+        """Append tokens, int32 [T], their logprobs, float32 [T], and their top_logprobs, TOP_LOGPROBS [T, C].
 
-        An environment's tokens have neither.
+        An environment's tokens, which are never the first, have neither.
         """
         self.tokens.append(tokens)
         self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
-        shape = len(tokens), self.whole.request.sampling.top_logprobs
-        self.top_logprobs.append(np.zeros(shape, TOP_LOGPROBS) if top is None else top)
+        likeliest = self.top_logprobs[0].shape[1] if self.top_logprobs else 0
+        self.top_logprobs.append(np.zeros((len(tokens), likeliest), TOP_LOGPROBS) if top is None else top)
 
 
 class Conversations:

@@ -317,7 +317,7 @@ class LogprobHead(nn.Module):
         """Return the log-probabilities of ``token_T``, float32: one per hidden state, or J each, [T, J]."""
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
-        token_TJ = token_T.view(len(token_T), -1)
+        token_TJ = token_T if token_T.ndim == 2 else token_T[:, None]
         logprob_TJ: Tensor = _ChunkedLogprob.apply(
             hidden_TD, self.weight, self.bias, token_TJ, chunk_tokens, self._temperature, self._fp32
         )
