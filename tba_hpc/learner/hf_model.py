@@ -365,7 +365,11 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits = logits_of(hidden_TD[rows])
             slope_TJ = grad_TJ[rows] / ctx.temperature
             logits.sub_(normalizer_T1[rows]).exp_().mul_(-slope_TJ.sum(1, keepdim=True))
-            logits.scatter_add_(1, token_TJ[rows], slope_TJ)
+            for of in (
+                slice(1),
+                slice(1, None),
+            ):  # a token may come twice; a GPU adds in any order within a call
+                logits.scatter_add_(1, token_TJ[rows, of], slope_TJ[:, of])
             logits_grad = logits.to(weight_VD.dtype)
             hidden_grad[rows] = logits_grad @ weight_VD
             if weight_grad is not None:
