@@ -10,7 +10,7 @@ from tiny_models import SPECIAL
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
+from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Request, WeightUpdate
 from tba_hpc.learner.hf_model import HfTokenizer
 
 ENDS = {"hermes": "<|im_end|>", "llama": "<|eot|>", "plain": "<eos>"}
@@ -196,4 +196,6 @@ class Script:
         logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
         finish = "stop" if len(tokens) == len(whole) else "length"
         versions = np.full((1, 2), self.version, np.int32)
-        return Group(request, (Completion(tokens, logprobs, finish),), versions)
+        top = np.zeros((len(tokens), request.sampling.top_logprobs), TOP_LOGPROBS)
+        top["token"] = tokens[:, None] + np.arange(top.shape[1])  # the token itself is the likeliest
+        return Group(request, (Completion(tokens, logprobs, finish, top_logprobs=top),), versions)

@@ -267,8 +267,8 @@ ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objecti
 OBJECTIVES = choices(TrainSection.model_fields["objective"].annotation)
 OWN_SAMPLES = [name for name, section in OBJECTIVES.items() if section.own_samples]
 KNOWN = {
-    "own_samples": {"oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr"},
-    "policy_gradient": {"rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr"},
+    "own_samples": {"oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
+    "policy_gradient": {"rloo", "proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
     "pairs": {"online_dpo"},
     "tapered": {"trajectory_balance", "tba_prime"},
     "takes_bound": {"trajectory_balance", "tba_prime", "oapl", "rloo", OWN},

@@ -44,8 +44,9 @@ from tiny_models import FAMILIES, make_family_model, make_random_model
 
 from tba_hpc.config import Config, TrainSection, parse_config
 from tba_hpc.config.variants import LossNormaliser
+from tba_hpc.core.batch import with_top_logprobs
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import TrajectoryBatch
+from tba_hpc.core.types import TOP_LOGPROBS, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner import deepspeed_learner
 from tba_hpc.learner.deepspeed_learner import (
@@ -639,8 +640,10 @@ def _die_or_hear(folder: Path, rank: int) -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     *({"objective": name} for name in OBJECTIVES),
+    {"objective": "trajectory_balance", "score_centering": 3},
+    {"objective": "rloo", "score_centering": 2, "ratio_bound": "cap"},
     {"objective": "trajectory_balance", "loss_normaliser": "batch_tokens"},
-    *({"ratio_bound": bound} for bound in ("cap", "taper", "mask")),
+    *({"ratio_bound": bound} for bound in ("cap", "icepop", "taper", "mask")),
     {"objective": {"name": "grpo", "second_moment_limit": 0.04}},
 ]
 
@@ -648,7 +651,7 @@ BUDGETS = (LONGEST, 48, 10_000)
 """Several groups are split; one is; none is, and all are one micro-batch."""
 
 
-@pytest.mark.parametrize(("ranks", "stage", "settings"), [(1, 2, SETTINGS), (2, 3, SETTINGS[-5:])])
+@pytest.mark.parametrize(("ranks", "stage", "settings"), [(1, 2, SETTINGS), (2, 3, SETTINGS[-6:])])
 def test_a_split_group_has_the_gradient_of_a_whole_one(
     tmp_path: Path, ranks: int, stage: int, settings: list[dict[str, Any]]
 ) -> None:
@@ -688,15 +691,19 @@ def _gradients(folder: Path, rank: int, config: Config, tried: list[dict[str, An
     batch = make_batch(7)
     batch = replace(batch, logprobs=np.where(batch.action_T, behaviour, np.float32(np.nan)))
     batch.record["value"] = np.random.default_rng(0).random(len(batch), np.float32)
+    top = np.empty((len(behaviour), 3), TOP_LOGPROBS)
+    top["token"], top["logprob"] = np.random.default_rng(1).integers(3, 90, top.shape), (-1, -2, -4)
+    batch = replace(batch, top_logprobs=top)
     for number, settings in enumerate(tried):
         asked = TrainSection(**settings)
-        objective = {key: getattr(asked, key) for key in ("objective", "ratio_bound", "loss_normaliser")}
+        keys = ("objective", "ratio_bound", "loss_normaliser", "score_centering")
+        objective = {key: getattr(asked, key) for key in keys}
         found = []
         for budget in (None, *BUDGETS):
             train = config.train.model_copy(update={**objective, "tokens_per_micro_batch": budget})
             learner._config = config.model_copy(update={"train": train})
             learner._objective = make_objective(train, max_tokens=24)
-            found.append(learner._step(batch, 0.0, BETA))
+            found.append(learner._step(with_top_logprobs(batch, train.score_centering), 0.0, BETA))
             gradient = [safe_get_full_optimizer_state(p, "exp_avg") for p in learner._parameters.values()]
             if rank == 0:
                 np.save(

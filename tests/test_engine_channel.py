@@ -64,7 +64,7 @@ def test_log_probabilities_that_are_not_numbers_reach_the_rank() -> None:
     sample = SimpleNamespace(finish_reason="stop", token_ids=[5, 6], weight_versions=versions)
 
     def finished(*logprobs: float) -> Finished:
-        sample.logprobs = SimpleNamespace(logprobs=list(logprobs))
+        sample.logprobs = SimpleNamespace(logprobs=list(logprobs), token_ids=[5, 6])
         return _finished(cast("RequestOutput", SimpleNamespace(request_id="1", outputs=[sample])))
 
     assert finished(-1.0, -np.inf).logprobs == np.array([-1, -np.inf], np.float32).tobytes()

@@ -526,6 +526,19 @@ def test_a_conversation_is_one_completion_and_what_was_sampled_stays_as_it_was(
     np.testing.assert_array_equal(second, whole[: len(second)])
 
 
+def test_the_likeliest_tokens_go_with_what_was_sampled(stage: Callable[..., Stage]) -> None:
+    """Those in place of an environment's tokens are left out of every sum, and there is a row for each."""
+    made = stage("Till", [f"the {call('count')}", "3, the end"], {"coins": 1})
+    made.generator.submit(
+        Request(made.task.prompts("train")[0], 0, 1, Sampling(1.0, 1.0, 400, top_logprobs=2))
+    )
+    (one,) = made.finish(1)[0].completions
+    assert one.top_logprobs is not None and one.top_logprobs.shape == (len(one.tokens), 2)
+    sampled = one.action_T
+    np.testing.assert_array_equal(one.top_logprobs["token"][sampled, 1], one.tokens[sampled] + 1)
+    assert not one.top_logprobs["token"][~sampled].any() and not sampled.all()
+
+
 def test_a_game_answers_by_step_and_what_reset_says_is_part_of_the_prompt(
     stage: Callable[..., Stage],
 ) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
-from tba_hpc.evaluate.measure import Judged, assess, samplings
+from tba_hpc.evaluate.measure import Judged, Result, assess, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import pass_at_k, passes, wilson
@@ -87,10 +90,36 @@ def test_figures_of_known_completions() -> None:
     found = assess(Arithmetic(ByteTokenizer()), BehaviourReference(), groups)
     assert (found.temperature, found.samples) == (0.5, 2)
     assert {name: score.value for name, score in found.scores.items()} == {"pass@1": 1 / 4, "pass@2": 1 / 2}
+    assert found.ended == found.scores["pass@1"]  # this task says that what is cut off is wrong
     assert found.truncated_share == 1 / 4
     assert found.tokens == (7 + 7 + 6 + 9) / 4  # the end is a token
     assert found.perplexity == pytest.approx(2)
     assert found.summary == {}
+
+
+class Lenient(Arithmetic):
+    """Accepts an answer that goes on after it."""
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Tell whether each has the target."""
+        ended = [replace(completion, finish_reason="stop") for completion in completions]
+        return super().correct(prompts, ended)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_right_and_ended_is_shown_where_it_differs(n: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four completions three are right, and one of these was cut off."""
+    texts = [("#### 7", "stop"), ("#### 7", "length"), ("#### 7", "stop"), ("#### 8", "stop")]
+    made, groups = [completion(text, finish) for text, finish in texts], []
+    for i in range(4 // n):
+        request = Request(Prompt(i, np.zeros(3, np.int32), "7"), i, n, Sampling(0.0, 1.0, 12))
+        groups.append(Group(request, tuple(made[n * i : n * (i + 1)]), np.zeros((n, 2), np.int32)))
+    lenient, strict = (assess(task(ByteTokenizer()), None, groups) for task in (Lenient, Arithmetic))
+    assert (lenient.scores["pass@1"].value, lenient.ended.value) == (3 / 4, 2 / 4)
+    assert strict.scores["pass@1"] == strict.ended == lenient.ended
+    for decoding, shown in ((lenient, True), (strict, False)):
+        print_result(Result("m", "float32", None, "t", "test", 4 // n, "pass@1", decoding, None))
+        assert bool(re.search(r"right and ended +50\.0 %", capsys.readouterr().out)) == shown
 
 
 # --- A real engine ---

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.packing import pack
+from tba_hpc.core.packing import Layout, pack
 from tba_hpc.core.types import Ragged
 from tba_hpc.learner.hf_model import HfTokenizer, LogprobHead, PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.shared_prompts import ATTENTION
@@ -123,6 +123,40 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(
     for name, parameter in model.named_parameters():
         scale = expected[name].abs().max().clamp(min=1e-3)
         assert (parameter.grad - expected[name]).abs().max() / scale < 1e-5, name
+
+
+@pytest.mark.parametrize("layout", ["rectangle", "padded"])
+def test_others_in_a_tokens_place_have_the_log_probabilities_of_the_plain_softmax(layout: Layout) -> None:
+    """With their gradient; in the row the two groups share their prompts."""
+    model, random = make_model("qwen2"), np.random.default_rng(0)
+    tokens_NL, prompt_length_N, length_N = GROUPS
+    rows = [row[:length].numpy() for row, length in zip(tokens_NL, length_N.tolist(), strict=True)]
+    size = int((length_N - prompt_length_N).sum())
+    others_TC, action_T = random.integers(0, 96, (size, 3)), random.random(size) < 0.8
+    weight = torch.from_numpy(random.normal(size=(action_T.sum(), 4))).float()
+    packed = pack(
+        *(Ragged.from_rows(rows, np.int32), prompt_length_N.numpy(), PROMPT.numpy(), action_T, layout),
+        others_TC=others_TC,
+    )
+    plain_NLV = model(input_ids=tokens_NL).logits.log_softmax(2)
+    places = [
+        (row, t)
+        for row, (start, end) in enumerate(zip(prompt_length_N.tolist(), length_N.tolist(), strict=True))
+        for t in range(start, end)
+    ]
+    expected = torch.stack(
+        [
+            plain_NLV[row, t - 1, [int(tokens_NL[row, t]), *others.tolist()]]
+            for (row, t), others, sampled in zip(places, others_TC, action_T, strict=True)
+            if sampled
+        ]
+    )
+    gradients = []
+    for found in (expected, PolicyLogprobs(model, chunk_bytes=5 * ROW)(upload(packed, CPU))):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        gradients.append(torch.autograd.grad((found * weight).sum(), list(model.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max().clamp(min=1e-3)
 
 
 GROUPS = (

@@ -54,7 +54,7 @@ def test_what_is_sampled_has_the_learners_logprobs(
     policy: PreTrainedModel, prompts: list[np.ndarray]
 ) -> None:
     logprobs = PolicyLogprobs(policy)
-    sampler = Sampler(policy, eos=0, max_tokens=ROOM, seed=3)
+    sampler = Sampler(policy, eos=0, max_tokens=ROOM, seed=3, top=2)
     groups = sampler.sample(policy.state_dict(), prompts, 40)
     reasons = {completion.finish_reason for group in groups for completion in group}
     assert len(groups) == PROMPTS and reasons == {"stop", "length"}
@@ -63,9 +63,14 @@ def test_what_is_sampled_has_the_learners_logprobs(
             assert (completion.tokens[:-1] != 0).all()
             sequence = Ragged.from_rows([np.concatenate([prompt, completion.tokens])], np.int32)
             sampled_T = np.ones(len(completion.tokens), bool)
-            packed = pack(sequence, np.array([len(prompt)]), np.zeros(1, int), sampled_T, logprobs.layout)
-            found_T = logprobs(upload(packed, torch.device("cpu")))
-            np.testing.assert_allclose(completion.logprobs, found_T, atol=1e-5)
+            assert completion.top_logprobs is not None
+            top_TC = completion.top_logprobs
+            of_one = sequence, np.array([len(prompt)]), np.zeros(1, int), sampled_T, logprobs.layout
+            packed = pack(*of_one, others_TC=top_TC["token"])
+            found_TJ = logprobs(upload(packed, torch.device("cpu")))
+            np.testing.assert_allclose(completion.logprobs, found_TJ[:, 0], atol=1e-5)
+            np.testing.assert_allclose(top_TC["logprob"], found_TJ[:, 1:], rtol=2**-11, atol=1e-5)
+            assert (found_TJ[:, 1] >= found_TJ.max(1).values - 1e-5).all(), "the likeliest comes first"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,32 @@ def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
     series = measure(replace(tiny, lag=0))["series"]
     assert series["ess"] == pytest.approx([1.0] * 6, abs=1e-6)
     assert series["kl"][0] == pytest.approx(0, abs=1e-4), "the policy is the reference at first"
+
+
+def test_decoupled_ppo_around_the_policy_published_last(tiny: Run) -> None:
+    """At lag 1 that is θ itself, and nothing is clipped; at lag 2 it is the sampler for two steps.
+
+    After them an interpolated policy of one step before is another one.
+    """
+    kinds = {"published_proximal": True, "overrides": (*tiny.overrides, "train.objective=decoupled_ppo")}
+    exact = replace(tiny, rate=1e-2, **kinds)
+    near = measure(replace(exact, lag=1))["series"]
+    assert near["clip_share"] == [0] * 6 and min(near["ess"]) < 0.99
+    found = measure(exact)["series"]
+    interpolated = measure(replace(exact, published_proximal=False))["series"]
+    assert found["loss"][:2] == pytest.approx(interpolated["loss"][:2], abs=1e-4)
+    assert found["loss"][2:] != pytest.approx(interpolated["loss"][2:], abs=1e-4)
+
+
+def test_scores_can_be_centred(tiny: Run) -> None:
+    """From the first step on, with the loss that an uncentred first step has."""
+    plain = (*tiny.overrides, "train.ratio_bound=none")
+    off, on = (
+        measure(replace(tiny, overrides=overrides))["series"]
+        for overrides in (plain, (*plain, "train.score_centering=8"))
+    )
+    assert on["loss"][0] == off["loss"][0]
+    assert 0 < on["grad_norm"][0] != off["grad_norm"][0]
 
 
 def test_a_run_is_measured_once(tiny: Run, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from statistics import mean
 from typing import Any, get_args
 
 import numpy as np
@@ -21,6 +22,9 @@ from torch import Tensor
 from tba_hpc.config import ConfigError, TrainSection, parse_config
 from tba_hpc.config.variants import (
     OWN,
+    BinaryKl,
+    Dppo,
+    IcePop,
     LossNormaliser,
     RatioBound,
     RatioCap,
@@ -31,15 +35,16 @@ from tba_hpc.config.variants import (
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
-from tba_hpc.objectives.policy_gradient import proximal_rloo, rloo
+from tba_hpc.objectives.policy_gradient import decoupled_ppo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
-from tba_hpc.objectives.ratio_bounds import bounded
+from tba_hpc.objectives.ratio_bounds import bounded, weights
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES = tuple(OBJECTIVES)
 SECTIONS = choices(TrainSection.model_fields["objective"].annotation)
 PAIRS = [name for name in NAMES if SECTIONS[name].pairs]
-BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), RatioTaper(), SequenceMask(limit=0.05))
+MASKS = (IcePop(band=(0.8, 1.3)), Dppo(limit=0.02), BinaryKl(limit=0.01))
+BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), *MASKS, RatioTaper(), SequenceMask(limit=0.05))
 NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
 MAX_TOKENS = 8
 
@@ -69,6 +74,7 @@ def one_token(logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor) -> 
         mask_BKL=torch.ones(*logprob_BK.shape, 1, dtype=torch.bool),
         reward_BK=reward_BK,
         value_BK=torch.zeros_like(reward_BK),
+        age_BKL=torch.zeros(*logprob_BK.shape, 1, dtype=torch.int32),
     )
 
 
@@ -94,6 +100,7 @@ def random_groups(
         mask_BKL=mask,
         reward_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
         value_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
+        age_BKL=torch.randint(5, shape, generator=draw, dtype=torch.int32) * mask,
     )
 
 
@@ -164,6 +171,12 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
             elif name == "dr_grpo":
                 advantage = reward[j] - (mean + shift)
                 total = total - sum(surrogate(torch.exp(p - b), advantage, clip) for p, b, _ in row)
+            elif name == "decoupled_ppo":
+                places = torch.nonzero(groups.mask_BKL[i, j])[:, 0]
+                for (p, b, _), age in zip(row, groups.age_BKL[i, j, places].tolist(), strict=True):
+                    proximal = p.item() - (p.item() - b) / max(1, age)
+                    term = surrogate(torch.exp(p - proximal), reward[j] - mean, clip)
+                    total = total - math.exp(proximal - b) * term
             elif name == "gspo":
                 ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
                 tame = ratio.clamp(1 - clip[0], 1 + clip[1])
@@ -225,7 +238,7 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise(name: str) -> None:
     [
         *((name, {}) for name in NAMES),
         *product(("trajectory_balance", "tba_prime"), [{"log_z": "policy"}, {"log_z": "none"}]),
-        *product(("proximal_rloo", "grpo", "dr_grpo"), [{"ratio_clip": 0.1}]),
+        *product(("proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo"), [{"ratio_clip": 0.1}]),
         *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
         ("gspo", {"ratio_clip": (0.1, 0.2)}),
     ],
@@ -279,6 +292,7 @@ def part(groups: Groups, rows: slice) -> Groups:
         groups.reward_BK[rows],
         groups.value_BK[rows],
         groups.batch_tokens,
+        age_BKL=None if groups.age_BKL is None else groups.age_BKL[rows],
     )
 
 
@@ -342,6 +356,10 @@ def test_metrics_are_of_whole_completions(name: str, advantage: float) -> None:
         ("dr_grpo", {"second_moment_limit": 4.4}, 0.0),
         ("tba_prime", {"bound": RatioCap(cap=2.0)}, 1 / 3),
         ("tba_prime", {"bound": RatioCap(cap=0.5)}, 2 / 3),
+        ("rloo", {"bound": IcePop()}, 2 / 3),
+        ("rloo", {"bound": IcePop(band=(0.2, 5.0))}, 1 / 3),
+        ("rloo", {"bound": Dppo()}, 1 / 3),  # A < 0 for 1/4 and 8: only the first has been pushed down
+        ("rloo", {"bound": BinaryKl()}, 1 / 2),
         ("rloo", {"bound": RatioTaper()}, 0.0),  # A < 0 for the first, whose ratio is 2
         ("rloo", {"bound": SequenceMask()}, 0.0),
         ("topr", {}, 0.0),  # A > 0 for the first, and the second is as likely as ever
@@ -359,6 +377,30 @@ def test_clip_share_is_what_a_limit_acts_on(name: str, limits: dict[str, Any], s
         groups = replace(groups, policy_BKL=policy.requires_grad_())
     found = objective_of(name, **limits)(groups, 1.0).metrics["clip_share"]
     assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
+
+
+def test_decoupled_ppo_between_its_extremes() -> None:
+    """Around the sampler it is Dr. GRPO, around the policy itself an importance weight without a clip.
+
+    If the policy moved evenly, the interpolated one is that of one step before.
+    """
+    groups = random_groups(4, 5)
+    dr_grpo = gradient(objective_of("dr_grpo"), groups, 0.3)
+    around = partial(decoupled_ppo, ratio_clip=0.2)
+    at_sampler = partial(around, proximal_BKL=groups.behaviour_BKL)
+    torch.testing.assert_close(gradient(at_sampler, groups, 0.3), dr_grpo)
+    new = replace(groups, age_BKL=groups.age_BKL.clamp(max=1))
+    torch.testing.assert_close(gradient(around, new, 0.3), dr_grpo)
+
+    policy_BKL = groups.policy_BKL.detach()
+    found = gradient(partial(around, proximal_BKL=policy_BKL), groups, 0.3)
+    weight_BKL = (policy_BKL - groups.behaviour_BKL).exp() * groups.mask_BKL
+    torch.testing.assert_close(found, -weight_BKL * centred(groups.reward_BK)[..., None] / 20)
+
+    step_BKL = 0.3 * torch.randn(policy_BKL.shape, dtype=torch.float64) * groups.mask_BKL
+    even = replace(groups, behaviour_BKL=policy_BKL - groups.age_BKL.clamp(min=1) * step_BKL)
+    before = partial(around, proximal_BKL=policy_BKL - step_BKL)
+    torch.testing.assert_close(gradient(around, even, 0.3), gradient(before, even, 0.3))
 
 
 def test_baselines_carry_no_gradient() -> None:
@@ -420,7 +462,7 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
     for objective in (rloo, partial(proximal_rloo, ratio_clip=0.2)):
         torch.testing.assert_close(gradient(objective, fresh, beta), wanted * 7 / 6, rtol=1e-9, atol=1e-12)
     for objective, log_z, bound in product(
-        (trajectory_balance, tba_prime), ("policy", "behaviour"), (RatioCap(), *BOUNDS[2:])
+        (trajectory_balance, tba_prime), ("policy", "behaviour"), (RatioCap(), *BOUNDS[1:])
     ):
         found = gradient(bounded(partial(objective, log_z=log_z), bound), fresh, beta)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
@@ -473,29 +515,69 @@ def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound)
     groups, beta = random_groups(4, 5), 0.3
     plain = gradient(objective_of(name), groups, beta)
     found = gradient(objective_of(name, bound), groups, beta)
-    some = {"weighed": 0, "left": 0}
-    completions = 0
+    acts = []
     for i, j in product(range(4), range(5)):
-        row = tokens(groups, i, j)
-        drift = sum(p.item() - b for p, b, _ in row)
+        row = [(p.item(), b) for p, b, _ in tokens(groups, i, j)]
         places = torch.nonzero(groups.mask_BKL[i, j])[:, 0].tolist()
-        down = plain[i, j].sum() > 0
-        for t, (p, b, _) in zip(places, row, strict=True):
-            ratio = math.exp(p.item() - b) if isinstance(bound, RatioCap) else math.exp(drift)
-            if isinstance(bound, RatioCap):
-                weight = min(bound.cap, ratio)
-            elif isinstance(bound, RatioTaper):
-                weight = min(1.0, ratio) if down else 1.0
-            else:
-                weight = 0.0 if down and -drift / len(row) > bound.limit else 1.0
+        weighed = by_hand(bound, row, down=bool(plain[i, j].sum() > 0))
+        for t, (weight, _) in zip(places, weighed, strict=True):
             assert found[i, j, t].item() == pytest.approx(weight * plain[i, j, t].item(), rel=1e-9)
-            some["left" if weight == 1 else "weighed"] += 1
-        completions += weight != 1
-    assert some["weighed"] and (some["left"] or isinstance(bound, RatioCap))
+        acts.append([acting for _, acting in weighed])
+    flat = list(chain.from_iterable(acts))
+    assert any(flat) and not all(flat)
     output = objective_of(name, bound)(groups, beta)
     torch.testing.assert_close(output.loss, objective_of(name)(groups, beta).loss)
-    if not isinstance(bound, RatioCap):  # whose share is of tokens
-        assert float(output.metrics["clip_share"]) == pytest.approx(completions / 20)
+    share = mean(flat if isinstance(bound, RatioCap | IcePop | Dppo) else [row[0] for row in acts])
+    assert float(output.metrics["clip_share"]) == pytest.approx(share)
+
+
+def by_hand(bound: RatioBound, row: list[tuple[float, float]], *, down: bool) -> list[tuple[float, bool]]:
+    """Weight of each token of a completion, and whether the bound acts on it."""
+    ratios = [math.exp(p - b) for p, b in row]
+    whole = math.prod(ratios)
+    match bound:
+        case RatioCap(cap=cap):
+            return [(min(cap, ratio), ratio > cap) for ratio in ratios]
+        case RatioTaper():
+            return [(min(1.0, whole) if down else 1.0, down and whole < 1)] * len(row)
+        case SequenceMask(limit=limit):
+            acts = down and -math.log(whole) / len(row) > limit
+            return [(float(not acts), acts)] * len(row)
+        case IcePop(band=(low, high)):
+            acting = [not low <= ratio <= high for ratio in ratios]
+        case Dppo(limit=limit):
+            moved = [math.exp(p) - math.exp(b) for p, b in row]
+            acting = [(gap < -limit if down else gap > limit) for gap in moved]
+        case BinaryKl(limit=limit):
+            pairs = [[min(math.exp(of), 1 - 1e-6) for of in (b, p)] for p, b in row]
+            kl = [b * math.log(b / p) + (1 - b) * math.log((1 - b) / (1 - p)) for b, p in pairs]
+            acting = [mean(kl) > limit] * len(row)
+        case _:
+            raise AssertionError(bound)
+    return [(0.0 if masked else ratio, masked) for ratio, masked in zip(ratios, acting, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("bound", "now", "slope", "wanted"),
+    [
+        (IcePop(), [0.2, 0.3, 0.5, 1.0], -1, [0, 0.6, 1, 2]),
+        (IcePop(band=(0.3, 1.5)), [0.2, 0.3, 0.5, 1.0], -1, [0.4, 0.6, 1, 0]),
+        (Dppo(), [0.3, 0.4, 0.6, 0.7], -1, [0.6, 0.8, 1.2, 0]),  # pushed up, where .7 already is
+        (Dppo(), [0.3, 0.4, 0.6, 0.7], 1, [0, 0.8, 1.2, 1.4]),
+        (BinaryKl(limit=0.0103), [0.6, 0.5], 1, [1.2, 1]),  # ½·log(.5/.6) + ½·log(.5/.4) = .02041, and 0
+        (BinaryKl(limit=0.0101), [0.6, 0.5], 1, [0, 0]),
+        (BinaryKl(), [0.46, 0.5], 1, [0.92, 1]),  # .00321 and 0, mean .0016
+        (BinaryKl(), [0.44, 0.5], 1, [0, 0]),  # .00725 and 0
+    ],
+)
+def test_masks_by_the_numbers(bound: RatioBound, now: list[float], slope: int, wanted: list[float]) -> None:
+    """Of tokens that had a probability of ½ when they were sampled."""
+    policy = tensor([now]).log()[None]
+    everywhere = torch.ones_like(policy, dtype=torch.bool)
+    sampled = torch.full_like(policy, math.log(0.5))
+    groups = Groups(policy, sampled, policy, everywhere, tensor([[1]]), tensor([[0]]))
+    found, _ = weights(bound, groups, torch.full_like(policy, slope))
+    torch.testing.assert_close(found.flatten(), torch.tensor(wanted, dtype=torch.float64))
 
 
 # --- Of the user's ---

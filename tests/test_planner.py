@@ -14,6 +14,7 @@ from hub import hub
 from known_models import KNOWN, cache_shapes
 from typed import tba
 
+from tba_hpc.checks.planner import as_values
 from tba_hpc.checks.planner.estimate import (
     SEARCHER,
     TRAINER,
@@ -53,6 +54,14 @@ def test_a_shipped_config_is_planned_without_a_network(name: str, monkeypatch: p
     assert estimate(config, GPUS["h200-141"], gpus=None).parameters > 0
     with pytest.raises(ConfigError, match=r"has no config.json that can be read .* or run `hf download "):
         load_shape("mnoukhov/another")
+
+
+def test_what_score_centering_records_is_told() -> None:
+    """32 · 6 bytes of each of 512 tokens of 200,000 completions."""
+    config = load_config(Path("math_gsm8k"), ["train.score_centering=32", "launch.searchers=1"])
+    (*_, note) = as_values(config, estimate(config, GPUS["h200-141"], gpus=None))["notes"]
+    assert config.generator.max_tokens * config.buffer.capacity == 512 * 200_000
+    assert "records 192 bytes per completion token: up to 18.3 GiB of host memory" in note
 
 
 def test_shapes_come_from_a_folder_the_cache_or_the_hub(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy as wire
 
 from tba_hpc.config import BufferSection
@@ -15,6 +16,7 @@ from tba_hpc.core.types import (
     LIVE_RECORD,
     PER_TOKEN,
     RECORD,
+    TOP_LOGPROBS,
     Completion,
     Group,
     Prompt,
@@ -44,7 +46,7 @@ ON_DISK = (
         ("reference", "<i4"),
     ),
     (("revision", "<i8"), ("sync", "<i8"), ("uses", "<i4"), ("value", "<f4")),
-    {"hdf5_shards.SCHEMA": 3, "directory.FORMAT": 4},
+    {"hdf5_shards.SCHEMA": 4, "directory.FORMAT": 5},
 )
 """RECORD, what LIVE_RECORD adds to it, and the versions by which a reader knows them."""
 
@@ -78,7 +80,7 @@ def test_of_groups_fills_every_field_but_the_uid() -> None:
     assert empty == {"uid"}, "core.types.Trajectories.of_groups fills every field of RECORD but the uid"
 
 
-def random_trajectories(random: np.random.Generator) -> Trajectories:
+def random_trajectories(random: np.random.Generator, likeliest: int = 3) -> Trajectories:
     """Random bytes in every field but those that say which prompt and request it is."""
     number = GROUPS * SIZE
     record = random.integers(0, 100, (number, RECORD.itemsize), np.uint8).view(RECORD)[:, 0]
@@ -86,8 +88,10 @@ def random_trajectories(random: np.random.Generator) -> Trajectories:
     record["reward"] = random.random(number)
     prompts = Ragged.from_rows([random.integers(0, 99, 3) for _ in range(GROUPS)], np.int32)
     completions = Ragged.from_rows([random.integers(0, 99, random.integers(1, 9)) for _ in record], np.int32)
-    per_token = (random.random(len(completions.values), np.float32) for _ in PER_TOKEN)
-    return Trajectories(record, prompts, completions, *per_token)
+    logprobs, ref_logprobs = random.random((2, len(completions.values)), np.float32)
+    top = np.zeros((len(logprobs), likeliest), TOP_LOGPROBS)
+    top["token"], top["logprob"] = random.integers(0, 99, top.shape), random.random(top.shape)
+    return Trajectories(record, prompts, completions, logprobs, ref_logprobs, top)
 
 
 def by_uid(trajectories: Trajectories) -> dict[int, tuple[object, ...]]:
@@ -104,8 +108,11 @@ def by_uid(trajectories: Trajectories) -> dict[int, tuple[object, ...]]:
     return found
 
 
-def test_every_field_survives_shard_buffer_checkpoint_batch_wire_and_micro_batch(tmp_path: Path) -> None:
-    made = random_trajectories(np.random.default_rng(0))
+@pytest.mark.parametrize("likeliest", [0, 3])
+def test_every_field_survives_shard_buffer_checkpoint_batch_wire_and_micro_batch(
+    likeliest: int, tmp_path: Path
+) -> None:
+    made = random_trajectories(np.random.default_rng(0), likeliest)
     write_shard(tmp_path / "shard.h5", Shard(0, 0, made))
     first = ReplayBuffer(BufferSection(), 0)
     first.merge(read_shard(tmp_path / "shard.h5").trajectories, 0)

@@ -71,7 +71,7 @@ def record(root: Path, **sections: dict[str, object]) -> tuple[RunDir, TabularLe
     """A run with a searcher beside the trainer, as fast as both are."""
     config = make_config(root, **sections)
     run = RunDir.create(config)
-    parts = TrainerParts(config, run)
+    parts = TrainerParts(config, run, learner=TabularLearner(TABLE, config.train))
     searcher = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
     thread = threading.Thread(target=make_searcher(config, run, searcher).run)
     thread.start()
@@ -120,13 +120,19 @@ def first(run: RunDir, name: str) -> float:
 SYNCHRONOUS: dict[str, dict[str, object]] = {"exchange": {"max_staleness": 0, "sync_every": 1}}
 
 
-@pytest.mark.parametrize("sections", [{}, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+CENTRED: dict[str, dict[str, object]] = {"train": {"score_centering": 2}}
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, SYNCHRONOUS, CENTRED], ids=["asynchronous", "synchronous", "centred"]
+)
 def test_by_the_same_config_every_loss_is_the_same_bit_by_bit(
     sections: dict[str, dict[str, object]], tmp_path: Path
 ) -> None:
     """Whenever shards came: between publishes, during waits; the policy at the end is the same, too."""
     falling: dict[str, object] = {"learning_rate": {"schedule": "linear", "peak": 0.05}}
-    source, learner = record(tmp_path, train=falling, **sections)
+    train = {**falling, **sections.get("train", {})}
+    source, learner = record(tmp_path, **{**sections, "train": train})
     run, replayed, finished = again(source)
     assert finished and run.finished and run.path != source.path
     assert _losses(run) == _losses(source) and len(_losses(run)) == 12
@@ -258,6 +264,7 @@ REFUSED = {
     "generator.temperature=0.5": "is not how the shards of .* were made, with 1.0: leave it out",
     "task.name=math": "task.name=math is not how",
     "model.logprob_temperature=2": "model.logprob_temperature=2",
+    "train.score_centering=3": "did not record, with train.score_centering=0: leave it out",
     "train.reference=frozen": r"did not record, with train.reference=\{name: behaviour\}",
 }
 

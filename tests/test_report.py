@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
+import tba_hpc
 from tba_hpc.commands.compare import compare, write_comparison
 from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
+from tba_hpc.report.run_state import RunMonitor
+from tba_hpc.report.status import cells
 from tba_hpc.report.summary import print_summary, summarise, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
+from tba_hpc.run.evaluations import Answer, Evaluation, find_evaluation, write_evaluation
 
 
 @pytest.fixture
@@ -108,6 +112,35 @@ def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> No
     text = written(run)
     assert r"&lt;b&gt;41&lt;/b&gt;\u202e" in text and "\u202e" not in text and "<b>41</b>" not in text
     assert text.index("✗ wrong") < text.index("✓ right") and "only before" not in text
+
+
+def test_answers_that_were_cut_off_are_told_where_there_are_some(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 answers before and after 41 and 85 are right, of these 1 and 30 were cut off."""
+    resumed_run(run)
+    run.mark_finished()
+    told = "right and ended"
+    print_summary(run, summarise(run))
+    assert told not in written(run) and told not in capsys.readouterr().out and told not in watched(run)
+    for at, cut in ((0, 1), (10, 30)):
+        whole = find_evaluation(run, "test", at)
+        assert whole
+        (run.evaluations / f"test-step-{at:06d}.json").unlink()
+        write_evaluation(run, 0, 1, replace(whole, cut_correct=cut))
+    print_summary(run, summarise(run))
+    assert re.search(rf"{told} +40.0 % → 55.0 %", capsys.readouterr().out)
+    assert f"{told}: 40.0 % → 55.0 %" in written(run)
+    assert watched(run)[told] == "55.0 %"
+    frame = tba_hpc.read(run.path).evaluations.set_index(["split", "step"])
+    assert frame["ended_score"].to_dict() == {("test", 0): 0.4, ("test", 10): 0.55, ("validation", 5): 0.6}
+
+
+def watched(run: RunDir) -> dict[str, str]:
+    """What ``tba status`` shows of it."""
+    monitor = RunMonitor(run, lambda run: [])
+    monitor.update()
+    return cells(monitor)
 
 
 def test_duration() -> None:

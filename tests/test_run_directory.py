@@ -478,6 +478,13 @@ def test_parts_without_a_reference_model_have_no_perplexity() -> None:
     assert (known + part(80, 1, 3)).perplexity is part(80, 1, 3).perplexity is None
 
 
+def test_a_correct_answer_that_was_cut_off_did_not_end_by_itself() -> None:
+    whole = replace(part(80, 3, 5), cut_correct=2) + part(80, 1, 3)
+    assert (whole.score, whole.ended_score) == (4 / 8, 2 / 8)
+    assert part(80, 3, 5).ended_score == part(80, 3, 5).score
+    assert math.isnan(part(80, 0, 0).ended_score)
+
+
 def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> None:
     for step in (80, 100, 120):
         write_evaluation(run, 0, 1, part(step, 1, 1))

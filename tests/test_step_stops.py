@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tba_hpc.config import Config, TrainSection
 from tba_hpc.core.batch import plan
 from tba_hpc.core.packing import Layout
+from tba_hpc.core.types import TOP_LOGPROBS
 from tba_hpc.learner import hf_model
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner, _Work
 from tba_hpc.learner.hf_model import PolicyLogprobs
@@ -35,9 +37,10 @@ CPU = torch.device("cpu")
 
 SECTIONS = [
     *({"objective": name} for name in OBJECTIVES),
-    *({"ratio_bound": bound} for bound in ("cap", "taper", "mask")),
+    *({"ratio_bound": bound} for bound in ("cap", "icepop", "dppo", "binary_kl", "taper", "mask")),
     {"objective": {"name": "grpo", "second_moment_limit": 0.04}},
     {"reference": "lagged"},
+    *({"score_centering": 2, "ratio_bound": bound} for bound in ("none", "cap", "taper")),
 ]
 
 
@@ -48,6 +51,7 @@ def test_no_value_comes_to_the_host_between_upload_and_gradient(
 ) -> None:
     """Of log-probabilities and every objective; tensors without values raise at each such place."""
     batch = make_batch(1)
+    batch = replace(batch, top_logprobs=np.ones((len(batch.logprobs), 2), TOP_LOGPROBS))
     (part,) = plan(batch, rank=0, ranks=1, budget=100_000, share_prompts=True)
     config = AutoConfig.from_pretrained(make_family_model(tmp_path, kind))
     config._attn_implementation = "sdpa"
@@ -55,7 +59,7 @@ def test_no_value_comes_to_the_host_between_upload_and_gradient(
         logprobs = PolicyLogprobs(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         work = upload(_Work.of(part, batch, layout), CPU)
         (packed,) = work.passes
-        policy_T = torch.zeros(work.recorded.cell_T.shape).index_copy(0, packed.place_A, logprobs(packed))
+        policy_T = torch.zeros((len(batch.logprobs), 3)).index_copy(0, packed.place_A, logprobs(packed))
         groups = Groups.of(policy_T, work.recorded, batch_tokens=7.0)
         for section in SECTIONS:
             train = TrainSection.model_validate(section)

@@ -123,12 +123,16 @@ def test_with_another_log_z_data_that_nobody_adds_to_pull_towards_what_sampled_t
     ("log_z", "bound"),
     [("policy", "none"), *(("behaviour", bound) for bound in ("none", "cap", "taper", "mask"))],
 )
-def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(log_z: str, bound: str) -> None:
+@pytest.mark.parametrize("centring", [0, 2])
+def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(
+    log_z: str, bound: str, centring: int
+) -> None:
     """Whatever log Z and bound, on data 5 to 9 steps old: there π_θ and what sampled are the optimum."""
     table = Table(prompts=1, seed=3)
     train = TrainSection(
         objective={"name": "trajectory_balance", "log_z": log_z},
         ratio_bound=bound,
+        score_centering=centring,
         steps=400,
         prompts_per_step=1,
         completions_per_prompt=64,

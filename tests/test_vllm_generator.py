@@ -41,6 +41,7 @@ pytestmark = pytest.mark.engine
 torch.set_num_threads(1)  # as in a searcher's rank
 
 EOS = 0
+VOCABULARY = 128
 PLAIN = ModelSection(path="m")
 CONTEXT = 64
 SEQUENCES = 8
@@ -436,7 +437,8 @@ def _misfit(tokens: np.ndarray, expected: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def tempered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine whose policy is softmax(logits/0.7)."""
-    served = Served(tmp_path_factory.mktemp("tempered"), tied=True, policy_temperature=0.7)
+    folder, limits = tmp_path_factory.mktemp("tempered"), {"top_logprobs": VOCABULARY}
+    served = Served(folder, tied=True, policy_temperature=0.7, limits=limits)
     yield served
     _close(served.generator)
 
@@ -461,6 +463,28 @@ def test_logprobs_are_the_tempered_policys_however_sampled(tempered: Served, sam
     for version, folder in enumerate((tempered.other, tempered.folder), tempered.generator.version + 1):
         model = tempered.load(folder, version)
         _assert_logprobs_of(model, _generate(tempered.generator, *requests), 0.7)
+
+
+@pytest.mark.parametrize("k", [3, VOCABULARY])
+def test_the_likeliest_tokens_in_each_place_are_the_policys(tempered: Served, k: int) -> None:
+    """Against the softmax of all logits, in the order of their log-probabilities; no less for the others."""
+    model = tempered.load(tempered.other, version=10 + k)
+    sampling = Sampling(0.7, 1.0, max_tokens=9, top_logprobs=k)
+    groups = _generate(tempered.generator, *(_request(i, sampling=sampling) for i in range(3)))
+    _assert_logprobs_of(model, groups, 0.7)
+    for group in groups:
+        for completion in group.completions:
+            prompt, tokens = torch.from_numpy(group.request.prompt.tokens), torch.tensor(completion.tokens)
+            logits_LV = model(input_ids=torch.cat([prompt, tokens])[None].long()).logits[0]
+            expected_TV = (logits_LV[len(prompt) - 1 : -1] / 0.7).log_softmax(1).detach().numpy()
+            assert completion.top_logprobs is not None
+            assert completion.top_logprobs.shape == (len(tokens), k)
+            token_TC, logprob_TC = (completion.top_logprobs[name] for name in ("token", "logprob"))
+            best_TC = -np.sort(-expected_TV, axis=1)[:, :k]
+            there_TC = np.take_along_axis(expected_TV, token_TC.astype(int), 1)
+            np.testing.assert_allclose(logprob_TC, there_TC, rtol=2**-11, atol=1e-5)
+            np.testing.assert_allclose(there_TC, best_TC, rtol=0, atol=1e-5)
+            assert (np.abs(np.exp(logprob_TC.astype(float)) - np.exp(there_TC)) < 2e-4).all()
 
 
 def test_a_tempered_policy_is_sampled_as_asked(tempered: Served) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lab import asynchrony, pace, sparse, staleness
+from lab import asynchrony, pace, remedies, sparse, staleness
 from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
@@ -38,6 +38,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "pace": pace.PACE,
     "staleness": staleness.EXACT,
     "staleness_arithmetic": staleness.ARITHMETIC,
+    "remedies": remedies.REMEDIES,
     "replay_sparse": sparse.SHARE,
     "searchers": sparse.SEARCHERS,
 }
@@ -50,14 +51,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "") + listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=EXPERIMENTS, metavar="NAME", help="one of the above")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default 0 1 2, with remedies 11 to 15")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; fewer only to try it out")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="default runs/experiments")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="a table.json: measure nothing"
     )
     arguments = parser.parse_args(argv)
-    if min(arguments.seeds) < 0 or (arguments.steps is not None and arguments.steps < 1):
+    if min(arguments.seeds or [0]) < 0 or (arguments.steps is not None and arguments.steps < 1):
         parser.error("--seeds must be at least 0 and --steps at least 1")
     return arguments
 
@@ -71,10 +72,9 @@ def main(argv: list[str] | None = None) -> None:
         result, title, origin = from_json(arguments.source.read_text())
         print(write(result, folder, title=title, origin=origin))
     else:
-        options, experiment = (
-            Options(folder, tuple(arguments.seeds), arguments.steps),
-            EXPERIMENTS[arguments.name],
-        )
+        experiment = EXPERIMENTS[arguments.name]
+        seeds = tuple(arguments.seeds or getattr(experiment, "seeds", Options.seeds))
+        options = Options(folder, seeds, arguments.steps)
         origin, began = provenance(options.seeds), time.monotonic()
         print(write(experiment.measure(options), folder, title=experiment.question, origin=origin))
         log.print(f"{(time.monotonic() - began) / 60:.1f} minutes", style="dim")

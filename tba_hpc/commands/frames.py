@@ -62,9 +62,10 @@ class RunFrames:
     def evaluations(self) -> DataFrame:
         """One row per whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
 
-        reward: mean over the answers that have a reward.
+        reward: mean over the answers that have a reward. ended_score: share of answers that are correct and
+        ended by themselves.
         """
-        counts = ["perplexity", "correct", "total", "tokens", "truncated"]
+        counts = ["perplexity", "ended_score", "correct", "total", "tokens", "truncated"]
         names = ["split", "step", "score", "low", "high", "reward", *counts]
         rows = []
         for found in read_evaluations(self.run).values():

@@ -105,6 +105,11 @@ def read_recorded(
             f"record, with train.reference={value_text(before.reference.model_dump())}: leave it out, or "
             "set it to behaviour"
         )
+    if now.score_centering > before.score_centering:
+        raise ConfigError(
+            f"train.score_centering={now.score_centering} needs log-probabilities that {source.path} did not "
+            f"record, with train.score_centering={before.score_centering}: leave it out"
+        )
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:
         recording = Recording(recording.arrivals, None, recording.steps)

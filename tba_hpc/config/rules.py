@@ -78,7 +78,14 @@ def check(config: Config) -> None:
         value = reduce(getattr, match[1].split("."), config)
         return f"{match[1]}={value_text(getattr(value, 'name', value))}"
 
-    for rules in (_of_sampling, _of_the_loss, _of_steps, _of_the_buffer, _of_the_exchange):
+    for rules in (
+        _of_sampling,
+        _of_score_centering,
+        _of_the_loss,
+        _of_steps,
+        _of_the_buffer,
+        _of_the_exchange,
+    ):
         for sentence in rules(config):
             raise ValueError(re.sub(r"\{([a-z_.]+)\}", setting, sentence))
 
@@ -106,12 +113,33 @@ def _of_sampling(config: Config) -> Iterator[str]:
         )
 
 
+def _of_score_centering(config: Config) -> Iterator[str]:
+    """Yield what keeps log-probabilities from being those of the distribution that is sampled from."""
+    generator, own = config.generator, config.model.logprob_temperature
+    if not config.train.score_centering:
+        return
+    needs = "{train.score_centering} needs samples of the distribution that the log-probabilities are of"
+    if own not in (None, generator.temperature):
+        yield (
+            f"{needs}, not {{model.logprob_temperature}} with {{generator.temperature}}: leave out the "
+            "first, or make the two equal"
+        )
+    changed = {
+        "top_p": generator.top_p < 1,
+        "min_tokens": generator.min_tokens > 0,
+        "tempered_range": generator.tempered_range is not None,
+    }
+    for key in (key for key, changes in changed.items() if changes):
+        yield f"{needs}, which {{generator.{key}}} changes: leave out one of the two"
+
+
 def _of_the_loss(config: Config) -> Iterator[str]:
     train, objective, reference = config.train, config.train.objective, config.train.reference
-    if not objective.takes_bound and train.ratio_bound != Unbounded():
+    given = {"ratio_bound": train.ratio_bound != Unbounded(), "score_centering": train.score_centering > 0}
+    for key in (key for key, asked in given.items() if asked and not objective.takes_bound):
         why = "a loss of pairs" if objective.pairs else "which bounds stale data itself"
         yield (
-            f"{{train.ratio_bound}} is not for {{train.objective}}, {why}: leave it out, or use another "
+            f"{{train.{key}}} is not for {{train.objective}}, {why}: leave it out, or use another "
             "objective, such as trajectory_balance or rloo"
         )
     if objective.pairs and train.normaliser != "sum":

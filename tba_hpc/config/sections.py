@@ -83,7 +83,7 @@ class ModelSection(Section):
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
     """T in softmax(logits/T), for all log-probabilities. If unset: generator.temperature for objectives that
-    need samples of the policy they train (oapl and the policy gradients), else 1."""
+    need samples of the policy they train (oapl and the policy gradients) and with score_centering, else 1."""
     fp32_head: bool = True
     """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
@@ -299,6 +299,11 @@ class TrainSection(Section):
     ratio_bound: RatioBound = Unbounded()
     """Limit on the influence of stale data, by weighting each token's gradient; TB's optimum stays the same.
     If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
+    data themselves or learn from pairs."""
+    score_centering: int = Field(0, ge=0)
+    """k of score centering (arXiv 2609.20807), such as 32: subtract from each token's score ∇log π_θ its mean
+    under the sampler, so that old data of constant advantage pull nowhere. The sampler's k likeliest tokens
+    are recorded, 6·k bytes per token; all others count as one. 0: off. Not for objectives that bound stale
     data themselves or learn from pairs."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
@@ -550,7 +555,7 @@ class Config(Section):
         """Refuse a config that contradicts itself, then fill in keys left out that follow from others."""
         rules.check(self)
         if self.model.logprob_temperature is None:
-            sampled = self.train.objective.own_samples
+            sampled = self.train.objective.own_samples or self.train.score_centering
             self._fill("model", logprob_temperature=self.generator.temperature if sampled else 1.0)
         if self.train.zero_stage == 3:
             self._fill("model", compile=False)

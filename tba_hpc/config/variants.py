@@ -135,6 +135,15 @@ class DrGrpo(ClippedTokens, Shifted):
     """GRPO done right: advantages are not divided by the standard deviation, and there is no KL term."""
 
 
+class DecoupledPpo(PolicyGradient):
+    takes_bound = weighs_kl = False
+    name: Literal["decoupled_ppo"] = "decoupled_ppo"
+    """Dr. GRPO clipped around a policy one step old, which A-3PO interpolates, and weighted by the ratio of
+    that policy to the sampling one."""
+    ratio_clip: Fraction = 0.2
+    """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
+
+
 class Gspo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["gspo"] = "gspo"
@@ -171,11 +180,38 @@ class Unbounded(Section):
     """No bound: data of any age count the same."""
 
 
-class RatioCap(Section):
+class RatioWeighted(Section):
+    """A bound that weights each token by π_θ/π_behaviour where it does not act."""
+
+
+class RatioCap(RatioWeighted):
     name: Literal["cap"] = "cap"
     """Weight each token by min(cap, π_θ/π_behaviour) (TBA′, CISPO)."""
     cap: Positive = 8.0
     """Largest weight."""
+
+
+class IcePop(RatioWeighted):
+    name: Literal["icepop"] = "icepop"
+    """Weight each token by π_θ/π_behaviour, or by 0 where that is outside a band (IcePop)."""
+    band: tuple[Fraction, Annotated[float, Field(gt=1)]] = (0.5, 5.0)
+    """Lowest and highest weight other than 0."""
+
+
+class Dppo(RatioWeighted):
+    name: Literal["dppo"] = "dppo"
+    """Weight each token by π_θ/π_behaviour, or by 0 where its probability has moved far and is pushed further
+    (DPPO)."""
+    limit: Fraction = 0.15
+    """Largest change of a token's probability, the binary total variation, that is pushed further."""
+
+
+class BinaryKl(RatioWeighted):
+    name: Literal["binary_kl"] = "binary_kl"
+    """Weight each token by π_θ/π_behaviour, or by 0 in completions whose tokens' probabilities have moved far
+    (FlashREINFORCE)."""
+    limit: Positive = 0.003
+    """Largest binary KL(π_behaviour‖π_θ), mean over a completion's tokens, whose weights are not 0, nats."""
 
 
 class RatioTaper(Section):
@@ -288,6 +324,7 @@ ObjectiveChoice = Annotated[
     | Annotated[ProximalRloo, Tag("proximal_rloo")]
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[DrGrpo, Tag("dr_grpo")]
+    | Annotated[DecoupledPpo, Tag("decoupled_ppo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Topr, Tag("topr")]
     | Annotated[OnlineDpo, Tag("online_dpo")]
@@ -296,7 +333,9 @@ ObjectiveChoice = Annotated[
     _by_name("trajectory_balance"),
 ]
 RatioBound = Annotated[
-    Unbounded | RatioCap | RatioTaper | SequenceMask, Discriminator("name"), _by_name("none")
+    Unbounded | RatioCap | IcePop | Dppo | BinaryKl | RatioTaper | SequenceMask,
+    Discriminator("name"),
+    _by_name("none"),
 ]
 ReferenceChoice = Annotated[
     FrozenReference | BehaviourIsReference | ResetReference | LaggedReference,

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.types import LIVE_RECORD, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
@@ -168,6 +168,18 @@ def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatc
     return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))
 
 
+def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
+    """Return the batch with k likeliest tokens in each place. Raises ConfigError if fewer are recorded."""
+    recorded = batch.top_logprobs.shape[1]
+    if k > recorded:
+        raise ConfigError(
+            f"train.score_centering={k} needs as many of the sampler's likeliest tokens at each place, but "
+            f"trajectories hold {recorded}: leave it out, or use a generator that records "
+            "request.sampling.top_logprobs"
+        )
+    return replace(batch, top_logprobs=batch.top_logprobs[:, :k])
+
+
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
     """Return the given groups, whole, in the given order."""
     return batch.take(rows_of(groups, batch.group_size))
@@ -191,11 +203,14 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
     """Return the batch as named contiguous arrays of numbers, as safetensors takes them."""
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}
     form = np.array([batch.group_size, batch.step], np.int64)
-    return {**arrays, "record": arrays["record"].view(np.uint8), "form": form}
+    return {**arrays, **{name: arrays[name].view(np.uint8) for name in _STRUCTURED}, "form": form}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
     """Inverse of ``to_arrays``."""
     group_size, step = arrays["form"].tolist()
-    record = arrays["record"].view(LIVE_RECORD)
-    return TrajectoryBatch.from_arrays({**arrays, "record": record}, group_size=group_size, step=step)
+    structured = {name: arrays[name].view(dtype) for name, dtype in _STRUCTURED.items()}
+    return TrajectoryBatch.from_arrays({**arrays, **structured}, group_size=group_size, step=step)
+
+
+_STRUCTURED = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}

@@ -22,7 +22,6 @@ from tba_hpc.config.variants import EditDuplicates, EmbeddingDuplicates
 from tba_hpc.core.batch import rows_of, take_groups
 from tba_hpc.core.types import (
     LIVE_RECORD,
-    PER_TOKEN,
     Columns,
     Ragged,
     Trajectories,
@@ -574,7 +573,7 @@ class ReplayBuffer:
 
 _NO_TOKENS = Ragged.from_rows([], np.int32)
 _NOTHING = Trajectories(
-    np.empty(0, LIVE_RECORD), _NO_TOKENS, _NO_TOKENS, *(np.empty(0, np.float32) for _ in PER_TOKEN)
+    np.empty(0, LIVE_RECORD), _NO_TOKENS, _NO_TOKENS, np.empty(0, np.float32), np.empty(0, np.float32)
 ).columns
 
 

@@ -63,7 +63,8 @@ class Packed:
 
     tokens, positions: int64 [1, R] or [N, L], each token and its place in its own sequence. attention: None
     for a rectangle. before_A: int64, index into flattened ``tokens`` at which a sampled token is predicted.
-    sampled_A: int64, that token. place_A: int64, its index among the tokens of all completions.
+    sampled_A: int64, that token; or [A, 1 + C], it and others whose log-probabilities are asked in its place.
+    place_A: int64, its index among the tokens of all completions.
     """
 
     tokens: Array
@@ -75,12 +76,19 @@ class Packed:
 
 
 def pack(
-    sequences: Ragged, prompt_length_N: np.ndarray, prompt_N: np.ndarray, action_T: np.ndarray, layout: Layout
+    sequences: Ragged,
+    prompt_length_N: np.ndarray,
+    prompt_N: np.ndarray,
+    action_T: np.ndarray,
+    layout: Layout,
+    *,
+    others_TC: np.ndarray | None = None,
 ) -> Packed:
     """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
 
     prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
-    and share it in a row. action_T: bool, whether each completion token was sampled.
+    and share it in a row. action_T: bool, whether each completion token was sampled. others_TC: tokens whose
+    log-probabilities are asked in place of each completion token, too; none if C = 0.
     """
     length_N = sequences.lengths
     row_S = np.arange(len(length_N)).repeat(length_N)
@@ -95,12 +103,15 @@ def pack(
         shape = (1, int(np.count_nonzero(own_S)))
         place_S = _places_in_row(own_S, row_S, position_S, first_N, sequences.offsets)
     action_A = np.flatnonzero(completion_S)[action_T]
+    sampled_A = sequences.values[action_A]
+    if others_TC is not None and others_TC.shape[1]:
+        sampled_A = np.column_stack([sampled_A, others_TC[action_T]])
     return Packed(
         tokens=_put(sequences.values, place_S, shape),
         positions=_put(position_S, place_S, shape),
         attention=_attention(layout, place_S, own_S, row_S, sequences),
         before_A=place_S[action_A - 1],
-        sampled_A=sequences.values[action_A].astype(np.int64),
+        sampled_A=sampled_A.astype(np.int64),
         place_A=np.flatnonzero(action_T),
     )
 

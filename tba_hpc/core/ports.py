@@ -28,6 +28,9 @@ from tba_hpc.core.types import (
 PASS_AT_1 = "pass@1"
 """Name of the score of a task with right and wrong answers."""
 
+RIGHT_AND_ENDED = "right and ended"
+"""Name of the share of answers that are correct and that no limit cut off."""
+
 IDLE_DEADLINES = 6
 """Number of deadlines that a searcher gives its trainer between two rounds of the exchange."""
 

@@ -131,7 +131,13 @@ def training_requests(
     place = config.launch.place_of(searcher)
     for request_id in order.request_ids(place, config.launch.places, completed):
         temperature = _temperature(config, request_id)
-        sampling = Sampling(temperature, section.top_p, section.max_tokens, section.min_tokens)
+        sampling = Sampling(
+            temperature,
+            section.top_p,
+            section.max_tokens,
+            section.min_tokens,
+            top_logprobs=config.train.score_centering,
+        )
         prompt = prompts[order.prompt_of(request_id)]
         yield Request(prompt, request_id, section.completions_per_prompt, sampling)
 

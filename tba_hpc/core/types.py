@@ -3,13 +3,15 @@
 Shape letters, used as suffixes of names throughout the project (``reward_N``, ``logprob_BK``):
     N trajectories (sequences), P distinct prompts, B groups of a batch, K completions of a group
     T tokens in all, A those of them that the policy sampled (actions), L positions of the longest sequence
-    D width of a hidden state or embedding, V vocabulary; a digit is the size of an axis (``mean_B1``)
+    D width of a hidden state or embedding, V vocabulary, C likeliest tokens in a place
+    a digit is the size of an axis (``mean_B1``)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import msgspec
@@ -56,8 +58,11 @@ LIVE_RECORD = np.dtype(
 )
 """Record in the buffer, its checkpoints and batches: RECORD plus what the trainer adds at the merge."""
 
-PER_TOKEN = ("logprobs", "ref_logprobs")
-"""Fields of Trajectories that hold one value per completion token."""
+TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
+"""One of the likeliest tokens in some place. float16 rounds its probability by at most 2e-4."""
+
+PER_TOKEN = ("logprobs", "ref_logprobs", "top_logprobs")
+"""Fields of Trajectories that hold one value, or one row, per completion token."""
 
 COLUMNS = (
     "record",
@@ -181,7 +186,8 @@ class Completion:
     the sampling weights at model.logprob_temperature, whatever temperature they were sampled at. They are NaN
     at tokens that an environment gave; the first token is never one of these. finish_reason: what ended it;
     "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed. calls,
-    failed_calls: numbers of tool calls.
+    failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in place of
+    each, as Sampling asks; meaningless at an environment's tokens. None: C = 0.
     """
 
     tokens: np.ndarray
@@ -190,6 +196,7 @@ class Completion:
     reward: float | None = None
     calls: int = 0
     failed_calls: int = 0
+    top_logprobs: np.ndarray | None = None
 
     @property
     def action_T(self) -> np.ndarray:
@@ -208,12 +215,14 @@ class Sampling:
     """Parameters by which completions are drawn.
 
     temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
+    top_logprobs: number of likeliest tokens whose log-probabilities are recorded in place of each token.
     """
 
     temperature: float
     top_p: float
     max_tokens: int
     min_tokens: int = 0
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +270,8 @@ class Trajectories:
     rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
     aligned with ``completions.values``, under the sampling policy and the record's reference. Both are at
     model.logprob_temperature. At an environment's tokens logprobs are NaN and ref_logprobs are meaningless.
-    If the trainer scores the reference, ref_logprobs are NaN until it has computed them.
+    If the trainer scores the reference, ref_logprobs are NaN until it has computed them. top_logprobs:
+    TOP_LOGPROBS [T, C], as in the completions; C is 0 if they are left out.
     """
 
     record: np.ndarray
@@ -269,6 +279,12 @@ class Trajectories:
     completions: Ragged
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
+    top_logprobs: np.ndarray = field(default_factory=partial(np.empty, (0, 0), TOP_LOGPROBS))
+
+    def __post_init__(self) -> None:
+        """Make a row for each token if ``top_logprobs`` are left out."""
+        if self.top_logprobs.shape == (0, 0):
+            object.__setattr__(self, "top_logprobs", np.empty((len(self.logprobs), 0), TOP_LOGPROBS))
 
     def __len__(self) -> int:
         return len(self.record)
@@ -307,6 +323,7 @@ class Trajectories:
         record["prompt_row"] = [row_of[group.request.prompt.id] for group in groups]
         record["reward"] = [reward for one in scored for reward in one.rewards]
         versions = np.concatenate([one.group.versions for one in scored])
+        top = [one.top_logprobs for one in completions if one.top_logprobs is not None]
         record["version_oldest"], record["version_newest"] = versions.T
         record["truncated"] = [FINISH_REASONS.index(one.finish_reason) for one in completions]
         record["reference"] = [one.reference for one in scored for _ in one.group.completions]
@@ -316,6 +333,7 @@ class Trajectories:
             completions=Ragged.from_rows([one.tokens for one in completions], np.int32),
             logprobs=np.concatenate([one.logprobs for one in completions], dtype=np.float32),
             ref_logprobs=np.concatenate(ref_logprobs, dtype=np.float32),
+            **({"top_logprobs": np.concatenate(top)} if top else {}),
         )
 
     def take(self, rows: np.ndarray) -> Self:
@@ -388,6 +406,7 @@ class Trajectories:
             "prompt offsets": _well_formed(self.prompts),
             "one logprob per token": len(self.logprobs) == tokens,
             "one reference logprob per token": len(self.ref_logprobs) == tokens,
+            "one row of top logprobs per token": len(self.top_logprobs) == tokens,
             "prompt_row within prompts": bool((self.record["prompt_row"] < len(self.prompts)).all()),
             "finite rewards": bool(np.isfinite(self.record["reward"]).all()),
         }

@@ -31,6 +31,8 @@ class EngineSettings(Section):
     seed: int
     graphs: str = ""
     """vLLM's name for the kind of CUDA graphs; empty: as in generator.engine, or else as vLLM chooses."""
+    top_logprobs: int = 0
+    """Highest number of them that a request asks for."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -102,7 +104,7 @@ class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
     tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS
-    or a stop string ended it. versions: int32 [K, 2], oldest and newest.
+    or a stop string ended it. versions: int32 [K, 2], oldest and newest. top_logprobs: TOP_LOGPROBS [T, C].
     """
 
     request: int
@@ -111,6 +113,7 @@ class Finished(Message):
     lengths: bytes
     stopped: bytes
     versions: bytes
+    top_logprobs: bytes = b""
 
 
 class Progress(Message):

@@ -42,6 +42,7 @@ class HfBackend:
             seed=seed,
             start_seconds=launch.start_seconds,
             silence_seconds=launch.silence_seconds,
+            top_logprobs=self.config.train.score_centering,
         )
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:

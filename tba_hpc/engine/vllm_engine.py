@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from tba_hpc.core.types import Sampling, WeightLayout
+from tba_hpc.core.types import TOP_LOGPROBS, Sampling, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_few
 from tba_hpc.engine.engine_channel import (
@@ -199,6 +199,7 @@ def build(settings: EngineSettings) -> LLM:
     exact_head = model.fp32_head and model.dtype != "float32"
     sequences = generator.prompts_in_flight * generator.completions_per_prompt
     graphs = with_graphs(generator.engine, sequences, settings.graphs)
+    top = {"max_logprobs": settings.top_logprobs} if settings.top_logprobs else {}
     llm = LLM(
         model.path,
         dtype=model.dtype,
@@ -211,8 +212,10 @@ def build(settings: EngineSettings) -> LLM:
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         use_tqdm_on_load=False,
         seed=settings.seed,
-        **(graphs if on_gpu else {"enforce_eager": True} | generator.engine),
+        **top | (graphs if on_gpu else {"enforce_eager": True} | generator.engine),
     )
+    if settings.top_logprobs > (tokens := llm.llm_engine.vllm_config.model_config.get_vocab_size()):
+        raise ValueError(f"train.score_centering={settings.top_logprobs} is above its {tokens} tokens")
     llm.llm_engine.set_weight_version("0")
     temperature = model.policy_temperature
     if temperature != 1 and not all(llm.collective_rpc("divide_logits", args=(temperature,))):
@@ -532,9 +535,10 @@ def _divided(
 def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
     """Return vLLM's parameters for ``n`` completions of a prompt by an engine of these settings.
 
-    ``logprobs=0`` asks for the log-probability of the sampled token alone. It is the policy's: before the
-    sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
-    engine's logits already include the policy's temperature, so the sampler's is divided by it.
+    ``logprobs=C`` asks for the log-probabilities of the sampled token and of the C likeliest in its place.
+    They are the policy's: before the sampler's temperature and top-p, and before the end of sequence is ruled
+    out below min_tokens. The engine's logits already include the policy's temperature, so the sampler's is
+    divided by it.
 
     Tokens become text only if there are stop strings to look for.
 
@@ -552,7 +556,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=0,
+        logprobs=sampling.top_logprobs,
         flat_logprobs=True,  # plain lists of numbers instead of an object per token
         stop=stop,
         include_stop_str_in_output=True,
@@ -571,14 +575,20 @@ def _finished(output: RequestOutput) -> Finished:
     spans = [sample.weight_versions or [] for sample in samples]
     assert all(spans), "the engine labels every token with the version of its weights"
     assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
-    logprobs = _flat([cast("FlatLogprobs", sample.logprobs).logprobs for sample in samples], np.float32)
+    flat = [cast("FlatLogprobs", sample.logprobs) for sample in samples]
+    tokens = _flat([sample.token_ids for sample in samples], np.int32)
+    logprobs = _flat([one.logprobs for one in flat], np.float32).reshape(len(tokens), -1)
+    top = np.empty((len(tokens), logprobs.shape[1] - 1), TOP_LOGPROBS)  # after the sampled token
+    top["token"] = _flat([one.token_ids for one in flat], np.int32).reshape(logprobs.shape)[:, 1:]
+    top["logprob"] = logprobs[:, 1:]
     return Finished(
         request=int(output.request_id),
-        tokens=_flat([sample.token_ids for sample in samples], np.int32).tobytes(),
-        logprobs=logprobs.tobytes(),
+        tokens=tokens.tobytes(),
+        logprobs=logprobs[:, 0].tobytes(),
         lengths=np.array([len(sample.token_ids) for sample in samples], np.int32).tobytes(),
         stopped=bytes(sample.finish_reason == "stop" for sample in samples),
         versions=np.array([(int(of[0].version), int(of[-1].version)) for of in spans], np.int32).tobytes(),
+        top_logprobs=top.tobytes(),
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
 from tba_hpc.core import system_libraries
 from tba_hpc.core.ports import EngineError
-from tba_hpc.core.types import Completion, Group, Request, WeightLayout, WeightUpdate
+from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Request, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     ANSWERS,
@@ -128,11 +128,13 @@ class VllmGenerator:
         keys: Sequence[str] = KEYS,
         start_seconds: float = LaunchSection().start_seconds,
         silence_seconds: float = LaunchSection().silence_seconds,
+        top_logprobs: int = 0,
     ) -> None:
         """Start the engine. keys: config keys that errors name, the path's first, then those vLLM may refuse.
 
-        start_seconds, silence_seconds: as for an EngineProcess.
+        start_seconds, silence_seconds: as for an EngineProcess. top_logprobs: most that a request asks for.
         """
+        self._top_logprobs = top_logprobs
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
         self._model = model
         self._keys = (*keys, "generator.engine") if generator.engine else keys
@@ -368,7 +370,11 @@ class VllmGenerator:
         self._reach("importing")
         seed = self._seed + self.rebuilds
         settings = EngineSettings(
-            model=self._model, generator=self._generator, seed=seed, graphs=self._graphs_asked
+            model=self._model,
+            generator=self._generator,
+            seed=seed,
+            graphs=self._graphs_asked,
+            top_logprobs=self._top_logprobs,
         )
         return EngineProcess(settings, **self._limits)
 
@@ -488,8 +494,10 @@ def _group(request: Request, finished: Finished) -> Group:
     ends = np.cumsum(lengths)[:-1]
     tokens = np.split(np.frombuffer(finished.tokens, np.int32), ends)
     logprobs = np.split(np.frombuffer(finished.logprobs, np.float32), ends)
+    top_TC = np.frombuffer(finished.top_logprobs, TOP_LOGPROBS).reshape(lengths.sum(), -1)
+    rows = zip(tokens, logprobs, finished.stopped, np.split(top_TC, ends), strict=True)
     completions = tuple(
-        Completion(row, logprobs_T, "stop" if stopped else "length")
-        for row, logprobs_T, stopped in zip(tokens, logprobs, finished.stopped, strict=True)
+        Completion(row, logprobs_T, "stop" if stopped else "length", top_logprobs=top)
+        for row, logprobs_T, stopped, top in rows
     )
     return Group(request, completions, np.frombuffer(finished.versions, np.int32).reshape(-1, 2))

@@ -25,7 +25,15 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Generator, Message
 from tba_hpc.core.task_contract import Failures, class_name
-from tba_hpc.core.types import Completion, FinishReason, Group, Prompt, Request, WeightUpdate
+from tba_hpc.core.types import (
+    TOP_LOGPROBS,
+    Completion,
+    FinishReason,
+    Group,
+    Prompt,
+    Request,
+    WeightUpdate,
+)
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Session
 
@@ -71,6 +79,7 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
     turns: int = 0
 
     @property
@@ -78,10 +87,17 @@ class Episode:
         """Number of tokens after the prompt."""
         return sum(map(len, self.tokens))
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> None:
-        """Append tokens, int32 [T], and their logprobs, float32 [T], or None for the environment's tokens."""
+    def add(
+        self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
+    ) -> None:
+        """Append tokens, int32 [T], their logprobs, float32 [T], and their top_logprobs, TOP_LOGPROBS [T, C].
+
+        An environment's tokens, which are never the first, have neither.
+        """
         self.tokens.append(tokens)
         self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
+        likeliest = self.top_logprobs[0].shape[1] if self.top_logprobs else 0
+        self.top_logprobs.append(np.zeros((len(tokens), likeliest), TOP_LOGPROBS) if top is None else top)
 
 
 class Conversations:
@@ -182,7 +198,7 @@ class Conversations:
     def _said(self, episode: Episode, turn: Group) -> None:
         """Add a turn to its episode, and let the environment act on it unless it was cut off."""
         (completion,) = turn.completions
-        episode.add(completion.tokens, completion.logprobs)
+        episode.add(completion.tokens, completion.logprobs, completion.top_logprobs)
         versions = episode.whole.versions[episode.place]
         versions[:] = turn.versions[0] if not episode.turns else (versions[0], turn.versions[0, 1])
         episode.turns += 1
@@ -214,9 +230,15 @@ class Conversations:
     def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
         """Complete the episode, and its group if this was the last one."""
         whole = episode.whole
-        tokens, logprobs = np.concatenate(episode.tokens), np.concatenate(episode.logprobs)
-        calls = {"calls": episode.session.calls, "failed_calls": episode.session.failed_calls}
-        whole.completions[episode.place] = Completion(tokens, logprobs, finish, reward, **calls)
+        whole.completions[episode.place] = Completion(
+            np.concatenate(episode.tokens),
+            np.concatenate(episode.logprobs),
+            finish,
+            reward,
+            calls=episode.session.calls,
+            failed_calls=episode.session.failed_calls,
+            top_logprobs=np.concatenate(episode.top_logprobs),
+        )
         self._open -= 1
         if len(whole.completions) == whole.request.n:
             self._finished.append(whole.group)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from rich.padding import Padding
 from rich.text import Text
 
+from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import Target, find_target
@@ -53,7 +54,10 @@ def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
             "value": f"{reward.value:.3f}",
             "95 % interval": interval,
         }
-    for name, score in decoding.scores.items():
+    scores = dict(decoding.scores)
+    if decoding.ended != next(iter(scores.values())):
+        scores[RIGHT_AND_ENDED] = decoding.ended
+    for name, score in scores.items():
         interval = f"{100 * score.low:.1f} … {percent(score.high)}"
         yield {"decoding": how, "measure": name, "value": percent(score.value), "95 % interval": interval}
     figures = {

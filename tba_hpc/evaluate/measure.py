@@ -56,15 +56,17 @@ class Decoding:
     """Results of the model with one way of decoding.
 
     temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name. truncated_share:
-    share of the completions that the token limit cut off. tokens: mean number of sampled tokens per
-    completion. perplexity: that of these tokens under the reference, at model.logprob_temperature; None
-    without a reference. reward: mean over prompts, None if it says no more than what is correct. summary: the
-    task's own figures, see ports.Summarising.
+    share of the completions that the token limit cut off. ended: share of the completions that are correct
+    and ended by themselves, which is the first of the scores if no limit cut off a correct one. tokens: mean
+    number of sampled tokens per completion. perplexity: that of these tokens under the reference, at
+    model.logprob_temperature; None without a reference. reward: mean over prompts, None if it says no more
+    than what is correct. summary: the task's own figures, see ports.Summarising.
     """
 
     temperature: float
     samples: int
     scores: Mapping[str, Estimate]
+    ended: Estimate
     truncated_share: float
     tokens: float
     perplexity: float | None
@@ -222,10 +224,12 @@ def assess(
     """Compute all figures of one way of decoding. judged: the task's verdicts, if they are known."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
+    ended_PN = np.reshape([c.finish_reason == "stop" for c in completions], judged.correct_PN.shape)
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
         scores=_scores(score_name(task), judged.correct_PN),
+        ended=next(iter(_scores(score_name(task), judged.correct_PN & ended_PN).values())),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(int(c.action_T.sum()) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,

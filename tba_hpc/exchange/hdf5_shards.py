@@ -28,14 +28,23 @@ import numpy as np
 
 from tba_hpc.config import Config, is_elastic
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import COLUMNS, RECORD, Group, ScoredGroup, Shard, Trajectories, make_uid
+from tba_hpc.core.types import (
+    COLUMNS,
+    RECORD,
+    TOP_LOGPROBS,
+    Group,
+    ScoredGroup,
+    Shard,
+    Trajectories,
+    make_uid,
+)
 from tba_hpc.run.directory import REFUSED, RunDir, of_two_runs
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 from tba_hpc.run.owners import end_if_superseded
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the layout and of RECORD; readers refuse other versions."""
 
 HEADER_BYTES = 512
@@ -51,7 +60,11 @@ SEARCHERS_AT_FULL_RATE = 64
 """Maximum number of searchers that each seal every ``exchange.seal_seconds``; more share the same rate."""
 
 _DTYPES = dict(
-    zip(COLUMNS, (RECORD, np.int32, np.int64, np.int32, np.int64, np.float32, np.float32), strict=True)
+    zip(
+        COLUMNS,
+        (RECORD, np.int32, np.int64, np.int32, np.int64, np.float32, np.float32, TOP_LOGPROBS),
+        strict=True,
+    )
 )
 _MAX_ROWS = 1 << 20  # bits of the row in a uid
 _MAGIC = b"tba-hpc "
@@ -118,7 +131,8 @@ def parse_shard(path: Path, data: bytes) -> Shard:
     """Read a shard from the bytes of a file, like ``read_shard``; errors call the file ``path``."""
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays
-    wrong |= {n for n in _DTYPES.keys() & arrays if arrays[n].dtype != _DTYPES[n] or arrays[n].ndim != 1}
+    form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
+    wrong |= {n for n in form.keys() & arrays if (arrays[n].dtype, arrays[n].ndim) != form[n]}
     if wrong:
         raise AnotherVersionError(
             f"{path} is of another version of tba-hpc ({min(wrong)} is missing or of another type): "

@@ -173,7 +173,11 @@ class DeepSpeedLearner:
     # --- The port, see ports.Learner: called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """Take an optimizer step on the mean loss over all rows; groups must divide evenly over the ranks."""
+        """Take an optimizer step on the mean loss over all rows; groups must divide evenly over the ranks.
+
+        Raises ConfigError if score centering lacks the sampler's likeliest tokens.
+        """
+        batch = batches.with_top_logprobs(batch, self._config.train.score_centering)
         with self._all("step", learning_rate, beta, batch=batch):
             return self._step(batch, learning_rate, beta)
 
@@ -184,6 +188,7 @@ class DeepSpeedLearner:
         """
         again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have as many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
+        even = batches.with_top_logprobs(even, 0)
         with self._all("refer", step, batch=even):
             return self._refer(even, step)[: len(batch.ref_logprobs)]
 
@@ -291,7 +296,8 @@ class DeepSpeedLearner:
         the slopes dL/dlog π_t of whole groups, then each micro-batch again, with gradient.
         """
         once = len(part.passes) == 1
-        policy_T = torch.zeros(part.recorded.cell_T.shape, device=self._group.device)
+        of_token = part.passes[0].sampled_A.shape[1:]
+        policy_T = torch.zeros((len(part.recorded.cell_T), *of_token), device=self._group.device)
         with torch.set_grad_enabled(once):
             for packed in part.passes:
                 policy_T = policy_T.index_copy(0, packed.place_A, self._engine(packed))
@@ -304,8 +310,8 @@ class DeepSpeedLearner:
             return output
         (slope_T,) = torch.autograd.grad(loss, policy_T)
         for packed in part.passes:
-            along = self._engine(packed) @ slope_T.index_select(0, packed.place_A)
-            self._engine.backward(along, scale_wrt_gas=False)
+            along = self._engine(packed) * slope_T.index_select(0, packed.place_A)
+            self._engine.backward(along.sum(), scale_wrt_gas=False)
         return output
 
     def _weighed(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
@@ -498,7 +504,14 @@ class _Work:
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
     """Pack some rows of a batch for one pass; ``place_A`` counts completion tokens of the whole batch."""
     some = batch.take(rows)
-    packed = pack(some.sequences, some.prompt_length_N, some.record["prompt_row"], some.action_T, layout)
+    packed = pack(
+        some.sequences,
+        some.prompt_length_N,
+        some.record["prompt_row"],
+        some.action_T,
+        layout,
+        others_TC=some.top_logprobs["token"],
+    )
     place_T, _ = spans(batch.completions.offsets, rows)
     return replace(packed, place_A=place_T[packed.place_A])
 

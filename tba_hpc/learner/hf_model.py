@@ -256,6 +256,7 @@ class PolicyLogprobs(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """Return log π(token | all before it in its sequence) of the sampled tokens, float32 [A], in order.
 
+        Their shape is that of ``packed.sampled_A``, which may ask for others in their place, too.
         packed: tensors on the model's device, by ``core.packing.pack`` in this ``layout``, or as a rectangle.
         """
         row = {}
@@ -313,17 +314,18 @@ class LogprobHead(nn.Module):
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
-        """Return the log-probabilities of ``token_T``, float32 [T]."""
+        """Return the log-probabilities of ``token_T``, float32: one per hidden state, or J each, [T, J]."""
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
-        logprob_T: Tensor = _ChunkedLogprob.apply(
-            hidden_TD, self.weight, self.bias, token_T, chunk_tokens, self._temperature, self._fp32
+        token_TJ = token_T if token_T.ndim == 2 else token_T[:, None]
+        logprob_TJ: Tensor = _ChunkedLogprob.apply(
+            hidden_TD, self.weight, self.bias, token_TJ, chunk_tokens, self._temperature, self._fp32
         )
-        return logprob_T
+        return logprob_TJ.view(token_T.shape)
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Function log p = log softmax(z/T)[token] with z = h·Wᵀ + b.
+    """Function log p = log softmax(z/T)[token] with z = h·Wᵀ + b, for J tokens in each place.
 
     Its gradient is d log p / dz = (onehot(token) − softmax(z/T))/T.
     """
@@ -334,36 +336,40 @@ class _ChunkedLogprob(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        token_T: Tensor,
+        token_TJ: Tensor,
         chunk_tokens: int,
         temperature: float,
         fp32: bool,
     ) -> Tensor:
-        logprob_T = torch.empty(len(token_T), device=hidden_TD.device)
-        normalizer_T = torch.empty_like(logprob_T)
+        logprob_TJ = torch.empty(token_TJ.shape, device=hidden_TD.device)
+        normalizer_T1 = torch.empty(len(token_TJ), 1, device=hidden_TD.device)
         logits_of = _output_layer(weight_VD, bias_V, temperature, fp32)
-        for rows in _chunks(len(token_T), chunk_tokens):
+        for rows in _chunks(len(token_TJ), chunk_tokens):
             logits = logits_of(hidden_TD[rows])
-            normalizer_T[rows] = logits.logsumexp(1)
-            logprob_T[rows] = logits.gather(1, token_T[rows, None])[:, 0] - normalizer_T[rows]
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_T, normalizer_T)
+            normalizer_T1[rows] = logits.logsumexp(1, keepdim=True)
+            logprob_TJ[rows] = logits.gather(1, token_TJ[rows]) - normalizer_T1[rows]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_TJ, normalizer_T1)
         ctx.chunk_tokens, ctx.temperature, ctx.fp32 = chunk_tokens, temperature, fp32
-        return logprob_T
+        return logprob_TJ
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_T,) = grads
-        hidden_TD, weight_VD, bias_V, token_T, normalizer_T = ctx.saved_tensors
+        (grad_TJ,) = grads
+        hidden_TD, weight_VD, bias_V, token_TJ, normalizer_T1 = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden_TD)
         total = partial(torch.zeros_like, dtype=torch.float32)  # in bfloat16 each chunk would round the sum
         weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
         bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
         logits_of = _output_layer(weight_VD, bias_V, ctx.temperature, ctx.fp32)
-        for rows in _chunks(len(token_T), ctx.chunk_tokens):
+        for rows in _chunks(len(token_TJ), ctx.chunk_tokens):
             logits = logits_of(hidden_TD[rows])
-            slope_T1 = grad_T[rows, None] / ctx.temperature
-            logits.sub_(normalizer_T[rows, None]).exp_().mul_(-slope_T1)
-            logits.scatter_add_(1, token_T[rows, None], slope_T1)
+            slope_TJ = grad_TJ[rows] / ctx.temperature
+            logits.sub_(normalizer_T1[rows]).exp_().mul_(-slope_TJ.sum(1, keepdim=True))
+            for of in (
+                slice(1),
+                slice(1, None),
+            ):  # a token may come twice; a GPU adds in any order within a call
+                logits.scatter_add_(1, token_TJ[rows, of], slope_TJ[:, of])
             logits_grad = logits.to(weight_VD.dtype)
             hidden_grad[rows] = logits_grad @ weight_VD
             if weight_grad is not None:

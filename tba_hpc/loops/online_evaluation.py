@@ -111,6 +111,7 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
+        """Return an evaluation of one completion, or of none."""
         return Evaluation(
             split=split,
             step=step,
@@ -118,6 +119,7 @@ class OnlineEvaluator:
             total=len(completions),
             tokens=sum(int(completion.action_T.sum()) for completion in completions),
             truncated=sum(completion.finish_reason == "length" for completion in completions),
+            cut_correct=correct * sum(completion.finish_reason != "stop" for completion in completions),
             ref_logprob=ref_logprob,
             score_name=score_name(self.task),
         )

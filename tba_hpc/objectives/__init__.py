@@ -14,7 +14,7 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, Record
 from tba_hpc.objectives.diagnostics import figures, moments
 from tba_hpc.objectives.lagged import with_lagged_reference
 from tba_hpc.objectives.own import own_objective
-from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, gspo, proximal_rloo, rloo, topr
+from tba_hpc.objectives.policy_gradient import decoupled_ppo, dr_grpo, grpo, gspo, proximal_rloo, rloo, topr
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -29,6 +29,7 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "proximal_rloo": proximal_rloo,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
     "topr": topr,
     "online_dpo": online_dpo,
@@ -37,7 +38,7 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """Make the loss that ``train`` asks for: objective, normaliser and bound on the pull of stale data.
+    """Make the loss that ``train`` asks for: objective, normaliser, and what bounds or centres its pull.
 
     Its metrics also hold the moments of ``diagnostics``, from which ``figures`` makes what is logged.
     max_tokens: the longest completion that can be sampled, in tokens.
@@ -53,7 +54,7 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
         metrics = {**output.metrics, **moments(groups)}
         return replace(output, loss_BK=output.loss_BK / divisor, metrics=metrics)
 
-    return bounded(normalised, train.ratio_bound)
+    return bounded(normalised, train.ratio_bound, centred=train.score_centering > 0)
 
 
 def _find(section: ObjectiveSection) -> Objective:

@@ -38,6 +38,7 @@ class RecordedGroups:
     value_BK: Any
     on_policy_BK: Any
     age_BKL: Any
+    top_behaviour_BKLC: Any = None
 
     @staticmethod
     def of(batch: TrajectoryBatch) -> RecordedGroups:
@@ -45,11 +46,13 @@ class RecordedGroups:
         sampled_T, cell_T = batch.action_T, batch.cell_T
         shape = batch.groups, batch.group_size
         cell_A = cell_T[sampled_T]
+        top_AC = batch.top_logprobs["logprob"][sampled_T]
 
         def spread(value_A: np.ndarray) -> np.ndarray:
             """Put the values of the sampled tokens, in order, into a rectangle; 0 elsewhere."""
-            value_BKL = np.zeros((*shape, int(batch.completion_length_N.max())), value_A.dtype)
-            value_BKL.reshape(-1)[cell_A] = value_A
+            cells = (*shape, int(batch.completion_length_N.max()), *value_A.shape[1:])
+            value_BKL = np.zeros(cells, value_A.dtype)
+            value_BKL.reshape(-1, *value_A.shape[1:])[cell_A] = value_A
             return value_BKL
 
         return RecordedGroups(
@@ -61,6 +64,7 @@ class RecordedGroups:
             value_BK=batch.value_N.reshape(shape),
             on_policy_BK=batch.on_policy_N.reshape(shape),
             age_BKL=spread(batch.ages),
+            top_behaviour_BKLC=spread(top_AC) if top_AC.shape[1] else None,
         )
 
 
@@ -77,7 +81,9 @@ class Groups:
     that were sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of
     which these groups may be a part; None: they are all of it. on_policy_BK: bool, whether the weights of θ
     sampled the completion; None: not known. age_BKL: int32, optimizer steps from the weights that sampled a
-    token to θ; None: not known. Groups must be whole, because baselines are taken over what is given here.
+    token to θ; None: not known. top_policy_BKLC, top_behaviour_BKLC: log-probabilities like policy_BKL and
+    behaviour_BKL, of the C tokens that the sampling weights found likeliest in each place; None: they are not
+    recorded. Groups must be whole, because baselines are taken over what is given here.
     """
 
     policy_BKL: Tensor
@@ -89,17 +95,24 @@ class Groups:
     batch_tokens: float | None = None
     on_policy_BK: Tensor | None = None
     age_BKL: Tensor | None = None
+    top_policy_BKLC: Tensor | None = None
+    top_behaviour_BKLC: Tensor | None = None
 
     @classmethod
     def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
         """Combine a record whose arrays are tensors with the policy's log-probabilities.
 
-        policy_T: float32, with gradient, log π_θ of the completions' tokens, 0 at those of an environment.
+        policy_T: float32, with gradient, log π_θ of the completions' tokens, 0 at those of an environment; or
+        [T, 1 + C], of each token and of the sampler's C likeliest in its place.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape
-        policy = policy_T.new_zeros(shape.numel()).index_copy(0, recorded.cell_T, policy_T)
-        return cls(policy_BKL=policy.view(shape), batch_tokens=batch_tokens, **rest)
+        several_TJ = policy_T.view(len(policy_T), -1)
+        cells = several_TJ.new_zeros(shape.numel(), several_TJ.shape[1])
+        policy_BKLJ = cells.index_copy(0, recorded.cell_T, several_TJ).view(*shape, -1)
+        if recorded.top_behaviour_BKLC is not None:
+            rest["top_policy_BKLC"] = policy_BKLJ[..., 1:]
+        return cls(policy_BKL=policy_BKLJ[..., 0], batch_tokens=batch_tokens, **rest)
 
     def one_by_one(self) -> Iterator[Groups]:
         """Yield each group by itself."""

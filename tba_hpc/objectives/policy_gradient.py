@@ -1,4 +1,4 @@
-"""Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO, Dr. GRPO, GSPO, TOPR.
+"""Policy-gradient baselines for trajectory balance: RLOO, GRPO, their proximal forms, GSPO and TOPR.
 
 They are correct on-policy, or nearly on-policy.
 
@@ -8,6 +8,8 @@ improves on μ; with V at the mean or above it loses its support (AsymRE, arXiv 
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,6 +103,31 @@ def dr_grpo(
     advantage_BK = centred(groups.reward_BK) - baseline_shift
     surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
     return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK, clip_share=clip_share)
+
+
+def decoupled_ppo(
+    groups: Groups, beta: float, *, ratio_clip: float, proximal_BKL: Tensor | None = None
+) -> ObjectiveOutput:
+    """Decoupled PPO (arXiv 2505.24298, §5.2) with the advantage of Dr. GRPO.
+
+    The loss is the mean over rows of the sum over tokens of −w·min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
+    ρ = π_θ/π_prox of a token, w = π_prox/π_behaviour without gradient, and A = r − r̄. The gradient thus stops
+    where θ leaves a recent policy, not where it leaves the one that sampled. There is no KL term, so ``beta``
+    is not used. Metrics are those of ``grpo``.
+
+    proximal_BKL: log π_prox of each token. None: that of the policy one step before θ, approximated by A-3PO
+    (arXiv 2512.06547), which saves a pass of that policy's weights:
+
+        log π_prox = log π_θ − (log π_θ − log π_behaviour)/Δ,   Δ the token's age in steps, at least 1.
+    """
+    policy_BKL, advantage_BK = groups.policy_BKL.detach(), centred(groups.reward_BK)
+    if proximal_BKL is None:
+        assert groups.age_BKL is not None, "Groups.of knows the ages"
+        proximal_BKL = policy_BKL - (policy_BKL - groups.behaviour_BKL) / groups.age_BKL.clamp(min=1)
+    around = replace(groups, behaviour_BKL=proximal_BKL)
+    surrogate_BKL, clip_share = _surrogate(around, advantage_BK, ratio_clip, None)
+    loss_BKL = -bounded_exp(proximal_BKL - groups.behaviour_BKL) * surrogate_BKL * groups.mask_BKL
+    return _output(groups, loss_BKL.sum(2), advantage_BK, clip_share=clip_share)
 
 
 def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> ObjectiveOutput:

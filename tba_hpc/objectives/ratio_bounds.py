@@ -7,44 +7,79 @@ positive, the token is pushed down.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tba_hpc.config.variants import RatioBound, RatioCap, RatioTaper, SequenceMask, Unbounded
+from tba_hpc.config.variants import (
+    BinaryKl,
+    Dppo,
+    IcePop,
+    RatioBound,
+    RatioCap,
+    RatioTaper,
+    SequenceMask,
+    Unbounded,
+)
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
+from tba_hpc.objectives.score_centering import mean_score
+
+OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
+"""Bounds that look at each token by itself, the others at its completion."""
 
 
-def bounded(objective: Objective, bound: RatioBound) -> Objective:
+def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
 
-    Metrics: the objective's, and clip_share, the share of tokens that weigh less than without the bound; it
-    is a share of completions if the ratio is that of a completion.
+    centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
+    (score centering). A bound of tokens weighs each token of that mean by its own ratio, because the
+    mean of weighted scores is what a constant slope pulls by. A bound of completions weighs score and mean
+    alike, because it depends on tokens still to come.
+
+    Metrics: the objective's, and clip_share, the share of tokens on which the bound acts; it is a share of
+    completions if the bound looks at whole completions.
     """
-    if isinstance(bound, Unbounded):
+    if isinstance(bound, Unbounded) and not centred:
         return objective
 
     def weighed(groups: Groups, beta: float) -> ObjectiveOutput:
         policy_BKL = groups.policy_BKL.detach().requires_grad_()
         output = objective(replace(groups, policy_BKL=policy_BKL), beta)
         (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
-        weight_BKL, acts_BKL = weights(bound, groups, slope_BKL.sum(2) > 0)
-        pull_BK = (weight_BKL * slope_BKL * (groups.policy_BKL - groups.policy_BKL.detach())).sum(2)
-        metrics = {**output.metrics, "clip_share": _share(acts_BKL, groups)}
-        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, metrics)
+        weight_BKL, acts_BKL = weights(bound, groups, slope_BKL)
+        score_BKL = weight_BKL * groups.policy_BKL
+        if centred:
+            alike = partial(_alike, bound, slope_BKL, weight_BKL, acts_BKL)
+            score_BKL = score_BKL - mean_score(groups, alike)
+        pull_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)
+        clip_share = {} if isinstance(bound, Unbounded) else {"clip_share": _share(acts_BKL, groups)}
+        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, {**output.metrics, **clip_share})
 
     return weighed
 
 
-def weights(bound: RatioBound, groups: Groups, down_BK: Tensor) -> tuple[Tensor, Tensor]:
+def _alike(
+    bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
+) -> Tensor:
+    """Return weights for the candidates of each place, which have its slope, as ``mean_score`` asks."""
+    if isinstance(bound, OF_TOKENS):
+        each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
+        return weights(bound, candidates, slope_BKL.repeat_interleave(each, 2))[0]
+    if isinstance(bound, BinaryKl):
+        return candidates.token_ratio_BKL.detach() * ~acts_BKL
+    return weight_BKL
+
+
+def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights, and bools for where the bound acts, of tokens [B, K, L] or completions [B, K, 1].
 
-    Both are detached. down_BK: bool, which completions are pushed down.
+    Both are detached. slope_BKL: ∂loss/∂log π of each token.
     """
-    down_BK1 = down_BK[:, :, None]
+    down_BK1 = slope_BKL.sum(2, keepdim=True) > 0
+    ratio_BKL = groups.token_ratio_BKL.detach()
     match bound:
         case RatioCap(cap=cap):
-            ratio_BKL = groups.token_ratio_BKL.detach()
             return ratio_BKL.clamp(max=cap), ratio_BKL > cap
         case RatioTaper():
             ratio_BK1 = groups.ratio_BK.detach()[:, :, None]
@@ -54,8 +89,43 @@ def weights(bound: RatioBound, groups: Groups, down_BK: Tensor) -> tuple[Tensor,
             drift_BK1 = -(groups.log_weight_BK / groups.tokens_BK)[:, :, None]
             acts = down_BK1 & (drift_BK1 > limit)
             return (~acts).to(drift_BK1.dtype), acts
+        case IcePop() | Dppo() | BinaryKl():
+            acts = _masked(bound, groups, slope_BKL)
+            return ratio_BKL * ~acts, acts
         case Unbounded():
             return torch.ones_like(groups.behaviour_BKL), torch.zeros_like(groups.mask_BKL)
+
+
+def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) -> Tensor:
+    """Mark the tokens, bool [B, K, L], or completions, [B, K, 1], that have moved too far from π_behaviour.
+
+    IcePop: the ratio is outside the band (arXiv 2510.18855). DPPO: |π_θ − π_behaviour| is above the limit,
+    and the gradient pushes it further (arXiv 2602.04879, eq. 12 and 13; 0.15 is the paper's). FlashREINFORCE:
+    the mean of ``_binary_kl`` is above the limit (github.com/yifanzhang-pro/FlashREINFORCE, whose is 0.003).
+    """
+    match bound:
+        case IcePop(band=(low, high)):
+            ratio_BKL = groups.token_ratio_BKL.detach()
+            return (ratio_BKL < low) | (ratio_BKL > high)
+        case Dppo(limit=limit):
+            moved_BKL = groups.policy_BKL.detach().exp() - groups.behaviour_BKL.exp()
+            return (moved_BKL.abs() > limit) & (moved_BKL * slope_BKL < 0)
+        case BinaryKl(limit=limit):
+            mean_BK = _binary_kl(groups).sum(2) / groups.tokens_BK
+            return mean_BK[:, :, None] > limit
+
+
+def _binary_kl(groups: Groups) -> Tensor:
+    """Return KL(p‖q) of each token between "this token" and "another", [B, K, L], detached, nats.
+
+    p and q are its probabilities under π_behaviour and π_θ, kept 1e-6 from 0 and 1. Where there is no sampled
+    token it is 0.
+    """
+    p, q = (
+        logprob_BKL.detach().exp().clamp(1e-6, 1 - 1e-6)
+        for logprob_BKL in (groups.behaviour_BKL, groups.policy_BKL)
+    )
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
 def _share(acts: Tensor, groups: Groups) -> Tensor:

@@ -13,7 +13,7 @@ from math import hypot, sqrt
 from statistics import fmean, median, pstdev
 
 from tba_hpc.config import Config
-from tba_hpc.config.variants import RatioCap, Unbounded
+from tba_hpc.config.variants import RatioWeighted, Unbounded
 from tba_hpc.core.wording import count
 from tba_hpc.report.curves import Point, Trends
 from tba_hpc.run.evaluations import Evaluation
@@ -367,7 +367,7 @@ def collapsed_entropy(view: View) -> Alert | None:
 def few_effective(view: View) -> Alert | None:
     """Alert if few completions carry the gradient of an objective that reweights or assumes own samples."""
     train = view.config.train
-    if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
+    if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioWeighted):
         return None  # trajectory balance holds for any sampling distribution
     if not (held := view.held("train/ess", lambda value: value < 0.1)):
         return None

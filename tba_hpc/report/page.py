@@ -11,12 +11,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from tba_hpc.config import Config, ConfigError, dump_config
+from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
-from tba_hpc.report.summary import Summary, summary_of, write_summary
+from tba_hpc.report.summary import Summary, right_and_ended, summary_of, write_summary
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
@@ -154,6 +155,8 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         by = after.value - before.value
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
+    if ended := right_and_ended(summary):
+        gain = "; ".join(filter(None, [gain, f"{RIGHT_AND_ENDED}: {ended}"]))
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
         f"{summary.score_name} before → after",

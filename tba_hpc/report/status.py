@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import Config
-from tba_hpc.core.wording import count, duration
+from tba_hpc.core.ports import RIGHT_AND_ENDED
+from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
@@ -56,6 +57,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     return {
         monitor.score_name: _scores(monitor, validation[-1:]),
         "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:]),
+        **_right_and_ended([*test[:1], *validation, *test[1:]][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
         "KL": _show(trends.latest("search/kl"), "{:.2f}"),
@@ -71,6 +73,11 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
 
 def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
     return " → ".join(data.show(data.score(evaluation).value) for evaluation in evaluations) or NOTHING
+
+
+def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
+    """Return the last evaluation's share of correct answers that ended by themselves, if some did not."""
+    return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if last and last[0].cut_correct else {}
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:

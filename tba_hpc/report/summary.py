@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
+from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import duration, percent
 from tba_hpc.report.data import MEAN_REWARD, RunData
 from tba_hpc.report.estimates import Estimate
@@ -32,6 +33,7 @@ class Summary:
     evaluated_step: step of the ``after`` figures; a run that went on and was stopped has done more steps.
     score_name: mean reward if rewards are not just 0 and 1, else the task's name for the share of correct
     answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
+    ended_before, ended_after: share of answers that are correct and ended by themselves.
     perplexity_…: of the same answers under the policy of step ``perplexity_reference``; None without a
     reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
@@ -52,6 +54,8 @@ class Summary:
     score_name: str
     score_before: Estimate | None
     score_after: Estimate | None
+    ended_before: float | None
+    ended_after: float | None
     perplexity_before: float | None
     perplexity_after: float | None
     perplexity_reference: int | None
@@ -102,6 +106,8 @@ def summary_of(data: RunData) -> Summary:
         score_name=data.score_name,
         score_before=data.score(test[0]) if test else None,
         score_after=data.score(test[-1]) if len(test) > 1 else None,
+        ended_before=test[0].ended_score if test else None,
+        ended_after=test[-1].ended_score if len(test) > 1 else None,
         perplexity_before=test[0].perplexity if alike and test[0] is alike[0] else None,
         perplexity_after=test[-1].perplexity if len(test) > 1 else None,
         perplexity_reference=reference_of(config.train, test[-1]) if alike else None,
@@ -195,6 +201,7 @@ def print_summary(
         return
     under, step = summary.perplexity_reference, summary.evaluated_step
     optional: dict[str, Cell] = {
+        RIGHT_AND_ENDED: right_and_ended(summary),
         "perplexity under the": None if under is None else policy_name(under),
         "evaluated at step": step if summary.score_after and step != summary.steps else None,
         "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
@@ -214,6 +221,14 @@ def print_summary(
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
     print_values(values, console=console)
+
+
+def right_and_ended(summary: Summary) -> str | None:
+    """Format the shares of answers that are correct and ended by themselves; None if all correct ones did."""
+    ended = summary.ended_before, summary.ended_after
+    if not summary.test_prompts or ended == (summary.pass_at_1_before, summary.pass_at_1_after):
+        return None
+    return " → ".join(percent(share) for share in ended if share is not None)
 
 
 def score_words(summary: Summary, score: Estimate | None) -> str | None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
-SUMMED = ("correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
+SUMMED = ("correct", "cut_correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
 """Fields of an evaluation that are summed over its answers."""
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ class Evaluation:
     tokens: number of tokens that the policy sampled. ref_logprob: their summed log π_ref in nats; None
     without a reference model. score_name: the task's name for the share of correct answers. answers: a few
     answers, by prompt. graded: number of answers with a reward. rewards, squares: sums of these rewards and
-    of their squares.
+    of their squares. cut_correct: number of correct answers that a limit of tokens or turns cut off.
     """
 
     split: Split
@@ -71,6 +71,7 @@ class Evaluation:
     graded: int = 0
     rewards: float = 0.0
     squares: float = 0.0
+    cut_correct: int = 0
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Add two parts of the same split and step."""
@@ -87,6 +88,11 @@ class Evaluation:
     def score(self) -> float:
         """Share of correct answers; NaN for an empty split."""
         return self.correct / self.total if self.total else float("nan")
+
+    @property
+    def ended_score(self) -> float:
+        """Share of answers that are correct and ended by themselves; NaN for an empty split."""
+        return (self.correct - self.cut_correct) / self.total if self.total else float("nan")
 
     @property
     def is_graded(self) -> bool:

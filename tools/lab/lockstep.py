@@ -187,7 +187,8 @@ class Lockstep:
 
     def _requests(self, order: PromptOrder, searcher: int) -> Iterator[Request]:
         prompts = self._task.prompts("train")
-        sampling = Sampling(1.0, 1.0, self._setup.table.length)
+        top = self._setup.train.score_centering
+        sampling = Sampling(1.0, 1.0, self._setup.table.length, top_logprobs=top)
         for request_id in order.request_ids(searcher, self._setup.searchers, CompletedRequests()):
             yield Request(prompts[order.prompt_of(request_id)], request_id, self._setup.completions, sampling)
 

@@ -28,15 +28,25 @@ from lab.lockstep import Queue, scored
 from lab.runs import QUICKSTART, read_json, slug
 from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
+from tba_hpc.config.variants import DecoupledPpo
 from tba_hpc.core import schedules
-from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power
+from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power, with_top_logprobs
 from tba_hpc.core.packing import pack
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.learner.upload import upload
-from tba_hpc.objectives import Groups, RecordedGroups, figures, make_objective
+from tba_hpc.objectives import (
+    Groups,
+    Objective,
+    ObjectiveOutput,
+    RecordedGroups,
+    figures,
+    make_objective,
+)
+from tba_hpc.objectives.diagnostics import moments
+from tba_hpc.objectives.policy_gradient import decoupled_ppo
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.signals import die_with
 from tba_hpc.tasks import load_task
@@ -53,6 +63,7 @@ class Run:
 
     overrides: as ``--set`` takes them. lag: k; data are k … 2k − 1 steps old after the first k steps, with 0
     they are fresh. every: steps between two evaluations, greedy, on so many validation ``problems``.
+    published_proximal: decoupled PPO's π_prox is the policy published last, by a pass of its weights.
     """
 
     overrides: tuple[str, ...] = ()
@@ -62,6 +73,7 @@ class Run:
     steps: int = 200
     every: int = 25
     problems: int = 256
+    published_proximal: bool = False
 
     def config(self) -> Config:
         """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
@@ -130,16 +142,17 @@ class Lockstep:
         self.seconds = {"generation": 0.0, "learning": 0.0, "evaluation": 0.0}
         self._run, self._train = run, config.train
         self._task = load_task(config.task, tokenizer)
-        self._learner = Learner(config)
+        self._learner = Learner(config, published_proximal=run.published_proximal)
         self._sampler = Sampler(
             load_policy(config.model.path, config.model.dtype),
             eos=tokenizer.eos_token_id,
             max_tokens=config.generator.max_tokens,
             seed=run.seed,
+            top=config.train.score_centering,
         )
         self._requests = training_requests(config, self._task, 0, CompletedRequests())
         self._data = Queue(value_beta=config.train.value_beta)
-        self._published = (0, self._learner.weights())
+        self._published = (0, self._learner.publish())
 
     def step(self, step: int) -> dict[str, float]:
         """Sync if it is time, then one optimizer step; its figures."""
@@ -172,7 +185,7 @@ class Lockstep:
         self._publish(step)
 
     def _publish(self, step: int) -> None:
-        self._published = (step, self._learner.weights())
+        self._published = (step, self._learner.publish())
 
     def _generate(self, count: int) -> list[Group]:
         version, weights = self._published
@@ -192,13 +205,16 @@ class Lockstep:
 class Learner:
     """DeepSpeedLearner on one rank, without DeepSpeed; it computes the reference of each batch."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, published_proximal: bool = False) -> None:
         train = self._train = config.train
         self.policy = load_policy(config.model.path, config.model.dtype)
         self._logprobs = PolicyLogprobs(self.policy)
         self._reference = (
             0,
             PolicyLogprobs(load_policy(config.model.path, config.model.dtype)),
+        )
+        self._proximal = (
+            PolicyLogprobs(load_policy(config.model.path, config.model.dtype)) if published_proximal else None
         )
         self._objective = make_objective(train, max_tokens=config.generator.max_tokens)
         self._optimizer = torch.optim.AdamW(
@@ -209,10 +225,18 @@ class Learner:
         """A copy."""
         return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
+    def publish(self) -> Mapping[str, Tensor]:
+        """Return a copy of the weights, which are now those of the proximal policy."""
+        weights = self.weights()
+        if self._proximal:
+            self._proximal.model.load_state_dict(weights)
+        return weights
+
     def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
         """One optimizer step; none if the gradient is not finite."""
         power = schedules.reference_power(self._train, step)
         batch = with_reference_power(self._with_reference(batch, step), power)
+        batch = with_top_logprobs(batch, self._train.score_centering)
         beta = schedules.beta(self._train, step)
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
@@ -237,10 +261,24 @@ class Learner:
         mean_tokens = float(batch.action_length_N.mean())
         recorded = upload(RecordedGroups.of(rows), CPU)
         groups = Groups.of(_of(self._logprobs, rows), recorded, batch_tokens=mean_tokens)
-        output = self._objective(groups, beta)
+        objective = self._decoupled(rows, recorded) if self._proximal else self._objective
+        output = objective(groups, beta)
         (output.loss * len(rows) / len(batch)).backward()
         kl = groups.log_ratio_BK.detach().mean()
         return {"kl": kl, "loss": output.loss.detach(), **output.metrics}
+
+    def _decoupled(self, rows: TrajectoryBatch, recorded: RecordedGroups) -> Objective:
+        """Decoupled PPO around the policy published last; its ratios to the sampler are measured as usual."""
+        assert self._proximal and isinstance(self._train.objective, DecoupledPpo)
+        clip = self._train.objective.ratio_clip
+        with torch.no_grad():
+            proximal_BKL = Groups.of(_of(self._proximal, rows), recorded).policy_BKL
+
+        def objective(groups: Groups, beta: float) -> ObjectiveOutput:
+            output = decoupled_ppo(groups, beta, ratio_clip=clip, proximal_BKL=proximal_BKL)
+            return replace(output, metrics={**output.metrics, **moments(groups)})
+
+        return objective
 
     @torch.no_grad()
     def _with_reference(self, batch: TrajectoryBatch, step: int) -> TrajectoryBatch:
@@ -251,12 +289,14 @@ class Learner:
         if at != wanted:
             reference.model.load_state_dict(self.policy.state_dict())
             self._reference = (wanted, reference)
-        return replace(batch, ref_logprobs=_of(reference, batch).numpy())
+        return replace(batch, ref_logprobs=_of(reference, with_top_logprobs(batch, 0)).numpy())
 
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
-    """float32 [T], of the completions' tokens."""
+    """float32 [T], of the completions' tokens; or [T, 1 + C], of the likeliest in their places, too."""
     prompt_N = rows.record["prompt_row"]
-    packed = pack(rows.sequences, rows.prompt_length_N, prompt_N, rows.action_T, logprobs.layout)
-    packed = upload(packed, CPU)
-    return torch.zeros(rows.logprobs.shape).index_copy(0, packed.place_A, logprobs(packed))
+    others_TC = rows.top_logprobs["token"]
+    form = rows.action_T, logprobs.layout
+    packed = upload(pack(rows.sequences, rows.prompt_length_N, prompt_N, *form, others_TC=others_TC), CPU)
+    of_token = packed.sampled_A.shape[1:]
+    return torch.zeros(len(rows.logprobs), *of_token).index_copy(0, packed.place_A, logprobs(packed))

@@ -12,25 +12,32 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba_hpc.core.types import Completion
+from tba_hpc.core.types import TOP_LOGPROBS, Completion
 
 ROWS = 512
 """Completions that are sampled together."""
 
 
-def completion_of(tokens: list[int], eos: int, logprobs: np.ndarray | None = None) -> Completion:
+def completion_of(
+    tokens: list[int], eos: int, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
+) -> Completion:
     """Up to the end of the sequence, or cut off; log-probabilities are 0 if there are none."""
     ended = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
     array = np.array(ended, np.int32)
     logprobs = np.zeros(len(array), np.float32) if logprobs is None else logprobs[: len(array)]
-    return Completion(array, logprobs, "stop" if eos in tokens else "length")
+    top = None if top is None else top[: len(array)]
+    return Completion(array, logprobs, "stop" if eos in tokens else "length", top_logprobs=top)
 
 
 class Sampler:
-    """Draws completions; ``seed`` decides which. The model is only a place for weights."""
+    """Draws completions; ``seed`` decides which. The model is only a place for weights.
 
-    def __init__(self, model: PreTrainedModel, *, eos: int, max_tokens: int, seed: int) -> None:
+    top: number of likeliest tokens that are recorded in place of each.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, eos: int, max_tokens: int, seed: int, top: int = 0) -> None:
         self._model = model
+        self._top = top
         self._eos = eos
         self._max_tokens = max_tokens
         self._seed = 1_000_003 * seed
@@ -68,6 +75,9 @@ class Sampler:
         token_NL = found.sequences[:, width:]
         logprob_NLV = torch.stack(found.logits, 1).log_softmax(2)
         logprob_NL = logprob_NLV.gather(2, token_NL[:, :, None])[:, :, 0].numpy()
-        rows = zip(token_NL.tolist(), logprob_NL, strict=True)
-        completions = [completion_of(tokens, self._eos, logprobs) for tokens, logprobs in rows]
+        best = logprob_NLV.topk(0 if greedy else self._top)
+        top_NLC = np.empty(best.values.shape, TOP_LOGPROBS)
+        top_NLC["token"], top_NLC["logprob"] = best.indices.numpy(), best.values.numpy()
+        rows = zip(token_NL.tolist(), logprob_NL, top_NLC, strict=True)
+        completions = [completion_of(tokens, self._eos, logprobs, top) for tokens, logprobs, top in rows]
         return [tuple(completions[i : i + n]) for i in range(0, len(completions), n)]

@@ -90,12 +90,12 @@ class Exact:
         for name in OBJECTIVES:
             log.print(name, style="dim")
             tuned[name] = {rate: self._tune(name, rate, options) for rate in RATES}
-            best = _best(tuned[name])
+            rate = best_rate(tuned[name])
             for lag in LAGS:
-                found[name, lag] = [self._follow(setup) for setup in arms[name, best, lag]]
+                found[name, lag] = [self._follow(setup) for setup in arms[name, rate, lag]]
         rows = [self._row(key, tuned[key[0]], runs) for key, runs in found.items()]
         curves = {key: [curve for curve, _ in runs] for key, runs in found.items()}
-        panels = [_panel("pass@1, %", lag, OBJECTIVES, curves) for lag in LAGS]
+        panels = [panel("pass@1, %", lag, OBJECTIVES, curves) for lag in LAGS]
         return Result(rows, panels, self._notes(options, tuned))
 
     def _tune(self, name: str, rate: float, options: Options) -> float:
@@ -116,7 +116,7 @@ class Exact:
         curves = [curve for curve, _ in runs]
         return {
             "objective": name,
-            "rate": _best(tuned),
+            "rate": best_rate(tuned),
             "lag": lag,
             "pass@1, %": Spread([_final(curve) for curve in curves]),
             "swing": Spread([100 * swing(curve) for curve in curves]),
@@ -210,7 +210,7 @@ class WholeModel:
         tuned[TB, 4] = tuned[TB, 10]
         steps = options.steps or MODEL_STEPS
         wanted = {
-            (key, seed): self._run(*key, _best(tuned[key]), seed, steps)
+            (key, seed): self._run(*key, best_rate(tuned[key]), seed, steps)
             for seed, key in product(options.seeds, keys)
         }
         made = self._make(wanted, options)
@@ -218,14 +218,14 @@ class WholeModel:
         in_order = sorted(tuned, key=lambda key: (key[1], list(FORMS).index(key[0])))
         rows = [self._row(key, tuned[key], found.get(key, [])) for key in in_order]
         curves = {key: [run["curve"] for run in runs] for key, runs in found.items()}
-        panels = [_panel("pass@1, validation, %", lag, names, curves) for lag, names in FORMS_AT.items()]
+        panels = [panel("pass@1, validation, %", lag, names, curves) for lag, names in FORMS_AT.items()]
         return Result(rows, panels, NOTES_OF_MODEL)
 
     def _tune(self, key: Key, options: Options) -> dict[float, float]:
         """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         wanted = {rate: self._run(*key, rate, TUNING_SEED, steps) for rate in MODEL_RATES}
-        return {rate: _end_of(figures) for rate, figures in self._make(wanted, options).items()}
+        return {rate: end_of(figures) for rate, figures in self._make(wanted, options).items()}
 
     def _run(self, name: str, lag: int, rate: float, seed: int, steps: int) -> tuple[str, Run]:
         given = tuple(f"{key}={json.dumps(value)}" for key, value in FORMS[name].items())
@@ -242,14 +242,14 @@ class WholeModel:
             "objective": key[0],
             "lag": key[1],
             "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
-            "rate": f"{_best(tuned):g}",
-            "pass@1, %": Spread([_end_of(run) for run in runs]) if runs else None,
+            "rate": f"{best_rate(tuned):g}",
+            "pass@1, %": Spread([end_of(run) for run in runs]) if runs else None,
             "steps to 50 %": Spread([time_to(curve, 0.5) for curve in curves]) if runs else None,
             "ESS": Spread([float(np.mean(run["series"]["ess"])) for run in runs]) if runs else None,
         }
 
 
-def _panel(y: str, lag: int, names: Iterable[str], curves: Mapping[Key, Sequence[Curve]]) -> Panel:
+def panel(y: str, lag: int, names: Iterable[str], curves: Mapping[Key, Sequence[Curve]]) -> Panel:
     """Pass@1 over steps, at one lag."""
     series = [
         Series(name, [[(step, 100 * value) for step, value in curve] for curve in curves[name, lag]])
@@ -258,11 +258,11 @@ def _panel(y: str, lag: int, names: Iterable[str], curves: Mapping[Key, Sequence
     return Panel("step", y, series, f"lag {lag}")
 
 
-def _best(tuned: Mapping[float, float]) -> float:
+def best_rate(tuned: Mapping[float, float]) -> float:
     return max(tuned, key=tuned.__getitem__)
 
 
-def _end_of(figures: Figures) -> float:
+def end_of(figures: Figures) -> float:
     """Pass@1, %: mean of the last three evaluations."""
     return 100 * float(np.mean([value for _, value in figures["curve"][-3:]]))
 

@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from tba_hpc.config import Config
 from tba_hpc.core.ports import SharedLearner
-from tba_hpc.core.types import Completion, Group, Prompt, Request, Split, WeightUpdate
+from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Prompt, Request, Split, WeightUpdate
 
 EXPORT_FILE = "model.safetensors"
 """What a learner exports: its logits."""
@@ -292,6 +292,7 @@ class _Decoding:
         self.request = request
         self._tokens_NL = np.zeros((request.n, table.length), np.int32)
         self._logprob_NL = np.zeros((request.n, table.length), np.float32)
+        self._top_NLC = np.zeros((*self._tokens_NL.shape, request.sampling.top_logprobs), TOP_LOGPROBS)
         self._versions = np.zeros((request.n, 2), np.int32)
         self._length_N = np.zeros(request.n, np.int64)
         self._open_N = np.ones(request.n, bool)
@@ -315,6 +316,7 @@ class _Decoding:
         token_N = _draw(rng, logprob_NV, self.request.sampling.temperature / self._table.temperature)
         self._tokens_NL[rows, t] = token_N
         self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]
+        self._top_NLC[rows, t] = top_logprobs(logprob_NV, self._top_NLC.shape[2])
         self._versions[rows, min(t, 1) :] = version
         self._length_N[rows] = t + 1
         self._open_N[rows] = (token_N != self._table.eos) & (t + 1 < self._table.length)
@@ -322,16 +324,25 @@ class _Decoding:
 
     def group(self) -> Group:
         """The completions as they are."""
-        rows = zip(self._tokens_NL, self._logprob_NL, self._length_N, strict=True)
+        rows = zip(self._tokens_NL, self._logprob_NL, self._length_N, self._top_NLC, strict=True)
         completions = [
             Completion(
                 tokens[:length],
                 logprobs[:length],
                 "stop" if tokens[length - 1] == self._table.eos else "length",
+                top_logprobs=top_LC[:length],
             )
-            for tokens, logprobs, length in rows
+            for tokens, logprobs, length, top_LC in rows
         ]
         return Group(self.request, tuple(completions), self._versions)
+
+
+def top_logprobs(logprob_XV: np.ndarray, k: int) -> np.ndarray:
+    """TOP_LOGPROBS [..., k]: the k likeliest of the last axis, the likeliest first."""
+    token_XC = np.argsort(-logprob_XV, axis=-1)[..., :k]
+    found = np.empty(token_XC.shape, TOP_LOGPROBS)
+    found["token"], found["logprob"] = token_XC, np.take_along_axis(logprob_XV, token_XC, -1)
+    return found
 
 
 def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) -> np.ndarray:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lab.tabular import EXPORT_FILE, Table, TabularReference
 from tba_hpc.config import TrainSection
+from tba_hpc.core.batch import with_top_logprobs
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
@@ -78,6 +79,7 @@ class TabularLearner:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
         self._objective = make_objective(train, max_tokens=table.length)
+        self._centring = train.score_centering
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = Adam(self._logits, train.adam_betas)
         self._skipped = SkippedSteps()
@@ -98,6 +100,7 @@ class TabularLearner:
 
         If loss or norm is not finite, nothing changes. Raises ConfigError if that goes on.
         """
+        batch = with_top_logprobs(batch, self._centring)
         recorded = upload(RecordedGroups.of(batch), CPU)
         output = self._objective(Groups.of(self._logprobs(batch), recorded), beta)
         self._logits.grad = None
@@ -165,15 +168,19 @@ class TabularLearner:
         """No other rank follows."""
 
     def _logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """float32 [T], with gradient: log-probability of each sampled token, 0 at the others."""
+        """float32 [T, 1 + C], with gradient: log-probability of each sampled token and of the sampler's
+        likeliest in its place, 0 at the others.
+        """
         token_T, length_N, cell_T = batch.completions.values, batch.completion_length_N, batch.cell_T
         token_NL = np.zeros((len(batch), int(length_N.max())), np.int64)
         token_NL.reshape(-1)[cell_T] = token_T
         prompt_N = batch.prompts.values[batch.record["prompt_row"]] - self._table.prompt_token(0)
-        cells = prompt_N.repeat(length_N), self._table.prefixes(token_NL).reshape(-1)[cell_T], token_T
+        token_TJ = np.column_stack([token_T, batch.top_logprobs["token"]])
+        place_T = prompt_N.repeat(length_N), self._table.prefixes(token_NL).reshape(-1)[cell_T]
+        cells = *(place_T1[:, None] for place_T1 in place_T), token_TJ
         logprob_PSV = (self._logits / self._table.temperature).log_softmax(-1)
-        logprob_T = logprob_PSV[tuple(torch.from_numpy(cell.astype(np.int64)) for cell in cells)]
-        return logprob_T.where(torch.from_numpy(batch.action_T), 0.0)
+        logprob_TJ = logprob_PSV[tuple(torch.from_numpy(cell.astype(np.int64)) for cell in cells)]
+        return logprob_TJ.where(torch.from_numpy(batch.action_T)[:, None], 0.0)
 
 
 class TabularGroup(TabularLearner):

@@ -20,6 +20,7 @@ from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate, estimat
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
+from tba_hpc.core.types import TOP_LOGPROBS
 from tba_hpc.core.wording import count
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.report.tables import Terminal
@@ -137,6 +138,14 @@ def _verdict(config: Config, found: Estimate) -> Iterator[str]:
 
 
 def _notes(config: Config) -> list[str]:
-    """Return remarks about the run that do not concern memory."""
-    beyond = beyond_tuned(config)
-    return [": ".join(beyond)] if beyond else []
+    """Return remarks about the run that do not concern a GPU's memory."""
+    beyond, k = beyond_tuned(config), config.train.score_centering
+    notes = [": ".join(beyond)] if beyond else []
+    if k:
+        token = TOP_LOGPROBS.itemsize * k
+        full = token * config.generator.max_tokens * config.buffer.capacity
+        notes.append(
+            f"train.score_centering={k} records {token} bytes per completion token: up to "
+            f"{full / GIB:.3g} GiB of host memory for a full buffer, and as much in each checkpoint"
+        )
+    return notes

@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError
+from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.report.track.sinks import Point, Sink, TensorBoardSink, WandbSink, wandb_mode
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import evaluations_on_disk, find_evaluation
@@ -148,6 +149,7 @@ class News:
                 continue
             self._evaluated.add(name)
             figures = {f"{split}/{found.score_name}": found.score, f"{split}/perplexity": found.perplexity}
+            figures[f"{split}/{RIGHT_AND_ENDED}"] = found.ended_score
             figures[f"{split}/reward"] = found.rewards / found.graded if found.graded else None
             known = {key: value for key, value in figures.items() if value is not None}
             points.append(Point(step, known, {split: found.answers} if found.answers else {}))

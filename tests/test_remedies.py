@@ -1,0 +1,56 @@
+"""The comparison of remedies for old data: its arithmetic by hand, and that its protocol holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab import remedies, staleness
+from lab.results import Spread
+from lab.runs import Options
+
+PROTOCOL = (Path(remedies.__file__).with_suffix(".md")).read_text()
+
+
+def test_a_paired_interval_by_hand() -> None:
+    """Differences 1 … 5: mean 3, s = √2.5, and 2.776·√(2.5/5) = 1.963 on each side."""
+    found = remedies.paired([11.0, 12.0, 13.0, 14.0, 15.0], [10.0] * 5)
+    assert found == pytest.approx((3, 3 - 1.963, 3 + 1.963), abs=1e-3)
+    assert remedies.paired([2.0, 4.0], [1.0, 5.0]) == pytest.approx((0, -12.706, 12.706))  # ±1: s = √2
+
+
+def run(*ends: float) -> dict[str, object]:
+    return {"curve": [(step, end) for step, end in enumerate((0.1, *ends))], "series": {"ess": [0.5, 0.7]}}
+
+
+def test_a_row_compares_runs_of_one_seed() -> None:
+    tuned = {1.25e-4: 31.2, 2.5e-4: 40.0, 5e-4: 12.0}
+    found = {
+        staleness.TB: [run(0.5, 0.6, 0.7), run(0.2, 0.3, 0.4)],
+        "TIS": [run(0.1, 0.2, 0.3), run(0, 0, 0.3)],
+    }
+    ours = remedies.row(10, "TIS", tuned, found)
+    assert (ours["age"], ours["rate"], ours["tuning, %"]) == ("10 to 19", "0.00025", "31, 40, 12")
+    assert ours["pass@1, %"].values == pytest.approx([20, 10]) and ours["ESS"] == Spread([0.6, 0.6])
+    assert ours["− TB"] == pytest.approx(-30) and ours["95 %"] == "-157 … 97"  # −40 and −20: 30 ± 12.706·10
+    shipped = remedies.row(10, staleness.TB, tuned, found)
+    assert shipped["− TB"] is None and shipped["95 %"] is None
+
+
+def test_the_protocol_is_what_runs(tmp_path: Path) -> None:
+    """Seeds of no other figure, and every arm, age, rate and length as they were written down."""
+    assert not {*remedies.SEEDS} & {0, 1, 2, staleness.TUNING_SEED}
+    said = (
+        f"**{', '.join(map(str, remedies.SEEDS))}**",
+        f"**{', '.join(map(str, remedies.LAGS))}**",
+        f"**{', '.join(f'{rate:g}' for rate in remedies.RATES)}**",
+        f"**{remedies.STEPS}** optimizer steps",
+        f"**{remedies.TUNING_STEPS}** steps",
+    )
+    assert [text for text in said if text not in PROTOCOL] == []
+    for name, config in remedies.REMEDIES.arms(Options(tmp_path)).items():
+        (line,) = (line for line in PROTOCOL.splitlines() if line.startswith(f"| {name} |"))
+        assert f"`{config.train.objective.name}`" in line and f"`{config.train.ratio_bound.name}`" in line
+        assert ("`score_centering: 32`" in line) == (config.train.score_centering == 32)
+        log_z = getattr(config.train.objective, "log_z", None)
+        assert log_z is None or f"`log_z: {log_z}`" in line

@@ -1,0 +1,146 @@
+"""Remedies for old data beside trajectory balance, by a protocol that was fixed before the first run.
+
+``remedies.md`` says what is compared, how, and why. An interrupted experiment continues where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from lab import skill
+from lab.lockstep_model import Run, figures_of
+from lab.results import Panel, Result, Row, Spread
+from lab.runs import Options, log
+from lab.staleness import BASELINE, EQUATION_7, FORMS, TB, TUNING_SEED, Figures, Key, best_rate, end_of, panel
+from tba_hpc.config import Config
+
+CENTRED = {"train.score_centering": 32}
+DECOUPLED = "decoupled PPO"
+
+ARMS: dict[str, dict[str, Any]] = {
+    TB: FORMS[TB],
+    EQUATION_7: FORMS[EQUATION_7],
+    "TB, equation 7, centred": FORMS[EQUATION_7] | CENTRED,
+    "TB, centred": FORMS[TB] | CENTRED,
+    BASELINE: FORMS[BASELINE],
+    "TIS": {"train.objective": "rloo", "train.ratio_bound": {"name": "cap", "cap": 2.0}},
+    "IcePop": {"train.objective": "rloo", "train.ratio_bound": "icepop"},
+    DECOUPLED: {"train.objective": "decoupled_ppo"},
+}
+"""Overrides by name; the first is what the others are compared with."""
+
+LAGS = (10, 32, 1, 4)
+"""In the order in which they are run."""
+
+RATES = (1.25e-4, 2.5e-4, 5e-4)
+SEEDS = (11, 12, 13, 14, 15)
+STEPS, TUNING_STEPS = 225, 150
+
+T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""By number of pairs n, the 97.5 % quantile of Student's t with n − 1 degrees of freedom."""
+
+T = TypeVar("T")
+
+
+class Remedies:
+    """A small Llama in lockstep: every arm at the best of three rates for each lag, in pairs by seed."""
+
+    question = "Which remedy for old data? Eight arms on a whole model, exact lags, paired seeds"
+    seeds = SEEDS
+
+    def arms(self, options: Options) -> dict[str, Config]:
+        """The config of a run of each."""
+        return {name: run_of((name, LAGS[0]), RATES[0], SEEDS[0], STEPS)[1].config() for name in ARMS}
+
+    def measure(self, options: Options) -> Result:
+        """All rates with the tuning seed, then the best ones with the others, lag by lag."""
+        if len(options.seeds) > max(T_975):
+            raise SystemExit(f"{len(options.seeds)} seeds are more than {max(T_975)}: give fewer")
+        skill.MODEL.make()
+        tuned, rows, panels = self._tune(options), {}, {}
+        for lag in LAGS:
+            found = self._follow(lag, tuned, options)
+            rows[lag] = [row(lag, name, tuned[name, lag], found) for name in ARMS]
+            curves = {(name, lag): [run["curve"] for run in runs] for name, runs in found.items()}
+            panels[lag] = panel("pass@1, validation, %", lag, ARMS, curves)
+            log.print(*rows[lag], sep="\n", style="dim")
+        return _in_order(rows, panels)
+
+    def _tune(self, options: Options) -> dict[Key, dict[float, float]]:
+        """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
+        steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
+        keys = [(name, lag) for lag, name in product(LAGS, ARMS)]
+        wanted = {(key, rate): run_of(key, rate, TUNING_SEED, steps) for key, rate in product(keys, RATES)}
+        made = _made(wanted, options)
+        return {key: {rate: end_of(made[key, rate]) for rate in RATES} for key in keys}
+
+    def _follow(
+        self, lag: int, tuned: Mapping[Key, Mapping[float, float]], options: Options
+    ) -> dict[str, list[Figures]]:
+        """The runs of every arm at one lag, in the order of the seeds."""
+        steps = options.steps or STEPS
+        wanted = {
+            (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps)
+            for seed, name in product(options.seeds, ARMS)
+        }
+        made = _made(wanted, options)
+        return {name: [made[name, seed] for seed in options.seeds] for name in ARMS}
+
+
+def run_of(key: Key, rate: float, seed: int, steps: int) -> tuple[str, Run]:
+    """A named run."""
+    name, lag = key
+    given = tuple(f"{key}={json.dumps(value)}" for key, value in ARMS[name].items())
+    exact = name == DECOUPLED
+    return name, Run(overrides=given, lag=lag, rate=rate, seed=seed, steps=steps, published_proximal=exact)
+
+
+def _made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
+    """Their figures: as they lie there, or made now on two cores."""
+    return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
+
+
+def row(lag: int, name: str, tuned: Mapping[float, float], found: Mapping[str, Sequence[Figures]]) -> Row:
+    """What the table says of one arm at one lag."""
+    ends, shipped = [end_of(run) for run in found[name]], [end_of(run) for run in found[TB]]
+    pairs = None if name == TB or len(ends) < 2 else paired(ends, shipped)
+    return {
+        "age": f"{lag} to {2 * lag - 1}",
+        "arm": name,
+        "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
+        "rate": f"{best_rate(tuned):g}",
+        "pass@1, %": Spread(ends),
+        "− TB": pairs and pairs[0],
+        "95 %": pairs and "{:.0f} … {:.0f}".format(*pairs[1:]),
+        "ESS": Spread([fmean(run["series"]["ess"]) for run in found[name]]),
+    }
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the differences between pairs, and the ends of its 95 % interval by Student's t."""
+    differences = [our - their for our, their in zip(ours, theirs, strict=True)]
+    mean, pairs = fmean(differences), len(differences)
+    half = T_975[pairs] * stdev(differences) / sqrt(pairs)
+    return mean, mean - half, mean + half
+
+
+def _in_order(rows: Mapping[int, list[Row]], panels: Mapping[int, Panel]) -> Result:
+    """By rising age."""
+    lags = sorted(rows)
+    return Result([row for lag in lags for row in rows[lag]], [panels[lag] for lag in lags], NOTES)
+
+
+NOTES = (
+    "The protocol, fixed before the first run: tools/lab/remedies.md. B = 8, K = 16, β = .02, AdamW, every "
+    f"group used once, {STEPS} steps; greedy pass@1 on 256 validation problems, mean of the last three "
+    "evaluations; − TB: mean of the differences between runs of one seed, and its 95 % t-interval.",
+    f"Rates: the best of {', '.join(f'{rate:g}' for rate in RATES)} for each arm and age, by {TUNING_STEPS} "
+    f"steps with seed {TUNING_SEED}.",
+)
+
+REMEDIES = Remedies()
