@@ -46,7 +46,7 @@ ON_DISK = (
         ("reference", "<i4"),
     ),
     (("revision", "<i8"), ("sync", "<i8"), ("uses", "<i4"), ("value", "<f4")),
-    {"hdf5_shards.SCHEMA": 4, "directory.FORMAT": 5},
+    {"hdf5_shards.SCHEMA": 3, "directory.FORMAT": 4},
 )
 """RECORD, what LIVE_RECORD adds to it, and the versions by which a reader knows them."""
 

@@ -203,14 +203,17 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
     """Return the batch as named contiguous arrays of numbers, as safetensors takes them."""
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}
     form = np.array([batch.group_size, batch.step], np.int64)
-    return {**arrays, **{name: arrays[name].view(np.uint8) for name in _STRUCTURED}, "form": form}
+    return {**arrays, **{name: arrays[name].view(np.uint8) for name in _structured(arrays)}, "form": form}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
     """Inverse of ``to_arrays``."""
     group_size, step = arrays["form"].tolist()
-    structured = {name: arrays[name].view(dtype) for name, dtype in _STRUCTURED.items()}
+    structured = {name: arrays[name].view(dtype) for name, dtype in _structured(arrays).items()}
     return TrajectoryBatch.from_arrays({**arrays, **structured}, group_size=group_size, step=step)
 
 
-_STRUCTURED = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}
+def _structured(arrays: Mapping[str, np.ndarray]) -> dict[str, np.dtype]:
+    """Return the dtypes of those arrays that hold more than numbers."""
+    dtypes = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}
+    return {name: dtype for name, dtype in dtypes.items() if name in arrays}

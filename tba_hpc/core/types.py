@@ -388,13 +388,15 @@ class Trajectories:
         return cls(record, *ragged, *per_token, **fields)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by name."""
-        return dict(zip(COLUMNS, self.columns, strict=True))
+        """Return the columns by name, without those that have no width."""
+        named = zip(COLUMNS, self.columns, strict=True)
+        return {name: array for name, array in named if array.shape[1:] != (0,)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: Any) -> Self:
         """Inverse of ``to_arrays``; other arrays are ignored."""
-        return cls.of(tuple(arrays[name] for name in COLUMNS), **fields)
+        given = {"top_logprobs": np.empty((0, 0), TOP_LOGPROBS), **arrays}
+        return cls.of(tuple(given[name] for name in COLUMNS), **fields)
 
     def check(self) -> None:
         """Raise ValueError, with one sentence, if the arrays contradict each other."""

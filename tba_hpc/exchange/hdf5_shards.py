@@ -44,7 +44,7 @@ from tba_hpc.run.owners import end_if_superseded
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 4
+SCHEMA = 3
 """Version of the layout and of RECORD; readers refuse other versions."""
 
 HEADER_BYTES = 512
@@ -130,7 +130,7 @@ def read_shard(path: Path) -> Shard:
 def parse_shard(path: Path, data: bytes) -> Shard:
     """Read a shard from the bytes of a file, like ``read_shard``; errors call the file ``path``."""
     attributes, arrays = _decode(path, "shard", data)
-    wrong = _DTYPES.keys() - arrays
+    wrong = _DTYPES.keys() - arrays - {"top_logprobs"}
     form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
     wrong |= {n for n in form.keys() & arrays if (arrays[n].dtype, arrays[n].ndim) != form[n]}
     if wrong:

@@ -25,7 +25,7 @@ from tba_hpc.config import (
 from tba_hpc.core.types import Role
 from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
 
-FORMAT = 5
+FORMAT = 4
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
 
 ATTEMPT = "TBA_ATTEMPT"
