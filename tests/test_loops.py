@@ -764,16 +764,16 @@ def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path:
 
 
 def test_correct_answers_that_a_limit_cut_off_are_counted_apart() -> None:
-    """Of four answers, two of them right; the limit of tokens cuts off a right one, that of turns a wrong."""
+    """Of four answers three are right; a limit of tokens and one of turns cut off one of these each."""
     task = TabularTask(TABLE)
     evaluator = OnlineEvaluator(task, searcher=0, searchers=1, max_tokens=3, limits={"test": 4})
     assert evaluator.start("test", 8) is None
     found = answers("test", 8, task.prompts("test")[:4])
-    for answer, correct, reason in zip(found, (1, 1, 0, 0), ("stop", "length", "turns", "stop"), strict=True):
+    for answer, correct, reason in zip(found, (1, 1, 1, 0), ("stop", "length", "turns", "stop"), strict=True):
         (completion,) = answer.completions
         cut = replace(answer, completions=(replace(completion, finish_reason=reason),))
         part = evaluator.count(cut, bool(correct), None)
-    assert part and (part.score, part.ended_score, part.truncated) == (2 / 4, 1 / 4, 1)
+    assert part and (part.score, part.ended_score, part.truncated) == (3 / 4, 1 / 4, 1)
 
 
 # --- What goes wrong ---

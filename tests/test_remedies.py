@@ -32,7 +32,8 @@ def test_a_row_compares_runs_of_one_seed() -> None:
     ours = remedies.row(10, "TIS", tuned, found)
     assert (ours["age"], ours["rate"], ours["tuning, %"]) == ("10 to 19", "0.00025", "31, 40, 12")
     assert ours["pass@1, %"].values == pytest.approx([20, 10]) and ours["ESS"] == Spread([0.6, 0.6])
-    assert ours["− TB"] == pytest.approx(-30) and ours["95 %"] == "-157 … 97"  # −40 and −20: 30 ± 12.706·10
+    assert ours["− TB"] == pytest.approx(-30)  # of −40 and −20: 12.706·10 on each side
+    assert ours["95 %"] == "-157.1 … 97.1"
     shipped = remedies.row(10, staleness.TB, tuned, found)
     assert shipped["− TB"] is None and shipped["95 %"] is None
 

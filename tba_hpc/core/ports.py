@@ -244,7 +244,10 @@ class Generator(Protocol):
         """Number of completions that have not ended, and of finished groups yet to be returned."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if prompt and completion exceed the context."""
+        """Queue a request; ``sampling`` says what its completions hold, ``top_logprobs`` included.
+
+        Raises ValueError if prompt and completion exceed the context.
+        """
 
     def step(self) -> list[Group]:
         """Generate for a moment; return the groups that are now complete."""

@@ -1,11 +1,15 @@
 """Remedies for old data beside trajectory balance, by a protocol that was fixed before the first run.
 
-``remedies.md`` says what is compared, how, and why. An interrupted experiment continues where it was.
+``remedies.md`` says what is compared, how, and why. An interrupted experiment continues where it was. One run
+alone prints its pass@1, %:
+
+    PYTHONPATH=tools python -m lab.remedies ARM LAG RATE SEED
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import sqrt
@@ -13,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 from lab import skill
-from lab.lockstep_model import Run, figures_of
+from lab.lockstep_model import Run, figures_of, measure
 from lab.results import Panel, Result, Row, Spread
 from lab.runs import Options, log
 from lab.staleness import BASELINE, EQUATION_7, FORMS, TB, TUNING_SEED, Figures, Key, best_rate, end_of, panel
@@ -110,13 +114,13 @@ def row(lag: int, name: str, tuned: Mapping[float, float], found: Mapping[str, S
     ends, shipped = [end_of(run) for run in found[name]], [end_of(run) for run in found[TB]]
     pairs = None if name == TB or len(ends) < 2 else paired(ends, shipped)
     return {
-        "age": f"{lag} to {2 * lag - 1}",
+        "age": f"{lag} to {2 * lag - 1}" if lag > 1 else "1",
         "arm": name,
         "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
         "rate": f"{best_rate(tuned):g}",
         "pass@1, %": Spread(ends),
         "− TB": pairs and pairs[0],
-        "95 %": pairs and "{:.0f} … {:.0f}".format(*pairs[1:]),
+        "95 %": pairs and "{:.1f} … {:.1f}".format(*pairs[1:]),
         "ESS": Spread([fmean(run["series"]["ess"]) for run in found[name]]),
     }
 
@@ -144,3 +148,13 @@ NOTES = (
 )
 
 REMEDIES = Remedies()
+
+
+def main(name: str, lag: str, rate: str, seed: str) -> None:
+    """Print what one run ends with."""
+    skill.MODEL.make()
+    print(f"{end_of(measure(run_of((name, int(lag)), float(rate), int(seed), STEPS)[1])):.1f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
