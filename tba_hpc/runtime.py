@@ -160,6 +160,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
+            visitors=Attendance(run, config).at_work,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
         finished = trainer.run()
@@ -255,7 +256,7 @@ def _open_trainer(
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config))
+    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config).anybody)
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
