@@ -37,9 +37,8 @@ class HybridTrainerExchange:
         self._closed = False
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Publish to the world, whose searchers share one end of the budget."""
         self._pass_on()
-        started = self._world.publish(replace(publication, slot_ends={}), write)
+        started = self._world.publish(publication, write)
         self._newest = publication if started else self._newest
         return started
 
@@ -70,7 +69,7 @@ class HybridTrainerExchange:
         """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""
         if self._closed or not self._files.idle:
             return
-        found, newest = self._world.arrived(), self._newest
-        if found and newest and newest is not self._passed_on and self._attended():
-            self._passed_on = newest
-            self._files.pass_on(replace(found, publication=replace(newest, evaluate=None)))
+        found = self._world.arrived()
+        if found and found.publication is not self._passed_on and self._attended():
+            self._passed_on = found.publication
+            self._files.pass_on(replace(found, publication=replace(found.publication, evaluate=None)))
