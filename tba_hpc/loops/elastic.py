@@ -97,7 +97,7 @@ class Attendance:
         return bool(self._last())
 
     def at_work(self) -> set[int]:
-        """Return the numbers of those whose engines are built."""
+        """Return the numbers of those whose engines have loaded weights."""
         return {self._names[name] for name, owner in self._last().items() if owner.ready}
 
     def _last(self) -> dict[str, Owner]:
@@ -164,6 +164,7 @@ class ElasticStay:
     metrics: MetricsWriter = field(kw_only=True)
     stop_asked: Callable[[], bool] = field(kw_only=True)
     _attempt: str = ""  # the trainer's attempt for which the config was read
+    _ready: bool = False
 
     def __post_init__(self) -> None:
         self._split = _split(self.config.launch)  # the division that the searcher's "started" event reports
@@ -213,6 +214,13 @@ class ElasticStay:
             issued = True
             yield request
 
+    def note_ready(self) -> None:
+        """Tell the trainer, once, that it may count on this searcher: its engine is built."""
+        if not self._ready:
+            name, seconds = rank_name("searcher", self.searcher), self.config.launch.disk_seconds
+            insist(lambda: note_ready(name), seconds=seconds)
+            self._ready = True
+
     def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
         """``write`` a whole evaluation if the trainer that asked for it is still at work."""
         if self.exchange.still_wants(whole.split, whole.step):
@@ -226,8 +234,6 @@ class ElasticStay:
         return "no slot" if self._slotless else "finished"
 
     def __enter__(self) -> Self:
-        name, seconds = rank_name("searcher", self.searcher), self.config.launch.disk_seconds
-        insist(lambda: note_ready(name), seconds=seconds)  # from now on the trainer counts on this searcher
         self._log("joined", host=socket.gethostname(), job=os.environ.get("SLURM_JOB_ID", ""))
         return self
 

@@ -30,6 +30,7 @@ class Searcher:
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
     generation pauses. log_seconds: time between two metric records. report: takes a part of an evaluation.
+    weights_in_use: called whenever the engine has loaded weights.
     """
 
     generator: Generator
@@ -43,6 +44,7 @@ class Searcher:
     sequences: int
     pending_shards: int = PENDING_SHARDS
     log_seconds: float = 1.0
+    weights_in_use: Callable[[], None] = lambda: None
     _upcoming: Request | None = None
     _budget_end: int | None = None  # id of the first request that may not be issued yet
     _set_aside: int = 0  # groups without a single reward; another request may replace each
@@ -88,6 +90,7 @@ class Searcher:
             self._tally["load_seconds"] = self.generator.load_seconds
             self._tally["propagation_seconds"] = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
+            self.weights_in_use()
         if self.evaluator.busy:
             return
         update = self.exchange.poll()

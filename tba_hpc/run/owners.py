@@ -72,7 +72,7 @@ class Owner:
     through any of its processes. began: start of the process in clock ticks since boot, since its number may
     be reused. job, restarts: Slurm's values, or empty. since: unix seconds. elastic: several such owners may
     be at work in one job. holds: whether the process keeps the run's folder open; version 0.3.0 did not.
-    ready: whether an elastic searcher has built its engine.
+    ready: whether an elastic searcher's engine has loaded weights.
     """
 
     host: str = ""
@@ -207,7 +207,7 @@ class Lease:
 
 
 def note_ready(name: str) -> None:
-    """Write into this process's claim of ``name`` that its engine is built."""
+    """Write into this process's claim of ``name`` that its engine has loaded weights."""
     for mine in _ours:
         if mine.stem == name:
             write_atomic(mine, replace(_read(mine), ready=True).to_json())
