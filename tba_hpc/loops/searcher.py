@@ -99,7 +99,7 @@ class Searcher:
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication
-        self._budget_end = publication.budget_end
+        self._set_budget(publication.budget_end)
         self._ending = publication.final
         self.scorer.refer_to(publication.reference)
         if publication.evaluate is None:
@@ -128,13 +128,19 @@ class Searcher:
         request, self._upcoming = self._upcoming, None
         return request
 
+    def _set_budget(self, end: int | None) -> None:
+        """Note the end of the budget. A lower one grants anew what was set aside before."""
+        if end is not None and end < (self._budget_end or 0):
+            self._ahead = []
+        self._budget_end = end
+
     def _may_issue(self, request_id: int) -> bool:
         """Tell whether the budget allows a request, possibly in place of a group that was set aside."""
         end = self._budget_end
         if end is None or request_id < end:
             return True
         self._ahead = [other for other in self._ahead if other >= end]
-        if len(self._ahead) == self._set_aside:
+        if end == 0 or len(self._ahead) == self._set_aside:
             return False
         self._ahead.append(request_id)
         return True
