@@ -160,6 +160,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
+            visitors=Attendance(run, config).at_work,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
         finished = trainer.run()
@@ -255,7 +256,7 @@ def _open_trainer(
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config))
+    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config).anybody)
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
@@ -328,6 +329,7 @@ def _stay(parts: SearchParts) -> None:
             evaluator=_online_evaluator(run, config, parts.task, 0, 1, decode=parts.decode),
             report=partial(stay.report, partial(_report, run, config, 0, 1)),
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
+            weights_in_use=stay.note_ready,
         ).run()
         log.info("leaving: %s", stay.why)
     parts.generator.close()
@@ -380,6 +382,7 @@ class SearchParts:
         evaluator: OnlineEvaluator,
         report: Callable[[Evaluation], None],
         stop_asked: Callable[[], bool],
+        weights_in_use: Callable[[], None] = lambda: None,
     ) -> Searcher:
         """Build the searcher's loop, ready to run."""
         section, run, config = self.config.generator, self.run, self.config
@@ -402,6 +405,7 @@ class SearchParts:
             stop_asked=stop_asked,
             sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
             log_seconds=record_seconds(config.launch.places),
+            weights_in_use=weights_in_use,
         )
 
 

@@ -196,16 +196,19 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = [owners.take_lease(run, names) for _ in range(2)]
     assert list(owners.holders(run, names)) == names[:2]
     there = Attendance(run, run.config())
-    assert there()
+    assert there.anybody() and there.at_work() == set(), "engines are still being built"
+    owners.note_ready(names[1])
+    assert there.at_work() == set(), "seen at the next check"
+    assert Attendance(run, run.config()).at_work() == {FIRST_ELASTIC + 1}
     with monkeypatch.context() as patch:
         patch.setattr("tba_hpc.loops.elastic.LOOK_SECONDS", 0.0)
         patch.setattr(Path, "touch", no_room)
-        assert there(), "as before, while the disk is full"
+        assert there.anybody(), "as before, while the disk is full"
     for lease in leases:
         assert lease
         lease.release()
     assert owners.holders(run, names) == {}
-    assert not Attendance(run, run.config())()
+    assert not Attendance(run, run.config()).anybody()
 
 
 def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:

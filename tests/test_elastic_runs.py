@@ -124,6 +124,32 @@ def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
     assert (last["event"], last["why"]) == ("left", "finished")
 
 
+@pytest.mark.parametrize(("searchers", "buffer"), [(0, {"replay_limit": 1}), (1, {})], ids=["queue", "drawn"])
+def test_staleness_stays_bounded_whoever_comes_and_goes(
+    tmp_path: Path, searchers: int, buffer: dict[str, object]
+) -> None:
+    """One is killed, and later another takes its slot; one is asked to leave; the trainer is killed, too."""
+    bounded = {"transport": "files", "sync_every": 2, "seal_seconds": 0.02, "max_staleness": 3}
+    run = make_run(tmp_path, steps=60, elastic=3, searchers=searchers, exchange=bounded, buffer=buffer)
+    trainer = tabular_run.start(run, searchers=searchers, sent=signal.SIGKILL, nth=40)
+    killed, asked = tabular_run.visit(run), tabular_run.visit(run)
+    until(lambda: {FIRST_ELASTIC, FIRST_ELASTIC + 1} <= merged(run).keys(), "shards of both")
+    killed.kill()
+    before = steps_of(run)
+    until(lambda: steps_of(run) >= min(before + 8, 39), "steps without the killed one")
+    later = tabular_run.visit(run)
+    os.kill(asked.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+    assert ended(trainer, asked) == [-signal.SIGKILL, 0]
+    assert ended(tabular_run.start(run, searchers=searchers), later) == [0, 0]
+    assert_clean(run)
+    ages = [
+        int(str(record["staleness/max"]))
+        for record in step_records(read_metrics(run.metrics_file("trainer")))
+    ]
+    assert len(ages) == 60 and 0 < max(ages) <= 3
+    assert {FIRST_ELASTIC, FIRST_ELASTIC + 1} <= merged(run).keys()
+
+
 def test_a_trainer_that_comes_back_finds_them_waiting(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=60, elastic=2, searchers=0)
     early = tabular_run.visit(run)  # before the first trainer

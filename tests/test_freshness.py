@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tba_hpc.config import Config, parse_config
+from tba_hpc.config import FIRST_ELASTIC, Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import CompletedRequests
@@ -14,14 +14,20 @@ from tba_hpc.loops.freshness import Freshness, RolloutBudget
 
 
 def budget(
-    completed: CompletedRequests, *, bound: int, searchers: int, prompts: int, steps: int = 100
+    completed: CompletedRequests,
+    *,
+    bound: int,
+    searchers: int,
+    prompts: int,
+    steps: int = 100,
+    slots: int = 0,
 ) -> RolloutBudget:
     """Of a run with so many prompts in each step."""
     config = parse_config(
         {
             "model": {"path": "tiny"},
             "exchange": {"max_staleness": bound, "sync_every": 1},
-            "launch": {"searchers": searchers},
+            "launch": {"searchers": searchers, "elastic": slots},
             "train": {"steps": steps, "prompts_per_step": prompts},
         }
     )
@@ -130,6 +136,108 @@ def test_a_request_that_was_set_aside_is_not_waited_for() -> None:
     assert given.extend(1, ready=0, missing=0) == 8
     given.arrive(np.array([4, 6, 7]))
     assert given.overdue(1) == 0
+
+
+# --- Slots ---
+
+FIRST, SECOND = FIRST_ELASTIC, FIRST_ELASTIC + 1
+
+
+def test_a_slot_shares_the_budget_only_while_a_searcher_is_there() -> None:
+    """One searcher of the run issues 0, 3, 6 …; two slots issue 1, 4, 7 … and 2, 5, 8 …; six a step."""
+    given = budget(CompletedRequests(), bound=0, searchers=1, prompts=6, slots=2)
+    assert given.extend(0, ready=0, missing=0) == 18 and given.slot_ends == {}
+    assert given.owed() == {0: 6}
+    given.attend({FIRST})
+    given.extend(0, ready=0, missing=0)
+    assert given.slot_ends == {FIRST: 1}, "nothing yet: the six are owed"
+    given.arrive(np.array([0, 3, 6, 9, 12]))
+    assert given.extend(1, ready=0, missing=0) == 24
+    assert given.owed() == {0: 3, 1: 3} and given.slot_ends == {FIRST: 10}
+    given.arrive(np.array([1, 4, 7, 15]))
+    assert given.extend(2, ready=0, missing=0) == 27
+    assert given.owed() == {0: 3, 1: 3} and given.slot_ends == {FIRST: 19}, "who answers more gets more"
+
+
+def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_next_one() -> None:
+    """Twelve requests are shared by three; the slot 1, 4, 7, 10 has answered 4 when its searcher vanishes."""
+    given = budget(CompletedRequests(), bound=0, searchers=1, prompts=12, slots=2)
+    given.attend({FIRST, SECOND})
+    given.extend(0, ready=0, missing=0)
+    assert given.owed() == {0: 4, 1: 4, 2: 4}
+    given.arrive(np.array([4]))
+    given.attend({SECOND})
+    assert given.owed() == {0: 4, 2: 4} and FIRST not in given.slot_ends
+    assert given.overdue(0) == 8, "nobody waits for those that are lost"
+    given.extend(0, ready=1, missing=0)
+    assert given.owed() == {0: 6, 2: 5}, "eleven, with one in the buffer"
+    given.arrive(np.array([7]))  # sealed before it vanished
+    assert given.owed() == {0: 6, 2: 5}
+    given.arrive(np.array([2, 5, 8, 11, 14, 0, 3, 6, 9]))
+    given.attend({FIRST, SECOND})
+    given.extend(5, ready=0, missing=0)
+    assert given.owed() == {0: 4, 1: 4, 2: 4}
+    assert given.slot_ends[FIRST] == 19, "1 and 10, which it left, then 13 and 16"
+    given.arrive(np.array([0, 3, 6, 9, 12, 15, 18, 2, 5, 8, 11, 14, 17, 20]))
+    assert given.overdue(4) == 0, "granted under the weights of step 5, it is not late"
+
+
+def test_a_second_answer_counts_for_nothing() -> None:
+    """A frozen searcher and the next one in its slot both answer 0; an answer from before a start is none."""
+    given = budget(CompletedRequests(), bound=0, searchers=0, prompts=3, slots=1)
+    given.arrive(np.array([1]))  # begun before the trainer was started again
+    given.attend({FIRST})
+    given.extend(0, ready=0, missing=0)
+    assert given.owed() == {0: 3} and given.slot_ends == {FIRST: 4}, "0, 2, 3"
+    for left in (2, 2, 2):
+        given.arrive(np.array([0]))
+        assert given.owed() == {0: left}
+    given.arrive(np.array([5]))
+    assert given.owed() == {0: 1} and given.overdue(0) == 1, "2 or 3 was set aside"
+    given.arrive(np.array([2, 3]))
+    assert not given.owed(), "neither was: an earlier searcher had answered 5"
+    given.extend(1, ready=0, missing=0)
+    assert given.owed() == {0: 3} and given.slot_ends == {FIRST: 8}, "4, 6, 7"
+
+
+@pytest.mark.parametrize("searchers", [0, 2])
+def test_whoever_comes_and_goes_the_budget_is_spent_and_never_exceeded(searchers: int) -> None:
+    """(n + 1)·B requests are ready or owed with every version while anybody is there, and none is skipped."""
+    rng, prompts, bound, slots = np.random.default_rng(0), 6, 2, 3
+    places = searchers + slots
+    given = budget(CompletedRequests(), bound=bound, searchers=searchers, prompts=prompts, slots=slots)
+    there, answered, ready = set[int](), set[int](), 0
+    for version in range(90):
+        there ^= {FIRST_ELASTIC + int(rng.integers(slots))} if rng.random() < 0.4 else set()
+        given.attend(there)
+        end = given.extend(version, ready=ready, missing=0)
+        ends = dict.fromkeys(range(searchers), end)
+        ends |= {searchers + who - FIRST_ELASTIC: at for who, at in given.slot_ends.items()}
+        open_ = [r for place, until in ends.items() for r in range(place, until, places) if r not in answered]
+        assert Counter(r % places for r in open_) == given.owed(), "what may be issued is what is owed"
+        if ends:
+            assert len(open_) + ready == (bound + 1) * prompts
+        coming = rng.permutation(open_)[: int(rng.integers(0, 2 * prompts))].astype(np.int64)
+        given.arrive(coming)
+        answered.update(coming.tolist())
+        ready = max(0, ready + len(coming) - prompts)
+    assert len(answered) > 30 * prompts
+
+
+def test_with_nobody_there_nothing_is_granted_until_somebody_comes() -> None:
+    config = config_of(exchange={"max_staleness": 1}, launch={"searchers": 0, "elastic": 2})
+    empty = Freshness(config, ReplayBuffer(config.buffer, 0))
+    empty.begin(0, CompletedRequests())
+    empty.note_visitors(set)
+    assert empty.publication(0, evaluate=None, published=0.0).slot_ends == {}
+    assert empty.missing(0) == 2 and not empty.exhausted(0), "weights need not be published again and again"
+    empty.note_visitors(lambda: {SECOND})
+    assert empty.exhausted(0)
+    told = empty.publication(0, evaluate=None, published=0.0)
+    assert [told.for_slot(who).budget_end for who in (FIRST, SECOND)] == [0, 9]  # 1, 3, 5, 7
+    assert not empty.exhausted(0)
+    with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups.*add one: tba search"):
+        empty.exclude_unresponsive(0, 12.0)
 
 
 # --- Freshness ---

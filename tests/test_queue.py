@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_freshness import shard
 
-from tba_hpc.config import Config, parse_config
+from tba_hpc.config import Config, is_elastic, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.loops.freshness import Freshness
@@ -37,7 +37,7 @@ def geometric(request_id: int, searcher: int) -> int:
     return int(LENGTHS[request_id])
 
 
-def config_of(bound: int, sync_every: int, **buffer: object) -> Config:
+def config_of(bound: int, sync_every: int, *, searchers: int = 2, slots: int = 0, **buffer: object) -> Config:
     """Four groups of two a step, by two searchers."""
     return parse_config(
         {
@@ -46,7 +46,7 @@ def config_of(bound: int, sync_every: int, **buffer: object) -> Config:
             "buffer": buffer,
             "train": {"prompts_per_step": 4, "completions_per_prompt": 2, "steps": 1000},
             "exchange": {"max_staleness": bound, "sync_every": sync_every},
-            "launch": {"searchers": 2},
+            "launch": {"searchers": searchers, "elastic": slots},
         }
     )
 
@@ -54,7 +54,8 @@ def config_of(bound: int, sync_every: int, **buffer: object) -> Config:
 class Flow:
     """A run: requests are issued, answered, merged and learned from. dropped: what was too stale, by request.
 
-    ages: groups learned from, by the steps since the weights that sampled them.
+    ages: groups learned from, by the steps since the weights that sampled them. visits: whether elastic
+    searchers come, and vanish with all that they have in flight.
     """
 
     def __init__(self, config: Config, ticks_of: TicksOf) -> None:
@@ -63,9 +64,12 @@ class Flow:
         self._buffer = ReplayBuffer(config.buffer, 0, queue=config.queue)
         self._freshness = Freshness(config, self._buffer)
         self._freshness.begin(0, CompletedRequests())
-        self._requests = [count(searcher, 2) for searcher in range(2)]
-        self._upcoming = [next(requests) for requests in self._requests]
-        self._in_flight = [list[tuple[int, int, int]]() for _ in range(2)]  # done at a tick, request, version
+        self._completed = CompletedRequests()
+        self._random = np.random.default_rng(1)
+        self._upcoming: dict[int, int] = {}  # by searcher
+        self._in_flight: dict[int, list[tuple[int, int, int]]] = {}  # done at a tick, request, version
+        for searcher in range(config.launch.searchers):
+            self._come(searcher)
         self._step = 0
         self._publish()
 
@@ -73,8 +77,11 @@ class Flow:
         """To the last step."""
         busy_until = 0
         for tick in count():
-            for searcher in range(2):
+            self._visit()
+            for searcher in list(self._in_flight):
                 self._search(searcher, tick)
+            if self._freshness.exhausted(self._step):
+                self._publish()
             if tick >= busy_until and not self._freshness.missing(self._step):
                 self._learn()
                 busy_until = tick + STEP_TICKS
@@ -83,18 +90,35 @@ class Flow:
         return self
 
     def _publish(self) -> None:
-        publication = self._freshness.publication(self._step, evaluate=None, published=0.0)
-        self._version, self._end = publication.version, publication.budget_end or 0
+        self._told = self._freshness.publication(self._step, evaluate=None, published=0.0)
+
+    def _visit(self) -> None:
+        """One in twenty ticks an elastic searcher comes, or vanishes."""
+        for searcher in self.config.launch.elastic_searchers:
+            if self._random.random() < 0.05 and self._in_flight.pop(searcher, None) is None:
+                self._come(searcher)
+        self._freshness.note_visitors(lambda: {one for one in self._in_flight if is_elastic(one)})
+
+    def _come(self, searcher: int) -> None:
+        launch = self.config.launch
+        self._in_flight[searcher], self._upcoming[searcher] = [], launch.place_of(searcher)
+
+    def _may_issue(self, searcher: int) -> bool:
+        told = self._told.for_slot(searcher) if is_elastic(searcher) else self._told
+        while self._upcoming[searcher] in self._completed:
+            self._upcoming[searcher] += self.config.launch.places
+        return self._upcoming[searcher] < (told.budget_end or 0)
 
     def _search(self, searcher: int, tick: int) -> None:
         flying = self._in_flight[searcher]
-        while len(flying) < IN_FLIGHT and self._upcoming[searcher] < self._end:
+        while len(flying) < IN_FLIGHT and self._may_issue(searcher):
             request_id = self._upcoming[searcher]
-            flying.append((tick + self._ticks_of(request_id, searcher), request_id, self._version))
-            self._upcoming[searcher] = next(self._requests[searcher])
+            flying.append((tick + self._ticks_of(request_id, searcher), request_id, self._told.version))
+            self._upcoming[searcher] += self.config.launch.places
         for answer in [answer for answer in flying if answer[0] <= tick]:
             flying.remove(answer)
             sealed = shard(searcher, answer[1], version=answer[2])
+            self._completed.add(answer[1])
             self._freshness.arrive(sealed, self._step)
             self._buffer.merge(sealed.trajectories, tick)
             self._evict()
@@ -124,3 +148,15 @@ def test_a_queue_drops_nothing_whatever_takes_how_long(
     assert queue.config.queue
     assert queue.dropped == 0
     assert max(queue.ages) == bound and sum(queue.ages.values()) == 4 * STEPS
+
+
+@pytest.mark.parametrize("ticks_of", [quick_or_slow, geometric])
+@pytest.mark.parametrize("searchers", [0, 1])
+@pytest.mark.parametrize(("bound", "sync_every"), [(1, 1), (3, 2), (8, 8)])
+def test_nor_if_elastic_searchers_come_and_vanish(
+    bound: int, sync_every: int, searchers: int, ticks_of: TicksOf
+) -> None:
+    config = config_of(bound, sync_every, searchers=searchers, slots=3, replay_limit=1)
+    queue = Flow(config, ticks_of).run()
+    assert queue.dropped == 0
+    assert max(queue.ages) <= bound and sum(queue.ages.values()) == 4 * STEPS

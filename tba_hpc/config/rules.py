@@ -232,11 +232,6 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
             "{exchange.sync_every} lets weights grow older than {exchange.max_staleness} allows: use at most "
             f"{bound + 1}, or raise the second"
         )
-    if launch.elastic and bound is not None:
-        yield (
-            "{launch.elastic} lets searchers leave that {exchange.max_staleness} waits for: leave out one of "
-            "the two"
-        )
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:

@@ -400,7 +400,7 @@ class ExchangeSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Maximum number of steps between the weights that sample a trajectory and those that learn from it.
     Trainer and searchers wait for each other to keep it. 0: on-policy. null: no bound, as in TBA. If unset:
-    with buffer.replay_limit=1 and launch.elastic=0 it is 8, or 2k − 1 if that is more, else null."""
+    with buffer.replay_limit=1 it is 8, or 2k − 1 if that is more, else null."""
     seal_seconds: MayChange[Positive] = 2.0
     """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
     searchers/64 times that."""
@@ -559,7 +559,7 @@ class Config(Section):
             self._fill("model", logprob_temperature=self.generator.temperature if sampled else 1.0)
         if self.train.zero_stage == 3:
             self._fill("model", compile=False)
-        queue = self.buffer.replay_limit == 1 and not self.launch.elastic
+        queue = self.buffer.replay_limit == 1
         if queue and "max_staleness" not in self.exchange.model_fields_set:
             self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
         given = self.buffer.model_fields_set

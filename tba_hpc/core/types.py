@@ -613,8 +613,9 @@ class Publication:
 
     version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
     split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
-    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. final: whether
-    these are the last weights of the run.
+    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. slot_ends: the
+    same for each elastic searcher at work, by its number. final: whether these are the last weights of the
+    run.
     """
 
     version: int
@@ -622,7 +623,13 @@ class Publication:
     evaluate: Split | None = None
     reference: int = 0
     budget_end: int | None = None
+    slot_ends: Mapping[int, int] = field(default_factory=dict, hash=False)
     final: bool = False
+
+    def for_slot(self, searcher: int) -> Publication:
+        """Return the same for an elastic searcher; its budget, if there is one, ends with its slot's."""
+        end = None if self.budget_end is None else self.slot_ends.get(searcher, 0)
+        return replace(self, budget_end=end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

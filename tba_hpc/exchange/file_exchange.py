@@ -327,9 +327,9 @@ class FileTrainerExchange:
 
 def _of_an_attempt_before(publication: Publication) -> Publication:
     """Reset fields that this attempt may have undone: evaluation, reference, budget and end of the run."""
-    budget_end = None if publication.budget_end is None else 0
+    end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
-    return replace(publication, evaluate=None, reference=reference, budget_end=budget_end, final=False)
+    return replace(publication, evaluate=None, reference=reference, budget_end=end, slot_ends={}, final=False)
 
 
 class FileSearcherExchange:
@@ -547,9 +547,11 @@ class ElasticSearcherExchange(FileSearcherExchange):
     def poll(self) -> WeightUpdate | None:
         """Return the newest unseen weights, but first those to evaluate if this searcher evaluates."""
         update = super().poll()
-        if update is not None and self._manifest and (split := update.publication.evaluate):
+        if update is None or self._manifest is None:
+            return None
+        if split := update.publication.evaluate:
             self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
-        return update
+        return replace(update, publication=update.publication.for_slot(self._searcher))
 
     def still_wants(self, split: Split, version: int) -> bool:
         """Return whether the trainer that asked this searcher for an evaluation is still at work.

@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -233,7 +234,8 @@ class MpiTrainerExchange:
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
         published = self._published if purpose is Purpose.PUBLISH else None
-        text = msgspec.json.encode(published) if published else b""
+        # Slots would need more room than HEADER has, and their searchers read a manifest instead.
+        text = msgspec.json.encode(replace(published, slot_ends={})) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 

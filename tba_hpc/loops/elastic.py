@@ -24,10 +24,10 @@ from tba_hpc.core.types import Request
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.files import unless_away
+from tba_hpc.run.files import insist, unless_away
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import Lease, clock, holders, take_lease
+from tba_hpc.run.owners import Lease, Owner, clock, holders, note_ready, take_lease
 from tba_hpc.run.signals import StopFlag
 
 EVALUATOR = "evaluator"
@@ -84,23 +84,31 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class Attendance:
-    """Tells whether any elastic searcher is at work; checks every LOOK_SECONDS."""
+    """Tells which elastic searchers are there; checks every LOOK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
-        self._names = [rank_name("searcher", number) for number in config.launch.elastic_searchers]
+        self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
         self._looked = -LOOK_SECONDS
-        self._anybody = False
+        self._there: dict[str, Owner] = {}
 
-    def __call__(self) -> bool:
+    def anybody(self) -> bool:
+        """Tell whether any elastic searcher holds a slot, perhaps while it builds its engine."""
+        return bool(self._last())
+
+    def at_work(self) -> set[int]:
+        """Return the numbers of those whose engines have loaded weights."""
+        return {self._names[name] for name, owner in self._last().items() if owner.ready}
+
+    def _last(self) -> dict[str, Owner]:
         """Return the result of the last check that the file system answered."""
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
+        if self._names and time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            self._anybody = unless_away(self._look, otherwise=self._anybody)
-        return self._anybody
+            self._there = unless_away(self._look, otherwise=self._there)
+        return self._there
 
-    def _look(self) -> bool:
-        return bool(holders(self._run, self._names, now=clock(self._run)))
+    def _look(self) -> dict[str, Owner]:
+        return holders(self._run, self._names, now=clock(self._run))
 
 
 @contextmanager
@@ -156,7 +164,7 @@ class ElasticStay:
     metrics: MetricsWriter = field(kw_only=True)
     stop_asked: Callable[[], bool] = field(kw_only=True)
     _attempt: str = ""  # the trainer's attempt for which the config was read
-    _slotless: bool = False  # the run was started again with fewer slots
+    _ready: bool = False
 
     def __post_init__(self) -> None:
         self._split = _split(self.config.launch)  # the division that the searcher's "started" event reports
@@ -175,8 +183,12 @@ class ElasticStay:
         if (attempt := self.exchange.attempt) != self._attempt:
             self._attempt = attempt
             self.config = self.config.model_copy(update={"launch": self.run.config().launch})
-            self._slotless = self.searcher not in self.config.launch.elastic_searchers
         return self.config.launch
+
+    @property
+    def _slotless(self) -> bool:
+        """True if the run was started again with fewer slots."""
+        return self.searcher not in self._launch().elastic_searchers
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
         """Yield the slot's requests without end, except those completed according to ``progress``.
@@ -201,6 +213,13 @@ class ElasticStay:
             known.add(request.id)
             issued = True
             yield request
+
+    def note_ready(self) -> None:
+        """Tell the trainer, once, that it may count on this searcher: its engine is built."""
+        if not self._ready:
+            name, seconds = rank_name("searcher", self.searcher), self.config.launch.disk_seconds
+            insist(lambda: note_ready(name), seconds=seconds)
+            self._ready = True
 
     def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
         """``write`` a whole evaluation if the trainer that asked for it is still at work."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -50,15 +51,17 @@ class Freshness:
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
         """Return what to publish with the weights of ``step``; extend the budget by what they allow."""
-        end = None
+        end, slot_ends = None, dict[int, int]()
         if self._budget:
             end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
+            slot_ends = self._budget.slot_ends
         return Publication(
             version=step,
             published=published,
             evaluate=evaluate,
             reference=self.reference,
             budget_end=end,
+            slot_ends=slot_ends,
             final=step >= self._config.train.steps,
         )
 
@@ -100,7 +103,8 @@ class Freshness:
 
     def _overdue(self, step: int) -> int:
         """Number of requests that a queue must wait for; 0 if groups are drawn at random."""
-        return self._budget.overdue(step) if self._budget and self._config.queue else 0
+        waits = self._config.queue and not self._replays
+        return self._budget.overdue(step) if self._budget and waits else 0
 
     def starved(self, step: int) -> bool:
         """Tell whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
@@ -126,7 +130,14 @@ class Freshness:
 
     def exhausted(self, step: int) -> bool:
         """Tell whether ``step`` lacks more than searchers may issue, so that they need a larger budget."""
-        return self._budget is not None and self.missing(step) > self._owed.total()
+        if self._budget is None or not self._budget.has_searchers:
+            return False
+        return self.missing(step) > self._owed.total()
+
+    def note_visitors(self, visitors: Callable[[], Collection[int]]) -> None:
+        """Share the budget among the run's own searchers and these elastic ones, which are at work now."""
+        if self._budget:
+            self._budget.attend(visitors())
 
     def arrive(self, shard: Shard, step: int) -> None:
         """Note a shard that arrives before ``step``; its searcher no longer owes these requests."""
@@ -177,12 +188,16 @@ class Freshness:
 
 
 class RolloutBudget:
-    """The requests that searchers may issue if staleness is bounded: those before ``end``.
+    """The requests that searchers may issue if staleness is bounded.
 
     A request issued under weights v is used by step v + n if no more than (n + 1)·B requests wait to be
-    learned from by then (AReaL, arXiv 2505.24298, §5.1). So ``end`` is (v + n + 1)·B in a run that loses
-    nothing. For requests that are lost (duplicates, stale or repeated groups, those of excluded searchers)
-    others are granted. Without these, searchers would be less far ahead with each loss.
+    learned from by then (AReaL, arXiv 2505.24298, §5.1). So the run's own searchers may issue theirs before
+    ``end``, which is (v + n + 1)·B in a run that loses nothing and has no others. For requests that are lost
+    (duplicates, stale or repeated groups, those of excluded searchers) others are granted. Without these,
+    searchers would be less far ahead with each loss.
+
+    A slot has an end of its own, which goes up only while an elastic searcher is at work there. What that one
+    leaves unanswered is granted again to the slot's next searcher; until then others are granted as many.
 
     If steps learn from the oldest first, none is too stale, since steps wait for ``overdue`` requests.
     Going on with the quick ones and dropping the rest would starve long answers.
@@ -192,40 +207,90 @@ class RolloutBudget:
 
     def __init__(self, config: Config, completed: CompletedRequests) -> None:
         assert config.exchange.max_staleness is not None, "an unbounded staleness needs no budget"
-        self.end = 0
         self._steps_ahead = config.exchange.max_staleness + 1
         self._requests_per_step = config.train.prompts_per_step
         self._last_step = config.train.steps
-        self._searchers = config.launch.searchers
+        self._launch = config.launch
+        self._own = range(config.launch.searchers)
+        self._slots = range(config.launch.searchers, config.launch.places)
+        self._ends = {self._own: 0, **{_only(slot): slot for slot in self._slots}}  # by places that share it
+        self._absent = set(self._slots)  # those without a searcher at work
         self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
-        self._granted = Counter[int]()
-        self._arrived = Counter[int]()
-        self._open: dict[int, int] = {}  # version at the grant, by uncompleted request, ascending
-        self._ahead = set[int]()  # completed requests from beyond the end
-        self._set_aside = Counter[int]()  # by searcher: the most requests that were ever ahead at once
+        self._open: dict[int, int] = {}  # version at the grant, by unanswered request, oldest grants first
+        self._ahead = set[int]()  # answered requests that are not granted yet
+        self._owed = Counter[int]()  # by place: open requests, less those ahead
+        self._set_aside = Counter[int]()  # by place: the most requests that were ever ahead at once
+
+    @property
+    def end(self) -> int:
+        """The first request that the run's own searchers may not issue yet."""
+        return self._ends[self._own]
+
+    @property
+    def slot_ends(self) -> dict[int, int]:
+        """The same for each elastic searcher at work, by its number."""
+        numbers = zip(self._slots, self._launch.elastic_searchers, strict=True)
+        return {number: self._ends[_only(slot)] for slot, number in numbers if slot not in self._absent}
+
+    @property
+    def has_searchers(self) -> bool:
+        """True if somebody is left to grant requests to."""
+        return len(self._idle) < self._launch.places
+
+    @property
+    def _idle(self) -> set[int]:
+        """Places of which no answer is expected."""
+        return self._silent | self._absent
+
+    def _place_of(self, request_id: int) -> int:
+        return request_id % self._launch.places
+
+    def attend(self, searchers: Collection[int]) -> None:
+        """Note which elastic searchers are at work. Those that have left owe nothing."""
+        self._absent = set(self._slots).difference(map(self._launch.place_of, searchers))
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
         """Grant what the weights of ``step`` allow, and what is missing but not owed; return ``end``.
 
         ready: requests in the buffer that no step has learned from. missing: requests it lacks for ``step``.
         """
+        self._withdraw()
         steps = max(0, min(self._steps_ahead, self._last_step - step))
         requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
-        self._grant(requests, step)
+        while requests > 0 and self.has_searchers:
+            request_id = self._next_request()
+            place = self._place_of(request_id)
+            if request_id in self._ahead:
+                self._ahead.discard(request_id)
+            else:
+                self._open[request_id] = step
+            self._owed[place] += 1
+            requests -= place not in self._silent and self._owed[place] > 0
         return self.end
 
-    def _grant(self, requests: int, version: int) -> None:
-        """Let the responsive searchers issue ``requests`` more, under weights of ``version`` or newer."""
-        while requests > 0:
-            if self.end not in self._completed:
-                searcher = self.end % self._searchers
-                self._granted[searcher] += 1
-                requests -= searcher not in self._silent
-                if self.end not in self._ahead:
-                    self._open[self.end] = version
-            self._ahead.discard(self.end)
-            self.end += 1
+    def _next_request(self) -> int:
+        """Return a request of those who owe least, whose end is now past it."""
+        busy = {places: set(places) - self._idle for places in self._ends}
+        owed = {places: sum(map(self._owed.__getitem__, at)) / len(at) for places, at in busy.items() if at}
+        places = min(owed, key=owed.__getitem__)
+        while True:
+            request_id = self._ends[places]
+            self._ends[places] += self._launch.places if len(places) == 1 else 1
+            theirs = self._place_of(request_id) in places
+            if theirs and (request_id in self._ahead or request_id not in self._completed):
+                return request_id
+
+    def _withdraw(self) -> None:
+        """Take back what slots without a searcher owe. Whoever comes before this still has the old end."""
+        for request_id in [one for one in self._open if self._place_of(one) in self._absent]:
+            del self._open[request_id]
+            slot = _only(self._place_of(request_id))
+            self._ends[slot] = min(self._ends[slot], request_id)
+        self._ahead = {one for one in self._ahead if self._place_of(one) not in self._absent}
+        self._silent -= self._absent
+        for place in self._absent:
+            self._owed[place] = self._set_aside[place] = 0
 
     def overdue(self, step: int) -> int:
         """Count requests that ``step`` must wait for, so that later steps can learn from the rest in time.
@@ -234,33 +299,44 @@ class RolloutBudget:
         (v + n − step)·B requests that were granted by then may be open. A searcher's requests that were set
         aside are taken to be its oldest.
         """
-        set_aside = self._set_aside.copy()
+        set_aside, idle = self._set_aside.copy(), self._idle
         found = overdue = 0
         for request_id, version in self._open.items():
-            searcher = request_id % self._searchers
-            found += searcher not in self._silent and set_aside[searcher] <= 0
-            set_aside[searcher] -= 1
+            place = self._place_of(request_id)
+            found += place not in idle and set_aside[place] <= 0
+            set_aside[place] -= 1
             in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
             overdue = max(overdue, found - in_time)
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Note completed requests; one from beyond ``end`` may replace another that was set aside."""
-        searchers = (request_ids % self._searchers).tolist()
-        self._arrived.update(searchers)
-        self._silent.difference_update(searchers)
-        for request_id in request_ids.tolist():
-            self._open.pop(request_id, None)
-        self._ahead.update(request_ids[request_ids >= self.end].tolist())
-        self._set_aside |= Counter(request_id % self._searchers for request_id in self._ahead)
+        """Note answered requests. One that was not granted yet may replace another that was set aside.
+
+        Second answers count for nothing, nor do those from before a searcher left or the attempt began.
+        """
+        new = request_ids[~self._completed.among(request_ids)]
+        self._completed.add(new)
+        self._silent.difference_update(map(self._place_of, request_ids.tolist()))
+        for request_id in new.tolist():
+            place = self._place_of(request_id)
+            if self._open.pop(request_id, None) is None:
+                if self._owed[place] <= 0:
+                    continue
+                self._ahead.add(request_id)
+            self._owed[place] -= 1
+        self._set_aside |= Counter(map(self._place_of, self._ahead))
 
     def owed(self) -> Counter[int]:
-        """Count requests that may be issued and are not completed, by searcher, excluded ones left out."""
-        owed = self._granted - self._arrived
-        return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._silent})
+        """Count requests that may be issued and are not completed, by place, excluded ones left out."""
+        idle = self._idle
+        return +Counter({place: count for place, count in self._owed.items() if place not in idle})
 
-    def exclude(self, searchers: set[int], why: str) -> None:
+    def exclude(self, places: set[int], why: str) -> None:
         """Ignore these searchers until they deliver. Raises ExchangeError(``why``) if none is left."""
-        self._silent |= searchers
-        if len(self._silent) == self._searchers:
+        self._silent |= places
+        if not self.has_searchers:
             raise ExchangeError(why)
+
+
+def _only(place: int) -> range:
+    return range(place, place + 1)

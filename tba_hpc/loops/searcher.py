@@ -30,6 +30,7 @@ class Searcher:
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
     generation pauses. log_seconds: time between two metric records. report: takes a part of an evaluation.
+    weights_in_use: called whenever the engine has loaded weights.
     """
 
     generator: Generator
@@ -43,6 +44,7 @@ class Searcher:
     sequences: int
     pending_shards: int = PENDING_SHARDS
     log_seconds: float = 1.0
+    weights_in_use: Callable[[], None] = lambda: None
     _upcoming: Request | None = None
     _budget_end: int | None = None  # id of the first request that may not be issued yet
     _set_aside: int = 0  # groups without a single reward; another request may replace each
@@ -88,6 +90,7 @@ class Searcher:
             self._tally["load_seconds"] = self.generator.load_seconds
             self._tally["propagation_seconds"] = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
+            self.weights_in_use()
         if self.evaluator.busy:
             return
         update = self.exchange.poll()
@@ -96,7 +99,7 @@ class Searcher:
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication
-        self._budget_end = publication.budget_end
+        self._set_budget(publication.budget_end)
         self._ending = publication.final
         self.scorer.refer_to(publication.reference)
         if publication.evaluate is None:
@@ -125,13 +128,19 @@ class Searcher:
         request, self._upcoming = self._upcoming, None
         return request
 
+    def _set_budget(self, end: int | None) -> None:
+        """Note the end of the budget. A lower one grants anew what was set aside before."""
+        if end is not None and end < (self._budget_end or 0):
+            self._ahead = []
+        self._budget_end = end
+
     def _may_issue(self, request_id: int) -> bool:
         """Tell whether the budget allows a request, possibly in place of a group that was set aside."""
         end = self._budget_end
         if end is None or request_id < end:
             return True
         self._ahead = [other for other in self._ahead if other >= end]
-        if len(self._ahead) == self._set_aside:
+        if end == 0 or len(self._ahead) == self._set_aside:
             return False
         self._ahead.append(request_id)
         return True

@@ -41,7 +41,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    replays: see Freshness. job_end: time at which the job ends, unix seconds.
+    visitors: returns the numbers of the elastic searchers at work. replays: see Freshness. job_end: time at
+    which the job ends, unix seconds.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
+    visitors: Callable[[], set[int]] = set
     replays: bool = False
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of new completions, on the monotonic clock
@@ -174,6 +176,7 @@ class Trainer:
         During the initial filling only a larger buffer counts as new. Completions may just push out others
         of their prompt, and would do so for ever if the other prompts have no more.
         """
+        self._freshness.note_visitors(self.visitors)
         shards = self.exchange.collect()
         for shard in shards:
             self._freshness.arrive(shard, self.step)

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tba_hpc.run.directory import ATTEMPT, RunDir
@@ -70,6 +70,7 @@ class Owner:
     through any of its processes. began: start of the process in clock ticks since boot, since its number may
     be reused. job, restarts: Slurm's values, or empty. since: unix seconds. elastic: several such owners may
     be at work in one job. holds: whether the process keeps the run's folder open; version 0.3.0 did not.
+    ready: whether an elastic searcher's engine has loaded weights.
     """
 
     host: str = ""
@@ -81,6 +82,7 @@ class Owner:
     since: float = 0.0
     elastic: bool = False
     holds: bool = False
+    ready: bool = False
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
@@ -202,10 +204,21 @@ class Lease:
                 os.utime(self._file)
 
 
+def note_ready(name: str) -> None:
+    """Write into this process's claim of ``name`` that its engine has loaded weights."""
+    for mine in _ours:
+        if mine.stem == name:
+            write_atomic(mine, replace(_read(mine), ready=True).to_json())
+
+
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
-    """Map names to owners with a recent sign of life. now: unix seconds, by default this host's clock."""
+    """Map names to owners with a recent sign of life, whose process, if it is of this machine, exists.
+
+    now: unix seconds, by default this host's clock.
+    """
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
     claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
+    claims = [claim for claim in claims if not claim.owner.is_here or _exists(claim.owner)]
     now = time.time() if now is None else now
     return {
         claim.name: claim.owner for claim in claims if now - _last_sign(claim.file) < SILENT_OWNER_SECONDS
@@ -223,6 +236,11 @@ def end_if_superseded() -> None:
             _end(f"{mine.stem} of {run.path} has another owner: this process ends\n")
         if ATTEMPT in os.environ and run.attempt_number < run.newest_attempt:
             _end(f"{run.path} was started again: this process, {mine.stem} of {run.attempt}, ends\n")
+
+
+def _exists(owner: Owner) -> bool:
+    """Tell whether an owner's process exists, if it is of this machine."""
+    return _began(owner.pid) == owner.began
 
 
 def keeps_open(run: RunDir, pid: int) -> bool | None:
@@ -383,8 +401,7 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
         return True
     if owner.pid and owner.machine == me.machine:
         left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a claim short
-        gone = _began(owner.pid) != owner.began
-        return left_by_us or gone or (owner.holds and keeps_open(run, owner.pid) is False)
+        return left_by_us or not _exists(owner) or (owner.holds and keeps_open(run, owner.pid) is False)
     if _is_of_an_earlier_start(claim, me):
         return True
     # An MPI rank starts no processes, and its launcher has asked Slurm already.
