@@ -208,12 +208,14 @@ class Sampling:
     """Parameters by which completions are drawn.
 
     temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
+    stop: texts that end it besides generator.stop.
     """
 
     temperature: float
     top_p: float
     max_tokens: int
     min_tokens: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, cast, get_args
 
 import numpy as np
@@ -26,8 +27,132 @@ from tba_hpc.tasks.rewards import Fields
 Count = Annotated[int, Field(ge=1)]
 
 
-class Environment(Jsonl):
+class Conversational(Jsonl):
+    """Task whose completions are conversations, each with a partner that may have a reward of its own.
+
+    To that the weighted named rewards of the last turn's text are added. other_start: error of an episode
+    that begins otherwise than those before.
+    """
+
+    other_start = ""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_turns: int,
+        step_seconds: float,
+        concurrency: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        **options: Any,
+    ) -> None:
+        """Take the options of the config; ``options`` are those of Jsonl. Raises ConfigError."""
+        super().__init__(tokenizer, chat=True, **options)
+        self.max_turns = max_turns
+        self.seconds, self.at_once = step_seconds, concurrency
+        self._template_options = chat_template_kwargs
+        self._chat = self._chat_of(tokenizer)
+        self._encode = self._chat.encode
+        self._opened: dict[Prompt, tuple[object, Prompt]] = {}
+
+    def require(self, row: Fields, line: str) -> None:
+        """Raise ConfigError as Jsonl does, and if the chat template cannot show a row's own tools."""
+        super().require(row, line)
+        self.require_start(row, line)
+        if row.get("tools"):
+            self._chat.require("tool")
+
+    def require_start(self, row: Fields, line: str) -> None:
+        """Raise ConfigError if a row, which errors call ``line``, lacks what an episode begins with."""
+
+    def _checked(self, row: Fields) -> Fields:
+        tools = row.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Unusable("'tools' is no list of schemas, each an object")
+        return super()._checked(row)
+
+    def identity(self, row: Fields) -> str:
+        """Return a text of the whole row, since the partner may get any field."""
+        return repr(sorted(row.items()))
+
+    def shown(self, row: Fields) -> str:
+        """Render a row by the chat template, for the model to read."""
+        return _render(self._chat, row, self._messages(row))
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """Return the tokens, int32 [T], of a question as a user's message."""
+        return self.question(text).tokens
+
+    def question(self, text: str) -> Prompt:
+        """Return the start of a conversation whose row has only the question. Raises ConfigError.
+
+        The question is put into the template if that has a single field.
+        """
+        row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
+        self.require_start(row, "a question")
+        prompt = Prompt(0, self._encode(self.shown(row)), "")
+        self._rows[prompt] = row
+        return prompt
+
+    @abstractmethod
+    def session(self, request: Request) -> Any:
+        """Make a new session for an episode; see conversations.Episode."""
+
+    @abstractmethod
+    def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """Return the prompt as the session's ``open`` begins it, also as messages. Raises ValueError."""
+
+    def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
+        """Return the prompt as its episodes begin. said: what they add to it. text: renders all of it.
+
+        Raises ValueError if an earlier episode began otherwise, since a group has one prompt, or if it is too
+        long.
+        """
+        if prompt not in self._opened:
+            begun = Prompt(prompt.id, chat.encode(text()), prompt.target) if said else prompt
+            self._rows[begun] = self.row(prompt)
+            self._opened[prompt] = said, begun
+        before, begun = self._opened[prompt]
+        if said != before:
+            raise ValueError(self.other_start)
+        if self.room is not None and len(begun.tokens) > self.room:
+            raise ValueError(
+                f"the episode begins with a prompt of {len(begun.tokens)} tokens, but model.context_length "
+                f"less generator.max_tokens leaves {self.room}"
+            )
+        return begun
+
+    def text(self, completion: Completion) -> str:
+        """Return the text that the model wrote in its last turn."""
+        between = np.flatnonzero(~completion.action_T)
+        return self._said(completion.tokens[between[-1] + 1 if len(between) else 0 :])
+
+    def _messages(self, row: Fields) -> list[Message]:
+        """Return the messages with which a conversation begins."""
+        asked = not self._needed <= row.keys()  # a user's question, without the template's fields
+        given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
+        if isinstance(given, list):
+            return list(given)
+        return [{"role": "user", "content": given if asked else filled_in(self._template, row)}]
+
+    def _chat_of(self, tokenizer: Tokenizer) -> Chat:
+        """Return the chat template. Raises ConfigError if the tokenizer has none."""
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ConfigError(
+                "conversations need a chat template, which the tokenizer of model.path cannot render: let it "
+                "have the methods of ports.ChatTokenizer"
+            )
+        return self.chat(tokenizer)
+
+    def chat(self, tokenizer: ChatTokenizer) -> Chat:
+        """Return the chat template as the partner needs it. Raises ConfigError if it is not fit for that."""
+        return Chat(tokenizer, options=self._template_options, special=self._special)
+
+
+class Environment(Conversational):
     """Task whose reward is the environment's, plus the weighted named rewards of the last turn's text."""
+
+    other_start = "reset() returned another text than before: let it follow from the row and the seed alone"
 
     def __init__(
         self,
@@ -63,6 +188,10 @@ class Environment(Jsonl):
         self.own_reward = self._contract.has_reward or self._contract.has_step
         super().__init__(
             tokenizer,
+            max_turns=max_turns,
+            step_seconds=step_seconds,
+            concurrency=concurrency,
+            chat_template_kwargs=chat_template_kwargs,
             reward=reward,
             train_file=train_file,
             test_file=test_file,
@@ -70,116 +199,40 @@ class Environment(Jsonl):
             target=target,
             correct_from=correct_from,
             judge_truncated=judge_truncated,
-            chat=True,
             validation_prompts=validation_prompts,
         )
-        self.max_turns = max_turns
-        self._seconds, self._at_once = step_seconds, concurrency
-        self._template_options = chat_template_kwargs
-        self._chat = self._chat_of(tokenizer)
-        self._encode = self._chat.encode
-        self._opened: dict[Prompt, tuple[str, Prompt]] = {}
 
-    def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError as Jsonl does, and if a row lacks a field that ``reset`` needs.
-
-        A row's own tools are refused, too, if the chat template cannot show them.
-        """
-        super().require(row, line)
+    def require_start(self, row: Fields, line: str) -> None:
+        """Raise ConfigError if a row lacks a field that ``reset`` needs."""
         self._contract.require(row, line)
-        if row.get("tools"):
-            self._chat.require("tool")
-
-    def _checked(self, row: Fields) -> Fields:
-        tools = row.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise Unusable("'tools' is no list of schemas, each an object")
-        return super()._checked(row)
-
-    def identity(self, row: Fields) -> str:
-        """Return a text of the whole row, since the environment may get any field."""
-        return repr(sorted(row.items()))
-
-    def shown(self, row: Fields) -> str:
-        """Render a row by the chat template, for the model to read."""
-        return _render(self._chat, row, self._messages(row))
-
-    def encode_question(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a question as a user's message."""
-        return self.question(text).tokens
-
-    def question(self, text: str) -> Prompt:
-        """Return the start of a conversation whose row has only the question. Raises ConfigError.
-
-        The question is put into the template if that has a single field.
-        """
-        row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
-        self._contract.require(row, "a question")
-        prompt = Prompt(0, self._encode(self.shown(row)), "")
-        self._rows[prompt] = row
-        return prompt
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Prepare the environment; return a generator of conversations around a generator of turns."""
         self._contract.prepare()
         chat = self._chat_of(tokenizer)
-        return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
+        return Conversations(generator, self, chat, at_once=self.at_once, seconds=self.seconds)
 
     def session(self, request: Request) -> Session:
         """Make a new session for an episode. All episodes of a prompt get the same seed, in every run."""
         stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
         return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
 
-    def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
+    def opening(self, prompt: Prompt, said: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the prompt with the text that ``reset`` returned, also as messages.
 
-        Raises ValueError if that text differs from what ``reset`` returned before, since a group has one
-        prompt, or if it is too long.
+        Raises ValueError as ``begun`` does.
         """
         row = self.row(prompt)
         messages = self._messages(row)
-        if text:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
-        if prompt not in self._opened:
-            begun = prompt
-            if text:
-                begun = Prompt(prompt.id, chat.encode(_render(chat, row, messages)), prompt.target)
-                self._rows[begun] = row
-            self._opened[prompt] = text or "", begun
-        said, begun = self._opened[prompt]
-        if said != (text or ""):
-            raise ValueError(
-                "reset() returned another text than before: let it follow from the row and the seed alone"
-            )
-        if self.room is not None and len(begun.tokens) > self.room:
-            raise ValueError(
-                f"what reset() returned makes a prompt of {len(begun.tokens)} tokens, but "
-                f"model.context_length less generator.max_tokens leaves {self.room}"
-            )
-        return begun, messages
+        if said:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{said}"}
+        return self.begun(prompt, said or "", lambda: _render(chat, row, messages), chat), messages
 
-    def text(self, completion: Completion) -> str:
-        """Return the text that the model wrote in its last turn."""
-        between = np.flatnonzero(~completion.action_T)
-        return self._said(completion.tokens[between[-1] + 1 if len(between) else 0 :])
-
-    def _messages(self, row: Fields) -> list[Message]:
-        """Return the messages with which a conversation begins."""
-        asked = not self._needed <= row.keys()  # a user's question, without the template's fields
-        given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
-        if isinstance(given, list):
-            return list(given)
-        return [{"role": "user", "content": given if asked else filled_in(self._template, row)}]
-
-    def _chat_of(self, tokenizer: Tokenizer) -> Chat:
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise ConfigError(
-                "the task environment needs a chat template, which the tokenizer of model.path cannot "
-                "render: let it have the methods of ports.ChatTokenizer"
-            )
+    def chat(self, tokenizer: ChatTokenizer) -> Chat:
+        """Return the chat template with the tools. Raises ConfigError if it is not fit for tools or step."""
         roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
         schemas, options = self._contract.schemas, self._template_options
-        return Chat(cast(ChatTokenizer, tokenizer), schemas, roles, options, special=self._special)
+        return Chat(tokenizer, schemas, roles, options, special=self._special)
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:

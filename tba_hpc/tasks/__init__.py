@@ -30,6 +30,7 @@ from tba_hpc.tasks.data import HELD_OUT
 from tba_hpc.tasks.rows import Rows
 
 TASKS = {
+    "agent": "tba_hpc.environments.agent:Agent",
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "environment": "tba_hpc.environments.task:Environment",
     "gsm8k": "tba_hpc.tasks.word_problems:GSM8K",
