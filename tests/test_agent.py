@@ -271,17 +271,13 @@ BAD = {
     "floods": ("ask(user('Go.'))\nwhile True: print('x' * 1000)", "File too large"),
     "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
     "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
-    "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "do not continue those before"),
-    "asks again": ("ask(user('Go.')); ask(user('Go.'))", "do not continue those before"),
+    "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "does not continue the one before"),
+    "asks again": ("ask(user('Go.')); ask(user('Go.'))", "does not continue the one before"),
     "changes its tools": (
         "a = say(user('Go.')); ask(user('Go.'), a, user('b'), tools=[{}])",
-        "the tools differ",
+        "with the same tools",
     ),
     "takes another way": ("ask(user('Go.'), temperature=0.5)", "status 1"),
-    "speaks for the model": (
-        "a = say(user('Go.')); ask(user('Go.'), a, a)",
-        "of role assistant cannot follow",
-    ),
     "has another beginning": (
         "ask(user(f'Go. {os.getpid()}')); print(1)",
         "differs from that of earlier episodes",
@@ -431,7 +427,7 @@ print(len(answer["content"]))
     assert sorted(group.request.id for group in found) == list(range(groups))
     rewards = Counter(str(one.reward) for group in found for one in group.completions)
     assert rewards.keys() == {"3.0", "nan"} and rewards.total() == groups * n
-    assert made.generator.in_flight == 0 and not made.generator._endpoint.doors
+    assert made.generator.in_flight == 0 and not made.generator._endpoint.sessions
 
 
 """The rest are in flight no more, and no key opens anything."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import queue
 import secrets
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -24,20 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
+from tba_hpc.core.ports import Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Sampling
-from tba_hpc.environments.chat import A_TOOL, Chat
+from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.conversations import Conversations, Episode, Reaction
-from tba_hpc.environments.protocol import (
-    Body,
-    RefusedError,
-    Turn,
-    completion,
-    continues,
-    message_of,
-    plain,
-    unsupported,
-)
+from tba_hpc.environments.protocol import Asked, Body, RefusedError, Said, completion, message_of
 from tba_hpc.environments.task import Conversational, Count
 from tba_hpc.run.background import in_background
 from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word
@@ -51,89 +43,65 @@ KEY = "task.options.command"
 LOOK_SECONDS = 0.02
 """Time between two looks whether a program has ended, s."""
 
+ONE = (
+    "the request does not continue the one before, by its answer and further messages, with the same tools: "
+    "an episode is one conversation, without sub-agents, summaries or second tries"
+)
+LIMIT = "the conversation has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
+"""Why requests are refused."""
+
 SPARE_SECONDS = 5.0
 """Time beyond step_seconds after which a thread that waits for a program is given up, s."""
 
 
 @dataclass(slots=True)
 class ProgramSession:
-    """A program during an episode, and the requests that it makes: an endpoint.Door.
+    """A program during an episode. The endpoint calls ``ask``, and the conversations all else.
 
-    calls, failed_calls: numbers of tool calls so far, and of malformed ones.
+    asked: its last request. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
     """
 
     task: Agent
     endpoint: Endpoint
     request: Request
     row: Fields
+    asked: Asked | None = field(default=None, init=False)
     calls: int = field(default=0, init=False)
     failed_calls: int = field(default=0, init=False)
-    turn: Turn | None = field(default=None, init=False)
+    _answer: Future[Body] = field(default_factory=Future, init=False)
     _known: list[Message] = field(default_factory=list, init=False)
-    _asked: queue.SimpleQueue[Turn | RefusedError] = field(default_factory=queue.SimpleQueue, init=False)
+    _messages: list[Message] = field(default_factory=list, init=False)
+    _events: queue.SimpleQueue[RefusedError | None] = field(default_factory=queue.SimpleQueue, init=False)
     _key: str = field(default_factory=secrets.token_urlsafe, init=False)
     _over: str = field(default="", init=False)
-    _cut: bool = field(default=False, init=False)
     _program: Confined | None = field(default=None, init=False)
     _ended: Ended | None = field(default=None, init=False)
 
-    # --- For the endpoint ---
-
     def ask(self, body: Body) -> Future[Body]:
-        """Take a request. One that is sent again while it waits for its answer shares it."""
+        """Take a request; return its answer. Raises RefusedError, as the answer may.
+
+        One that is sent again while it waits for its answer shares that.
+        """
         if self._over:
             raise RefusedError(self._over)
-        if fault := unsupported(body, self.request.sampling, train=self.request.split == "train"):
-            raise RefusedError(fault)
-        turn, waiting = Turn.of(body), self.turn
-        same = waiting and (waiting.messages, waiting.tools) == (turn.messages, turn.tools)
-        if waiting and same and not waiting.answer.done():
-            return waiting.answer
-        if fault := self._other_conversation(turn) or self._misfit(turn):
-            self._over = fault
-            self._asked.put(RefusedError(fault))
-            raise RefusedError(fault)
-        self.turn = turn
-        self._asked.put(turn)
-        return turn.answer
+        asked = Asked.of(body, self.request.sampling, train=self.request.split == "train")
+        messages = [message.plain for message in asked.messages]
+        waits = self.asked is not None and not self._answer.done()
+        if waits and (messages, asked.tools) == (self._messages, self.asked and self.asked.tools):
+            return self._answer
+        known = self._known
+        goes_on = not self.asked or (asked.tools == self.asked.tools and len(messages) > len(known))
+        if waits or not goes_on or messages[: len(known)] != known:
+            self._over = ONE
+            self._events.put(RefusedError(ONE))
+            raise RefusedError(ONE)
+        self.asked, self._messages, self._answer = asked, messages, Future()
+        self._events.put(None)
+        return self._answer
 
-    def end(self) -> None:
-        """Kill the program; a request that waits is refused."""
-        self.endpoint.doors.pop(self._key, None)
-        self._refuse("the episode is over")
-        if self._program and not self._ended:
-            program, self._program = self._program, None
-            self._ended = program.end()
-
-    def _other_conversation(self, turn: Turn) -> str:
-        """Say why a request does not continue the conversation; empty if it does."""
-        if self.turn and not self.turn.answer.done():
-            return "a second request came before the first was answered: an episode is one conversation"
-        if self._known and not continues(self._known, turn.messages):
-            return (
-                "the messages do not continue those before, word by word: an episode is one conversation, "
-                "without sub-agents, summaries or second tries"
-            )
-        if self.turn and turn.tools != self.turn.tools:
-            return "the tools differ from those before: an episode is one conversation"
-        return ""
-
-    def _misfit(self, turn: Turn) -> str:
-        """Say which message after a turn the chat template has no place for; empty if all are fit."""
-        roles = [message["role"] for message in turn.messages[len(self._known) :]] if self._known else []
-        return next((fault for role in roles if (fault := self.task.refused(role))), "")
-
-    def _refuse(self, why: str) -> None:
-        self._over = self._over or why
-        if self.turn:
-            with suppress(InvalidStateError):
-                self.turn.answer.set_exception(RefusedError(why))
-
-    # --- For the conversations ---
-
-    def open(self) -> Turn:
-        """Start the program; return its first request. Raises an error if there is none."""
-        self.endpoint.doors[self._key] = self
+    def open(self) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Start the program; return messages and tools of its first request. Raises an error without one."""
+        self.endpoint.sessions[self._key] = self
         self._program = Confined(
             self.task.words,
             json.dumps(self.row).encode() + b"\n",
@@ -142,75 +110,81 @@ class ProgramSession:
             variables={"OPENAI_BASE_URL": self.endpoint.url, "OPENAI_API_KEY": self._key},
             start=self.endpoint.call,
         )
-        if turn := self._next():
-            return turn
-        self.end()
-        raise ProgramError(f"{self._how()} before it asked for anything")
+        if not self._goes_on():
+            self.end()
+            raise ProgramError(f"{self._how} before it asked for anything")
+        assert self.asked
+        return self._messages, self.asked.tools
 
-    def answer(self, text: str, *, cut: bool, prompt_tokens: int, tokens: int) -> Reaction:
-        """Answer the program's request by a turn; return what its next one adds, or nothing at its exit."""
-        turn = self.turn
-        assert turn
-        for stop in turn.stop:
-            text = text.partition(stop)[0]
-        message, malformed = message_of(text, bool(turn.tools), self.calls)
-        made = len(message.get("tool_calls", ()))
-        self.calls, self.failed_calls = self.calls + made + malformed, self.failed_calls + malformed
-        self._known = [*turn.messages, plain(message)]
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
-        usage["total_tokens"] = prompt_tokens + tokens
-        reason = "tool_calls" if made else "length" if cut else "stop"
+    def act(self, text: str, **count: Any) -> Reaction:
+        """Answer the request by a turn; return what the next one adds, or nothing if the program has ended.
+
+        count: cut, prompt_tokens and tokens, as for ``completion``.
+        """
+        assert self.asked
+        message, malformed = message_of(text, self.asked, self.calls)
+        self.calls += len(message.get("tool_calls", ())) + malformed
+        self.failed_calls += malformed
+        self._known = [*self._messages, Said.model_validate(message).plain]
         with suppress(InvalidStateError):  # it is over
-            turn.answer.set_result(completion(message, reason, usage))
-        following = self._next()
-        return (following.messages[len(self._known) :], False) if following else ([], True)
+            self._answer.set_result(completion(message, **count))
+        return (self._messages[len(self._known) :], False) if self._goes_on() else ([], True)
 
     def reward(self) -> float | None:
-        """Return the reward that the program wrote; 0 if it wrote none, and the run had cut it off.
+        """Return what the program gives itself, but 0 if it fails to, and a limit has cut it off.
 
-        None if task.reward gives it. Raises ProgramError if the program failed.
+        None if task.reward gives the reward. Raises ProgramError if the program failed.
         """
         assert self._program
-        cut = self.turn is not None and not self.turn.answer.done()
-        self._refuse("this model's maximum context length is reached, or the run's limit of turns")
-        self._program.wait(self.task.seconds)
+        cut = not self._answer.done()
+        self._refuse(LIMIT)
+        with suppress(subprocess.TimeoutExpired):
+            self._program.process.wait(self.task.seconds)
         self.end()
         assert self._ended
         if self._ended.status == 0 and not self.task.own_reward:
             return None
         with suppress(ValueError, TypeError, RecursionError):
             if self._ended.status == 0:
-                return float(json.loads(self._last_line))
+                return float(json.loads(self._ended.said.strip().rpartition("\n")[2]))
         if cut:
             return 0.0 if self.task.own_reward else None
-        raise ProgramError(f"{self._how()} and no reward as the last line of its output")
+        raise ProgramError(f"{self._how} and no reward as the last line of its output")
 
-    def _next(self) -> Turn | None:
-        """Wait for the next request; return None if the program has ended. Kills it before any error."""
+    def end(self) -> None:
+        """Kill the program; a request that waits is refused."""
+        self.endpoint.sessions.pop(self._key, None)
+        self._refuse("the episode is over")
+        program, self._program = self._program, None
+        if program:
+            self._ended = program.end()
+
+    def _refuse(self, why: str) -> None:
+        self._over = self._over or why
+        with suppress(InvalidStateError):
+            self._answer.set_exception(RefusedError(why))
+
+    def _goes_on(self) -> bool:
+        """Wait for the next request, or for the program's end. Kills it before any error."""
         assert self._program
         deadline = time.monotonic() + self.task.seconds
         try:
             while time.monotonic() < deadline:
-                running = self._program.running
+                running = self._program.process.poll() is None
                 with suppress(queue.Empty):
-                    asked = self._asked.get(timeout=LOOK_SECONDS) if running else self._asked.get_nowait()
-                    if isinstance(asked, RefusedError):
-                        raise asked
-                    return asked
+                    if refused := self._events.get(timeout=LOOK_SECONDS if running else 0):
+                        raise refused
+                    return True
                 if not running:
-                    return None
+                    return False
             raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
         except Exception:
             self.end()
             raise
 
     @property
-    def _last_line(self) -> str:
-        assert self._ended
-        return self._ended.said.strip().rpartition("\n")[2]
-
     def _how(self) -> str:
-        """Say how the program ended."""
+        """How the program ended."""
         assert self._ended
         why = f" ({self._ended.last_error})" if self._ended.last_error else ""
         return f"{self.task.words[0]} ended with status {self._ended.status}{why}"
@@ -223,6 +197,7 @@ class Programs(Conversations):
         seconds = task.seconds + SPARE_SECONDS
         super().__init__(generator, task, chat, at_once=task.at_once, seconds=seconds)
         self._endpoint = endpoint
+        self._fit: set[str] = set()  # roles for whose messages the chat template has a place
 
     def close(self) -> None:
         """Close the engine, and kill all programs."""
@@ -230,14 +205,21 @@ class Programs(Conversations):
         self._endpoint.close()
 
     def _sampling(self, episode: Episode) -> Sampling:
-        sampling, turn = super()._sampling(episode), episode.session.turn
-        most = int(min(sampling.max_tokens, turn.max_tokens))
-        return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most), stop=turn.stop)
+        sampling, asked = super()._sampling(episode), episode.session.asked
+        most = min(sampling.max_tokens, asked.max_tokens, asked.max_completion_tokens)
+        least = min(sampling.min_tokens, most)
+        return replace(sampling, max_tokens=most, min_tokens=least, stop=asked.stops)
 
-    def _reaction(self, episode: Episode, text: str, turn: Completion) -> partial[Reaction]:
-        before = len(episode.prompt.tokens) + episode.length - len(turn.tokens)
-        cut = turn.finish_reason != "stop"
-        return partial(episode.session.answer, text, cut=cut, prompt_tokens=before, tokens=len(turn.tokens))
+    def _act(self, episode: Episode, text: str, turn: Completion) -> partial[Reaction]:
+        tokens = len(turn.tokens)
+        count = {"prompt_tokens": len(episode.prompt.tokens) + episode.length - tokens, "tokens": tokens}
+        return partial(episode.session.act, text, cut=turn.finish_reason != "stop", **count)
+
+    def _acted(self, episode: Episode, reaction: Reaction) -> None:
+        for role in {message["role"] for message in reaction[0]} - self._fit:
+            self._chat.require(role)
+            self._fit.add(role)
+        super()._acted(episode, reaction)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         in_background(episode.session.end)
@@ -307,25 +289,7 @@ class Agent(Conversational):
         """Make a new session for an episode."""
         return ProgramSession(self, self._endpoint, request, self.row(request.prompt))
 
-    def opening(self, prompt: Prompt, said: Turn, chat: Chat) -> tuple[Prompt, list[Message]]:
+    def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the prompt that the program's first request is, also as messages. Raises ValueError."""
-        rendered = partial(chat.render, said.messages, tools=said.tools)
-        return self.begun(prompt, (said.messages, said.tools), rendered, chat), [*said.messages]
-
-    def chat(self, tokenizer: ChatTokenizer) -> Chat:
-        """Return the chat template. Raises ConfigError if nothing may follow a turn in it."""
-        self._refused: dict[str, str] = {}
-        for role, tools in (("user", []), ("tool", [A_TOOL])):
-            try:
-                Chat(tokenizer, tools, [role], self._template_options)
-            except ConfigError as error:
-                self._refused[role] = str(error)
-        if len(self._refused) == 2:
-            raise ConfigError(self._refused["user"])
-        return super().chat(tokenizer)
-
-    def refused(self, role: str) -> str:
-        """Say why no message of this role can follow a turn; empty if it can."""
-        if role not in ("user", "tool"):
-            return f"a message of role {role} cannot follow the model's: only those of user and tool can"
-        return self._refused.get(role, "")
+        messages, tools = said
+        return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

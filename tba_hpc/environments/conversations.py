@@ -198,9 +198,9 @@ class Conversations:
             return
         text = self._chat.decode(completion.tokens)
         episode.messages.append({"role": "assistant", "content": text})
-        self._work(episode, self._reaction(episode, text, completion), self._acted)
+        self._work(episode, self._act(episode, text, completion), self._acted)
 
-    def _reaction(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
+    def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
         """Return the call by which the session answers a turn that reads ``text``."""
         return partial(episode.session.act, text, tuple(episode.messages))
 

@@ -13,14 +13,16 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from tba_hpc.environments.protocol import MODEL, Body, RefusedError
+from tba_hpc.environments.protocol import MODEL, Body
 from tba_hpc.run.listeners import owner
+
+if TYPE_CHECKING:
+    from tba_hpc.environments.agent import ProgramSession
 
 T = TypeVar("T")
 
@@ -34,21 +36,11 @@ CLOSING_SECONDS = 5.0
 """Longest wait for the end of the thread."""
 
 
-class Door(Protocol):
-    """What stands behind a key. Both methods may be called in any thread."""
-
-    def ask(self, body: Body) -> Future[Body]:
-        """Take a request; return its answer. Raises RefusedError, now or by the answer."""
-
-    def end(self) -> None:
-        """Give up whatever is open."""
-
-
 class Endpoint:
-    """Server in a thread of its own. url: its address, as clients want it. doors: by key."""
+    """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
 
     def __init__(self) -> None:
-        self.doors: dict[str, Door] = {}
+        self.sessions: dict[str, ProgramSession] = {}
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes three while it runs
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -67,9 +59,9 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
 
     def close(self) -> None:
-        """End what stands behind the doors, and the server."""
-        for door in list(self.doors.values()):
-            door.end()
+        """End all sessions, and the server."""
+        for session in list(self.sessions.values()):
+            session.end()
         self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(CLOSING_SECONDS)
 
@@ -104,25 +96,25 @@ class Endpoint:
         except OSError:
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def _door(self, request: web.Request) -> Door:
+    def _session(self, request: web.Request) -> ProgramSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key not in self.doors:
+        if key not in self.sessions:
             raise web.HTTPUnauthorized(text="no open episode has this key")
-        return self.doors[key]
+        return self.sessions[key]
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._door(request)
+        self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tba-hpc"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        door = self._door(request)
+        session = self._session(request)
         try:
             body = await request.json()
             if not isinstance(body, dict):
                 raise ValueError("the body is no JSON object")
-            answer = await asyncio.wrap_future(door.ask(body))
-        except (RefusedError, ValueError, RecursionError) as error:  # JSON may nest too deeply
+            answer = await asyncio.wrap_future(session.ask(body))
+        except (ValueError, RecursionError) as error:  # JSON may nest too deeply
             fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
             return web.json_response({"error": fault}, status=400)
         return await _stream(request, body, answer) if body.get("stream") else web.json_response(answer)

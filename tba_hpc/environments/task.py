@@ -30,10 +30,13 @@ Count = Annotated[int, Field(ge=1)]
 class Conversational(Jsonl):
     """Task whose completions are conversations, each with a partner that may have a reward of its own.
 
-    To that the weighted named rewards of the last turn's text are added. other_start: error of an episode
-    that begins otherwise than those before.
+    To that the weighted named rewards of the last turn's text are added. schemas: tools, described in every
+    prompt. roles: those of messages that follow a turn. other_start: error of an episode that begins
+    otherwise than those before.
     """
 
+    schemas: Sequence[dict[str, Any]] = ()
+    roles: Sequence[str] = ("user",)
     other_start = ""
 
     def __init__(
@@ -136,17 +139,13 @@ class Conversational(Jsonl):
         return [{"role": "user", "content": given if asked else filled_in(self._template, row)}]
 
     def _chat_of(self, tokenizer: Tokenizer) -> Chat:
-        """Return the chat template. Raises ConfigError if the tokenizer has none."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 "conversations need a chat template, which the tokenizer of model.path cannot render: let it "
                 "have the methods of ports.ChatTokenizer"
             )
-        return self.chat(tokenizer)
-
-    def chat(self, tokenizer: ChatTokenizer) -> Chat:
-        """Return the chat template as the partner needs it. Raises ConfigError if it is not fit for that."""
-        return Chat(tokenizer, options=self._template_options, special=self._special)
+        roles, options = self.roles, self._template_options
+        return Chat(cast(ChatTokenizer, tokenizer), self.schemas, roles, options, special=self._special)
 
 
 class Environment(Conversational):
@@ -186,6 +185,8 @@ class Environment(Conversational):
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
         )
         self.own_reward = self._contract.has_reward or self._contract.has_step
+        self.schemas = self._contract.schemas
+        self.roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
         super().__init__(
             tokenizer,
             max_turns=max_turns,
@@ -227,12 +228,6 @@ class Environment(Conversational):
         if said:
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{said}"}
         return self.begun(prompt, said or "", lambda: _render(chat, row, messages), chat), messages
-
-    def chat(self, tokenizer: ChatTokenizer) -> Chat:
-        """Return the chat template with the tools. Raises ConfigError if it is not fit for tools or step."""
-        roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        schemas, options = self._contract.schemas, self._template_options
-        return Chat(tokenizer, schemas, roles, options, special=self._special)
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:

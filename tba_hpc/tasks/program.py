@@ -132,7 +132,7 @@ class Confined:
                 tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True)
             )
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            self._process = start(
+            self.process = start(
                 lambda: subprocess.Popen(
                     [*limiter, *words],
                     stdin=asked,
@@ -145,21 +145,11 @@ class Confined:
             )
             self._files = files.pop_all()
 
-    @property
-    def running(self) -> bool:
-        """Whether its first process has not ended."""
-        return self._process.poll() is None
-
-    def wait(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for its end."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
     def end(self) -> Ended:
         """Kill what is left of its session, and return how it ended. No call may follow."""
-        status = self._process.poll()
-        kill_session(self._process.pid)
-        self._process.wait()
+        status = self.process.poll()
+        kill_session(self.process.pid)
+        self.process.wait()
         with self._files:
             last_error = _end_of(self._errors, QUOTED).strip().rpartition("\n")[2]
             said = _end_of(self._said, LARGEST_FILE)
@@ -170,7 +160,8 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
     """Run a command with ``text`` as its input, within the limits that the module describes."""
     program = Confined(words, text, seconds=seconds, memory_mb=memory_mb)
     try:
-        program.wait(seconds)
+        with suppress(subprocess.TimeoutExpired):
+            program.process.wait(seconds)
     finally:
         ended = program.end()
     return ended
