@@ -15,7 +15,7 @@ import queue
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.config import RewardSection
 from tba_hpc.core.ports import Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Sampling
 from tba_hpc.environments.chat import Chat
@@ -37,8 +37,6 @@ from tba_hpc.tasks.rewards import Fields
 
 if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
-
-KEY = "task.options.command"
 
 LOOK_SECONDS = 0.02
 """Time between two looks whether a program has ended, s."""
@@ -239,44 +237,20 @@ class Agent(Conversational):
         tokenizer: Tokenizer,
         *,
         reward: Mapping[str, RewardSection],
-        command: Sequence[str],
-        train_file: str | None = None,
-        test_file: str | None = None,
+        command: Annotated[list[str], Field(min_length=1)],
         max_turns: Count = 32,
-        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
-        concurrency: Count = 16,
         memory_mb: Annotated[int, Field(ge=16)] = 4096,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        target: str = "answer",
-        correct_from: float = 1.0,
-        judge_truncated: bool = False,
-        validation_prompts: Count = 64,
+        **options: Any,
     ) -> None:
-        """Take the options of the config; those that Environment has mean the same. Raises ConfigError.
+        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
 
-        command: the program and its arguments, as for a RewardSection. step_seconds: longest time from its
-        start, or from an answer, to its next request or its end. concurrency: most programs of a searcher
-        that compute at a time. memory_mb: as for a RewardSection.
+        command, memory_mb: the program, as for a RewardSection. Its part of a turn lasts from its start, or
+        from an answer, to its next request or its end.
         """
-        if not command:
-            raise ConfigError(f"{KEY}=[] is no command: give a program and its arguments")
         self.own_reward = not reward
-        self.words = [find_word(KEY, word) for word in command]
+        self.words = [find_word("task.options.command", word) for word in command]
         self.memory_mb = memory_mb
-        super().__init__(
-            tokenizer,
-            max_turns=max_turns,
-            step_seconds=step_seconds,
-            concurrency=concurrency,
-            chat_template_kwargs=chat_template_kwargs,
-            reward=reward,
-            train_file=train_file,
-            test_file=test_file,
-            target=target,
-            correct_from=correct_from,
-            judge_truncated=judge_truncated,
-            validation_prompts=validation_prompts,
-        )
+        super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Return a generator of conversations around a generator of turns, with an endpoint of its own."""

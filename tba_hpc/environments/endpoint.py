@@ -29,12 +29,6 @@ T = TypeVar("T")
 LARGEST_BODY = 16 << 20
 """Most bytes of a request."""
 
-PAUSE_SECONDS = 0.1
-"""Pause after a connection that the system could not open, such as for want of descriptors."""
-
-CLOSING_SECONDS = 5.0
-"""Longest wait for the end of the thread."""
-
 
 class Endpoint:
     """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
@@ -63,7 +57,7 @@ class Endpoint:
         for session in list(self.sessions.values()):
             session.end()
         self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(CLOSING_SECONDS)
+        self._thread.join(5)
 
     def _run(self) -> None:
         self._serving = self._loop.create_task(self._serve())
@@ -94,7 +88,7 @@ class Endpoint:
             else:
                 connection.close()
         except OSError:
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(0.1)  # perhaps for want of descriptors
 
     def _session(self, request: web.Request) -> ProgramSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
@@ -43,14 +43,20 @@ class Conversational(Jsonl):
         self,
         tokenizer: Tokenizer,
         *,
-        max_turns: int,
-        step_seconds: float,
-        concurrency: int,
-        chat_template_kwargs: Mapping[str, Any] | None,
+        max_turns: Count = 8,
+        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
+        concurrency: Count = 16,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat: Literal[True] = True,
         **options: Any,
     ) -> None:
-        """Take the options of the config; ``options`` are those of Jsonl. Raises ConfigError."""
-        super().__init__(tokenizer, chat=True, **options)
+        """Take the options of the config; the others are those of Jsonl. Raises ConfigError.
+
+        max_turns: most turns of the model; an episode that needs more is cut off. step_seconds: longest time
+        for the partner's part of a turn. concurrency: most partners of a searcher that work at a time.
+        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
+        """
+        super().__init__(tokenizer, chat=chat, **options)
         self.max_turns = max_turns
         self.seconds, self.at_once = step_seconds, concurrency
         self._template_options = chat_template_kwargs
@@ -157,29 +163,16 @@ class Environment(Conversational):
         self,
         tokenizer: Tokenizer,
         *,
-        reward: Mapping[str, RewardSection],
         environment: str,
-        train_file: str | None = None,
-        test_file: str | None = None,
-        max_turns: Count = 8,
-        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
         max_tool_chars: Count = 4000,
-        concurrency: Count = 16,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        template: str = "{prompt}",
-        target: str = "answer",
-        correct_from: float = 1.0,
-        judge_truncated: bool = False,
-        validation_prompts: Count = 64,
+        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
+        **options: Any,
     ) -> None:
-        """Take the options of the config; those that Jsonl has mean the same. Raises ConfigError.
+        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
 
-        environment: ``module:Class``, see environments.contract. max_turns: most turns of the model; an
-        episode that needs more is cut off. step_seconds: longest time for an environment's work in a turn;
-        tools are called in its first half.
-        max_tool_chars: most characters of a tool's result. concurrency: most environments of a searcher that
-        work at a time. chat_template_kwargs: variables of the chat template, such as {enable_thinking:
-        false}.
+        environment: ``module:Class``, see environments.contract. max_tool_chars: most characters of a tool's
+        result. step_seconds: longest time for an environment's work in a turn; tools are called in its first
+        half.
         """
         self._contract = Contract(
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
@@ -187,21 +180,7 @@ class Environment(Conversational):
         self.own_reward = self._contract.has_reward or self._contract.has_step
         self.schemas = self._contract.schemas
         self.roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        super().__init__(
-            tokenizer,
-            max_turns=max_turns,
-            step_seconds=step_seconds,
-            concurrency=concurrency,
-            chat_template_kwargs=chat_template_kwargs,
-            reward=reward,
-            train_file=train_file,
-            test_file=test_file,
-            template=template,
-            target=target,
-            correct_from=correct_from,
-            judge_truncated=judge_truncated,
-            validation_prompts=validation_prompts,
-        )
+        super().__init__(tokenizer, step_seconds=step_seconds, **options)
 
     def require_start(self, row: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that ``reset`` needs."""
