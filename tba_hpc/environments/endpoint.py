@@ -61,9 +61,11 @@ class Endpoint:
 
     def _run(self) -> None:
         self._serving = self._loop.create_task(self._serve())
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
-        self._loop.close()
+        try:
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._serving)
+        finally:
+            self._loop.close()  # so that no call waits for it
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
