@@ -167,6 +167,16 @@ def test_a_program_leads_a_conversation_token_by_token(stage: Callable[..., Stag
     assert made.task.rewards(group.request.prompt, group.completions) == [11.0, 11.0]
 
 
+def test_the_program_of_the_page_runs(stage: Callable[..., Stage]) -> None:
+    page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
+    code = page.partition("# my_agent.py\n")[2].partition("```")[0]
+    made = stage(code, ["4", "5"], {"prompt": "What is 2 + 3?", "answer": "5"})
+    (one,) = made.play().completions
+    assert one.reward == 1.0
+    assert [piece for mine, piece in made.pieces(one) if mine] == ["4<|im_end|>", "5<|im_end|>"]
+    assert "No. Try again." in made.pieces(one)[1][1]
+
+
 def test_a_program_calls_tools(stage: Callable[..., Stage]) -> None:
     code = """
 import json, sys
