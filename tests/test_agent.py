@@ -283,6 +283,10 @@ BAD = {
     "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
     "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "does not continue the one before"),
     "asks again": ("ask(user('Go.')); ask(user('Go.'))", "does not continue the one before"),
+    "edits what was said": (
+        "a = say(user('Go.')); ask(user('Go.'), {**a, 'content': 'No.'}, user('?'))",
+        "does not continue the one before",
+    ),
     "changes its tools": (
         "a = say(user('Go.')); ask(user('Go.'), a, user('b'), tools=[{}])",
         "with the same tools",
