@@ -534,23 +534,24 @@ def test_a_greedy_answer_ends_with_its_stop_string(stopping: tuple[VllmGenerator
     _assert_logprobs_of(model, groups)
 
 
-@pytest.mark.parametrize("min_tokens", [0, 6])
+@pytest.mark.parametrize(("min_tokens", "stop"), [(0, ()), (6, ()), (0, ("e",))])
 def test_samples_end_with_a_stop_string(
-    stopping: tuple[VllmGenerator, PreTrainedModel], min_tokens: int
+    stopping: tuple[VllmGenerator, PreTrainedModel], min_tokens: int, stop: tuple[str, ...]
 ) -> None:
-    """Or with EOS, or by the limit of tokens; and not below min_tokens."""
+    """Of the engine or the request, or with EOS, or by the limit of tokens; and not below min_tokens."""
     generator, model = stopping
-    sampling = Sampling(1.0, 1.0, max_tokens=20, min_tokens=min_tokens)
+    sampling = Sampling(1.0, 1.0, max_tokens=20, min_tokens=min_tokens, stop=stop)
     groups = _generate(generator, *(_request(i, sampling=sampling) for i in range(16)))
     _assert_logprobs_of(model, groups)
     completions = [completion.tokens.tolist() for group in groups for completion in group.completions]
     reasons = [completion.finish_reason for group in groups for completion in group.completions]
-    ends = [_end(tokens, generator._generator.stop, min_tokens) for tokens in completions]
+    texts = (*generator._generator.stop, *stop)
+    ends = [_end(tokens, texts, min_tokens) for tokens in completions]
     for tokens, reason, end in zip(completions, reasons, ends, strict=True):
         assert end in (None, len(tokens))
         assert reason == ("length" if end is None and tokens[-1] != EOS else "stop")
         assert min_tokens < len(tokens) <= 20 and (reason == "stop" or len(tokens) == 20)
-    assert ends.count(None) < len(ends) and "length" in reasons
+    assert ends.count(None) < len(ends) and (stop or "length" in reasons)
 
 
 REFUSED = """

@@ -15,9 +15,13 @@ NEXT: Message = {"role": "user", "content": "Another one."}
 """Messages with which a template is examined."""
 
 
+CONVERSATIONS = ("environment", "agent")
+"""Tasks whose completions are conversations, which need a chat template."""
+
+
 def is_chat(config: Config) -> bool:
     """Tell whether a task shows its prompts in the model's chat template."""
-    return bool(config.task.options.get("chat")) or config.task.name == "environment"
+    return bool(config.task.options.get("chat")) or config.task.name in CONVERSATIONS
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, dump_config, is_local
@@ -100,7 +101,8 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 def check_chat_template(facts: Facts) -> Iterator[Finding]:
     """Report which conversations the model's chat template allows, if the task has an environment."""
     config = facts.config
-    if config is None or config.task.name != "environment" or facts.in_container or not find_spec("torch"):
+    talks = config is not None and config.task.name in CONVERSATIONS
+    if config is None or not talks or facts.in_container or not find_spec("torch"):
         return
     file = find_file(config.model.path, "config.json", facts.environment)
     if file is None:

@@ -15,7 +15,7 @@ from typing import cast
 
 import yaml
 
-from tba_hpc.checks.chat_ends import is_chat, look_at_chat
+from tba_hpc.checks.chat_ends import CONVERSATIONS, is_chat, look_at_chat
 from tba_hpc.checks.resources import find_file, missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
@@ -61,7 +61,7 @@ def _tokenizer(config: Config) -> Tokenizer | None:
     if is_own(path):  # its module may import torch
         backend = own_backend(config) if has_torch else None
         return backend.tokenizer() if backend else None
-    if config.task.name == "environment" and has_torch and FileTokenizer.find(path):  # chat template needed
+    if config.task.name in CONVERSATIONS and has_torch and FileTokenizer.find(path):  # chat template needed
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(path)

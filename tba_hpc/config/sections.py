@@ -138,8 +138,8 @@ class TaskSection(Section):
     name: str = "gsm8k"
     """A built-in task, or your own ``module:Class``, looked up like reward functions."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
-    """Rewards of the tasks jsonl and environment: ``module:function``, the keys of one, or several by name,
-    summed by weight."""
+    """Rewards of the tasks jsonl, environment and agent: ``module:function``, the keys of one, or several by
+    name, summed by weight."""
     train_file: UserPath | None = None
     """JSONL with training problems. null: the task's own source."""
     test_file: UserPath | None = None

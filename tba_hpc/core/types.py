@@ -216,6 +216,7 @@ class Sampling:
 
     temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
     top_logprobs: number of likeliest tokens whose log-probabilities are recorded in place of each token.
+    stop: texts that end it besides generator.stop.
     """
 
     temperature: float
@@ -223,6 +224,7 @@ class Sampling:
     max_tokens: int
     min_tokens: int = 0
     top_logprobs: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

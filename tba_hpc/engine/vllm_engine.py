@@ -549,7 +549,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     from vllm.sampling_params import RequestOutputKind
 
     temperature = sampling.temperature / settings.model.policy_temperature
-    stop = list(settings.generator.stop)
+    stop = [*settings.generator.stop, *sampling.stop]
     params = SamplingParams(
         n=n,
         temperature=min(temperature, HIGHEST_TEMPERATURE),

@@ -32,13 +32,16 @@ from tba_hpc.core.types import (
     Group,
     Prompt,
     Request,
+    Sampling,
     WeightUpdate,
 )
 from tba_hpc.environments.chat import Chat
-from tba_hpc.environments.contract import Session
 
 if TYPE_CHECKING:  # it imports this module
-    from tba_hpc.environments.task import Environment
+    from tba_hpc.environments.task import Conversational
+
+Reaction = tuple[Sequence[Message], bool]
+"""The messages that follow a turn, and whether the episode is over."""
 
 PAUSE_SECONDS = 0.005
 """Longest wait for an environment while the engine has nothing to do, s."""
@@ -69,12 +72,13 @@ class Conversation:
 class Episode:
     """One completion of a group, so far.
 
-    prompt: the prompt with the text that ``reset`` returned. tokens: those after it.
+    session: a contract.Session, or an agent.ProgramSession. prompt: the prompt with what the session added.
+    tokens: those after it.
     """
 
     whole: Conversation
     place: int
-    session: Session
+    session: Any
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -117,7 +121,7 @@ class Conversations:
     stage = property(lambda self: getattr(self._generator, "stage", ""))
 
     def __init__(
-        self, generator: Generator, task: Environment, chat: Chat, *, at_once: int, seconds: float
+        self, generator: Generator, task: Conversational, chat: Chat, *, at_once: int, seconds: float
     ) -> None:
         self._generator = generator
         self._task = task
@@ -176,24 +180,28 @@ class Conversations:
 
         self._workers.add(Job(call, take, partial(self._fail, episode)))
 
-    def _opened(self, episode: Episode, text: str | None) -> None:
-        episode.prompt, episode.messages = self._task.opening(episode.prompt, text, self._chat)
+    def _opened(self, episode: Episode, said: Any) -> None:
+        episode.prompt, episode.messages = self._task.opening(episode.prompt, said, self._chat)
         episode.whole.request = replace(episode.whole.request, prompt=episode.prompt)
         self._ask(episode)
 
     def _ask(self, episode: Episode) -> None:
         """Submit the next turn to the engine."""
         request = episode.whole.request
-        sampling = request.sampling
-        limits = {
-            "max_tokens": sampling.max_tokens - episode.length,
-            "min_tokens": max(0, sampling.min_tokens - episode.length),
-        }
         self._asked += 1
         tokens = np.concatenate([episode.prompt.tokens, *episode.tokens])
         prompt = Prompt(request.prompt.id, tokens, request.prompt.target)
-        self._generator.submit(Request(prompt, self._asked, 1, replace(sampling, **limits), request.split))
+        self._generator.submit(Request(prompt, self._asked, 1, self._sampling(episode), request.split))
         self._turns[self._asked] = episode  # now that the engine has taken it
+
+    def _sampling(self, episode: Episode) -> Sampling:
+        """Return the parameters of the next turn, which takes no more than the conversation has left."""
+        sampling = episode.whole.request.sampling
+        return replace(
+            sampling,
+            max_tokens=sampling.max_tokens - episode.length,
+            min_tokens=max(0, sampling.min_tokens - episode.length),
+        )
 
     def _said(self, episode: Episode, turn: Group) -> None:
         """Add a turn to its episode, and let the environment act on it unless it was cut off."""
@@ -202,14 +210,18 @@ class Conversations:
         versions = episode.whole.versions[episode.place]
         versions[:] = turn.versions[0] if not episode.turns else (versions[0], turn.versions[0, 1])
         episode.turns += 1
-        if completion.finish_reason != "stop":
+        if completion.finish_reason != "stop" and episode.length >= episode.whole.request.sampling.max_tokens:
             self._end(episode, "length")
             return
         text = self._chat.decode(completion.tokens)
         episode.messages.append({"role": "assistant", "content": text})
-        self._work(episode, partial(episode.session.act, text, tuple(episode.messages)), self._acted)
+        self._work(episode, self._act(episode, text, completion), self._acted)
 
-    def _acted(self, episode: Episode, reaction: tuple[Sequence[Message], bool]) -> None:
+    def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
+        """Return the call by which the session answers a turn that reads ``text``."""
+        return partial(episode.session.act, text, tuple(episode.messages))
+
+    def _acted(self, episode: Episode, reaction: Reaction) -> None:
         messages, done = reaction
         if done:
             self._end(episode, "stop")

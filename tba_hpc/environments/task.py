@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast, get_args
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
@@ -26,69 +27,52 @@ from tba_hpc.tasks.rewards import Fields
 Count = Annotated[int, Field(ge=1)]
 
 
-class Environment(Jsonl):
-    """Task whose reward is the environment's, plus the weighted named rewards of the last turn's text."""
+class Conversational(Jsonl):
+    """Task whose completions are conversations, each with a partner that may have a reward of its own.
+
+    To that the weighted named rewards of the last turn's text are added. schemas: tools, described in every
+    prompt. roles: those of messages that follow a turn. other_start: error of an episode that begins
+    otherwise than those before.
+    """
+
+    schemas: Sequence[dict[str, Any]] = ()
+    roles: Sequence[str] = ("user",)
+    other_start = ""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        reward: Mapping[str, RewardSection],
-        environment: str,
-        train_file: str | None = None,
-        test_file: str | None = None,
         max_turns: Count = 8,
         step_seconds: Annotated[float, Field(gt=0)] = 30.0,
-        max_tool_chars: Count = 4000,
         concurrency: Count = 16,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        template: str = "{prompt}",
-        target: str = "answer",
-        correct_from: float = 1.0,
-        judge_truncated: bool = False,
-        validation_prompts: Count = 64,
+        chat: Literal[True] = True,
+        **options: Any,
     ) -> None:
-        """Take the options of the config; those that Jsonl has mean the same. Raises ConfigError.
+        """Take the options of the config; the others are those of Jsonl. Raises ConfigError.
 
-        environment: ``module:Class``, see environments.contract. max_turns: most turns of the model; an
-        episode that needs more is cut off. step_seconds: longest time for an environment's work in a turn;
-        tools are called in its first half.
-        max_tool_chars: most characters of a tool's result. concurrency: most environments of a searcher that
-        work at a time. chat_template_kwargs: variables of the chat template, such as {enable_thinking:
-        false}.
+        max_turns: most turns of the model; an episode that needs more is cut off. step_seconds: longest time
+        for the partner's part of a turn. concurrency: most partners of a searcher that work at a time.
+        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
         """
-        self._contract = Contract(
-            "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
-        )
-        self.own_reward = self._contract.has_reward or self._contract.has_step
-        super().__init__(
-            tokenizer,
-            reward=reward,
-            train_file=train_file,
-            test_file=test_file,
-            template=template,
-            target=target,
-            correct_from=correct_from,
-            judge_truncated=judge_truncated,
-            chat=True,
-            validation_prompts=validation_prompts,
-        )
+        super().__init__(tokenizer, chat=chat, **options)
         self.max_turns = max_turns
-        self._seconds, self._at_once = step_seconds, concurrency
+        self.seconds, self.at_once = step_seconds, concurrency
         self._template_options = chat_template_kwargs
         self._chat = self._chat_of(tokenizer)
         self._encode = self._chat.encode
-        self._opened: dict[Prompt, tuple[str, Prompt]] = {}
+        self._opened: dict[Prompt, tuple[object, Prompt]] = {}
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError as Jsonl does, and if a row lacks a field that ``reset`` needs.
-
-        A row's own tools are refused, too, if the chat template cannot show them.
-        """
+        """Raise ConfigError as Jsonl does, and if the chat template cannot show a row's own tools."""
         super().require(row, line)
-        self._contract.require(row, line)
+        self.require_start(row, line)
         if row.get("tools"):
             self._chat.require("tool")
+
+    def require_start(self, row: Fields, line: str) -> None:
+        """Raise ConfigError if a row, which errors call ``line``, lacks what an episode begins with."""
 
     def _checked(self, row: Fields) -> Fields:
         tools = row.get("tools") or []
@@ -97,7 +81,7 @@ class Environment(Jsonl):
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
-        """Return a text of the whole row, since the environment may get any field."""
+        """Return a text of the whole row, since the partner may get any field."""
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
@@ -114,49 +98,38 @@ class Environment(Jsonl):
         The question is put into the template if that has a single field.
         """
         row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
-        self._contract.require(row, "a question")
+        self.require_start(row, "a question")
         prompt = Prompt(0, self._encode(self.shown(row)), "")
         self._rows[prompt] = row
         return prompt
 
-    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Prepare the environment; return a generator of conversations around a generator of turns."""
-        self._contract.prepare()
-        chat = self._chat_of(tokenizer)
-        return Conversations(generator, self, chat, at_once=self._at_once, seconds=self._seconds)
+    @abstractmethod
+    def session(self, request: Request) -> Any:
+        """Make a new session for an episode; see conversations.Episode."""
 
-    def session(self, request: Request) -> Session:
-        """Make a new session for an episode. All episodes of a prompt get the same seed, in every run."""
-        stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
-        return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
+    @abstractmethod
+    def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """Return the prompt as the session's ``open`` begins it, also as messages. Raises ValueError."""
 
-    def opening(self, prompt: Prompt, text: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the prompt with the text that ``reset`` returned, also as messages.
+    def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
+        """Return the prompt as its episodes begin. said: what they add to it. text: renders all of it.
 
-        Raises ValueError if that text differs from what ``reset`` returned before, since a group has one
-        prompt, or if it is too long.
+        Raises ValueError if an earlier episode began otherwise, since a group has one prompt, or if it is too
+        long.
         """
-        row = self.row(prompt)
-        messages = self._messages(row)
-        if text:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
         if prompt not in self._opened:
-            begun = prompt
-            if text:
-                begun = Prompt(prompt.id, chat.encode(_render(chat, row, messages)), prompt.target)
-                self._rows[begun] = row
-            self._opened[prompt] = text or "", begun
-        said, begun = self._opened[prompt]
-        if said != (text or ""):
-            raise ValueError(
-                "reset() returned another text than before: let it follow from the row and the seed alone"
-            )
+            begun = Prompt(prompt.id, chat.encode(text()), prompt.target) if said else prompt
+            self._rows[begun] = self.row(prompt)
+            self._opened[prompt] = said, begun
+        before, begun = self._opened[prompt]
+        if said != before:
+            raise ValueError(self.other_start)
         if self.room is not None and len(begun.tokens) > self.room:
             raise ValueError(
-                f"what reset() returned makes a prompt of {len(begun.tokens)} tokens, but "
-                f"model.context_length less generator.max_tokens leaves {self.room}"
+                f"the episode begins with a prompt of {len(begun.tokens)} tokens, but model.context_length "
+                f"less generator.max_tokens leaves {self.room}"
             )
-        return begun, messages
+        return begun
 
     def text(self, completion: Completion) -> str:
         """Return the text that the model wrote in its last turn."""
@@ -174,12 +147,66 @@ class Environment(Jsonl):
     def _chat_of(self, tokenizer: Tokenizer) -> Chat:
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
-                "the task environment needs a chat template, which the tokenizer of model.path cannot "
-                "render: let it have the methods of ports.ChatTokenizer"
+                "conversations need a chat template, which the tokenizer of model.path cannot render: let it "
+                "have the methods of ports.ChatTokenizer"
             )
-        roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
-        schemas, options = self._contract.schemas, self._template_options
-        return Chat(cast(ChatTokenizer, tokenizer), schemas, roles, options, special=self._special)
+        roles, options = self.roles, self._template_options
+        return Chat(cast(ChatTokenizer, tokenizer), self.schemas, roles, options, special=self._special)
+
+
+class Environment(Conversational):
+    """Task whose reward is the environment's, plus the weighted named rewards of the last turn's text."""
+
+    other_start = "reset() returned another text than before: let it follow from the row and the seed alone"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        environment: str,
+        max_tool_chars: Count = 4000,
+        step_seconds: Annotated[float, Field(gt=0)] = 30.0,
+        **options: Any,
+    ) -> None:
+        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
+
+        environment: ``module:Class``, see environments.contract. max_tool_chars: most characters of a tool's
+        result. step_seconds: longest time for an environment's work in a turn; tools are called in its first
+        half.
+        """
+        self._contract = Contract(
+            "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
+        )
+        self.own_reward = self._contract.has_reward or self._contract.has_step
+        self.schemas = self._contract.schemas
+        self.roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
+        super().__init__(tokenizer, step_seconds=step_seconds, **options)
+
+    def require_start(self, row: Fields, line: str) -> None:
+        """Raise ConfigError if a row lacks a field that ``reset`` needs."""
+        self._contract.require(row, line)
+
+    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
+        """Prepare the environment; return a generator of conversations around a generator of turns."""
+        self._contract.prepare()
+        chat = self._chat_of(tokenizer)
+        return Conversations(generator, self, chat, at_once=self.at_once, seconds=self.seconds)
+
+    def session(self, request: Request) -> Session:
+        """Make a new session for an episode. All episodes of a prompt get the same seed, in every run."""
+        stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
+        return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
+
+    def opening(self, prompt: Prompt, said: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """Return the prompt with the text that ``reset`` returned, also as messages.
+
+        Raises ValueError as ``begun`` does.
+        """
+        row = self.row(prompt)
+        messages = self._messages(row)
+        if said:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{said}"}
+        return self.begun(prompt, said or "", lambda: _render(chat, row, messages), chat), messages
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:

@@ -104,7 +104,8 @@ class HfTurns:
             return []
         request = self._waiting.pop(0)
         self._seed += 1
-        found = self._model.answer(request.prompt.tokens, request.sampling, stop=self._stop, seed=self._seed)
+        stop = [*self._stop, *request.sampling.stop]
+        found = self._model.answer(request.prompt.tokens, request.sampling, stop=stop, seed=self._seed)
         turns = tuple(replace(one, logprobs=np.zeros(len(one.tokens), np.float32)) for one in found)
         return [Group(request, turns, np.zeros((1, 2), np.int32))]
 

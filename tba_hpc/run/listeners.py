@@ -37,6 +37,27 @@ EVERYBODY = {
 }
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
 
+SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
+"""Netlink protocol, and the type of a question about one socket; ``socket`` names neither."""
+
+
+def owner(connection: socket.socket) -> int | None:
+    """Return the user id at the other end of an accepted IPv4 connection of this machine, as ``ss -e`` does.
+
+    None if the kernel does not say, or the other end is closed.
+    """
+    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
+        (here, port), (there, other) = connection.getsockname(), connection.getpeername()
+        addresses = (socket.inet_aton(address).ljust(16, b"\0") for address in (there, here))
+        ends = struct.pack("!HH16s16s", other, port, *addresses)  # struct inet_diag_sockid
+        anywhere = struct.pack("=BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
+        asked = anywhere + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, no cookie
+        netlink.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, 1, 0, 0) + asked)
+        told = netlink.recv(4096)
+        if struct.unpack_from("=H", told, 4)[0] == SOCK_DIAG_BY_FAMILY:
+            return int(struct.unpack_from("=I", told, 80)[0])  # after struct nlmsghdr, in inet_diag_msg
+    return None
+
 
 def drop_all(listener: socket.socket) -> None:
     """Stop a socket from accepting connections. Raises OSError if the system does not allow it.

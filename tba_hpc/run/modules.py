@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from tba_hpc.config import Config, shipped
@@ -112,7 +113,8 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
         *(reward.function for reward in task.reward.values() if reward.function),
     ]
     yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if is_own(name)}, folder)
-    for word in (word for reward in task.reward.values() for word in reward.program or ()):
+    commands = [reward.program or () for reward in task.reward.values()]
+    for word in chain(*commands, map(str, task.options.get("command") or ())):
         path = folder / word
         if not Path(word).is_absolute() and ".." not in Path(word).parts and path.is_file():
             yield path

@@ -30,6 +30,7 @@ from tba_hpc.tasks.data import HELD_OUT
 from tba_hpc.tasks.rows import Rows
 
 TASKS = {
+    "agent": "tba_hpc.environments.agent:Agent",
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "environment": "tba_hpc.environments.task:Environment",
     "gsm8k": "tba_hpc.tasks.word_problems:GSM8K",
@@ -80,7 +81,7 @@ def make_task(
         if serve is None:
             raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
         given["serve"] = serve
-    if "reward" in inspect.signature(task_class).parameters:
+    if "reward" in _parameters(task_class):
         given["reward"] = config.reward
     elif config.reward:
         raise ConfigError(
@@ -126,8 +127,7 @@ def _find(name: str) -> type:
 
 def _check_options(options: Mapping[str, object], task_class: type, task: str) -> None:
     """Raise ConfigError unless the constructor takes ``options`` as they are."""
-    parameters = inspect.signature(task_class, eval_str=True).parameters
-    valid = {key: value for key, value in parameters.items() if key not in CONTRACT}
+    valid = {key: value for key, value in _parameters(task_class).items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:
             raise ConfigError(f"the task {task} has no option {key!r}: {did_you_mean(key, valid)}")
@@ -135,6 +135,17 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
     for key, parameter in valid.items():
         if parameter.default is parameter.empty and key not in options:
             raise ConfigError(f"the task {task} needs the option {key!r}: set task.options.{key}")
+
+
+def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
+    """Return a constructor's parameters, by name; ``**options`` stands for those of the next base's."""
+    found: dict[str, inspect.Parameter] = {}
+    for make in (vars(kind)["__init__"] for kind in task_class.__mro__[:-1] if "__init__" in vars(kind)):
+        own = list(inspect.signature(make, eval_str=True).parameters.values())[1:]
+        found = {p.name: p for p in own if p.kind is not p.VAR_KEYWORD} | found
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return found
 
 
 def _check_constructor(task: str, task_class: type, *arguments: object, **keywords: object) -> None:

@@ -17,8 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -52,6 +53,9 @@ except OSError as error:
 """
 
 
+Process = subprocess.Popen[bytes]
+
+
 class ProgramError(RuntimeError):
     """Raised if a program ends without a reward; the message says how it ended."""
 
@@ -66,7 +70,7 @@ class Program:
         assert section.program is not None
         self._key = key
         self._section = section
-        self._words = [_found(key, word) for word in section.program]
+        self._words = [find_word(f"{key}.program", word) for word in section.program]
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
@@ -102,56 +106,83 @@ class Ended(NamedTuple):
     last_error: str
 
 
+class Confined:
+    """A program that was started within the limits that the module describes, with ``text`` as its input.
+
+    seconds: processor time of each process. variables: added to its environment. start: makes the call that
+    starts it; the kernel ends the program with the thread of this call.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        text: bytes,
+        *,
+        seconds: float,
+        memory_mb: int,
+        variables: Mapping[str, str] | None = None,
+        start: Callable[[Callable[[], Process]], Process] = lambda call: call(),
+    ) -> None:
+        limits = (os.getpid(), memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
+        limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
+        with tempfile.TemporaryFile() as asked, ExitStack() as files:
+            asked.write(text)
+            asked.seek(0)
+            folder = files.enter_context(
+                tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True)
+            )
+            self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            self.process = start(
+                lambda: subprocess.Popen(
+                    [*limiter, *words],
+                    stdin=asked,
+                    stdout=self._said,
+                    stderr=self._errors,
+                    cwd=folder,
+                    env=_environment(folder) | dict(variables or {}),
+                    start_new_session=True,
+                )
+            )
+            self._files = files.pop_all()
+
+    def end(self) -> Ended:
+        """Kill what is left of its session, and return how it ended. No call may follow."""
+        status = self.process.poll()
+        kill_session(self.process.pid)
+        self.process.wait()
+        with self._files:
+            last_error = _end_of(self._errors, QUOTED).strip().rpartition("\n")[2]
+            said = _end_of(self._said, LARGEST_FILE)
+        return Ended(-signal.SIGKILL if status is None else status, said, last_error)
+
+
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
     """Run a command with ``text`` as its input, within the limits that the module describes."""
-    limits = (os.getpid(), memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
-    limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
-    with (
-        tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as asked,
-        tempfile.TemporaryFile() as said,
-        tempfile.TemporaryFile() as errors,
-    ):
-        asked.write(text)
-        asked.seek(0)
-        process = subprocess.Popen(
-            [*limiter, *words],
-            stdin=asked,
-            stdout=said,
-            stderr=errors,
-            cwd=folder,
-            env=_environment(folder),
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = -signal.SIGKILL
-        finally:
-            _end(process)
-        last_error = _end_of(errors, QUOTED).strip().rpartition("\n")[2]
-        return Ended(status, _end_of(said, LARGEST_FILE), last_error)
+    program = Confined(words, text, seconds=seconds, memory_mb=memory_mb)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            program.process.wait(seconds)
+    finally:
+        ended = program.end()
+    return ended
 
 
-def _found(key: str, word: str) -> str:
-    """Resolve a word of a command: the run's Python, a file beside the config, or the word itself."""
+def find_word(key: str, word: str) -> str:
+    """Resolve a word of the command ``key``: the run's Python, a file beside the config, or the word itself.
+
+    Raises ConfigError for a script that is not there.
+    """
     if word == "python":
         return sys.executable
     found = find_file(word)
     if found is None and Path(word).suffix == ".py" and not Path(word).is_absolute():
-        raise ConfigError(f"{key}.program: there is no file {word} beside the config: put it there")
+        raise ConfigError(f"{key}: there is no file {word} beside the config: put it there")
     return str(found or word)
 
 
 def _environment(folder: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
     return {**kept, "HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a program's session."""
-    kill_session(process.pid)
-    process.wait()
 
 
 def _end_of(file: BinaryIO, size: int) -> str:

@@ -1,0 +1,269 @@
+"""Conversations that a program of the user's own leads, by OpenAI's protocol, as with any model.
+
+    {"prompt": "Find the bug.", "files": "…"}
+
+The program is started once an episode, within the limits of tasks.program. It gets the row as a line of JSON,
+and in its environment OPENAI_BASE_URL and OPENAI_API_KEY. Each of its requests continues the one before,
+message by message, and so the very tokens that were sampled. Its exit ends the episode; the last line of its
+output is the reward, unless task.reward names others.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from tba_hpc.config import RewardSection
+from tba_hpc.core.ports import Generator, Message, Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Request, Sampling
+from tba_hpc.environments.chat import Chat
+from tba_hpc.environments.conversations import Conversations, Episode, Reaction
+from tba_hpc.environments.protocol import Asked, Body, RefusedError, Said, completion, message_of
+from tba_hpc.environments.task import Conversational, Count
+from tba_hpc.run.background import in_background
+from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word
+from tba_hpc.tasks.rewards import Fields
+
+if TYPE_CHECKING:
+    from tba_hpc.environments.endpoint import Endpoint
+
+LOOK_SECONDS = 0.02
+"""Time between two looks whether a program has ended, s."""
+
+ONE = (
+    "the request does not continue the one before, by its answer and further messages, with the same tools: "
+    "an episode is one conversation, without sub-agents, summaries or second tries"
+)
+LIMIT = "the conversation has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
+"""Why requests are refused."""
+
+SPARE_SECONDS = 5.0
+"""Time beyond step_seconds after which a thread that waits for a program is given up, s."""
+
+
+@dataclass(slots=True)
+class ProgramSession:
+    """A program during an episode. The endpoint calls ``ask``, and the conversations all else.
+
+    asked: its last request. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
+    """
+
+    task: Agent
+    endpoint: Endpoint
+    request: Request
+    row: Fields
+    asked: Asked | None = field(default=None, init=False)
+    calls: int = field(default=0, init=False)
+    failed_calls: int = field(default=0, init=False)
+    _answer: Future[Body] = field(default_factory=Future, init=False)
+    _known: list[Message] = field(default_factory=list, init=False)
+    _messages: list[Message] = field(default_factory=list, init=False)
+    _events: queue.SimpleQueue[RefusedError | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _key: str = field(default_factory=secrets.token_urlsafe, init=False)
+    _over: str = field(default="", init=False)
+    _program: Confined | None = field(default=None, init=False)
+    _ended: Ended | None = field(default=None, init=False)
+
+    def ask(self, body: Body) -> Future[Body]:
+        """Take a request; return its answer. Raises RefusedError, as the answer may.
+
+        One that is sent again while it waits for its answer shares that.
+        """
+        if self._over:
+            raise RefusedError(self._over)
+        asked = Asked.of(body, self.request.sampling, train=self.request.split == "train")
+        messages = [message.plain for message in asked.messages]
+        waits = self.asked is not None and not self._answer.done()
+        if waits and (messages, asked.tools) == (self._messages, self.asked and self.asked.tools):
+            return self._answer
+        known = self._known
+        goes_on = not self.asked or (asked.tools == self.asked.tools and len(messages) > len(known))
+        if waits or not goes_on or messages[: len(known)] != known:
+            self._over = ONE
+            self._events.put(RefusedError(ONE))
+            raise RefusedError(ONE)
+        self.asked, self._messages, self._answer = asked, messages, Future()
+        self._events.put(None)
+        return self._answer
+
+    def open(self) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Start the program; return messages and tools of its first request. Raises an error without one."""
+        self.endpoint.sessions[self._key] = self
+        self._program = Confined(
+            self.task.words,
+            json.dumps(self.row).encode() + b"\n",
+            seconds=self.task.seconds * (self.task.max_turns + 1),
+            memory_mb=self.task.memory_mb,
+            variables={"OPENAI_BASE_URL": self.endpoint.url, "OPENAI_API_KEY": self._key},
+            start=self.endpoint.call,
+        )
+        if not self._goes_on():
+            self.end()
+            raise ProgramError(f"{self._how} before it asked for anything")
+        assert self.asked
+        return self._messages, self.asked.tools
+
+    def act(self, text: str, **count: Any) -> Reaction:
+        """Answer the request by a turn; return what the next one adds, or nothing if the program has ended.
+
+        count: cut, prompt_tokens and tokens, as for ``completion``.
+        """
+        assert self.asked
+        message, malformed = message_of(text, self.asked, self.calls)
+        self.calls += len(message.get("tool_calls", ())) + malformed
+        self.failed_calls += malformed
+        self._known = [*self._messages, Said.model_validate(message).plain]
+        with suppress(InvalidStateError):  # it is over
+            self._answer.set_result(completion(message, **count))
+        return (self._messages[len(self._known) :], False) if self._goes_on() else ([], True)
+
+    def reward(self) -> float | None:
+        """Return what the program gives itself, but 0 if it fails to, and a limit has cut it off.
+
+        None if task.reward gives the reward. Raises ProgramError if the program failed.
+        """
+        assert self._program
+        cut = not self._answer.done()
+        self._refuse(LIMIT)
+        with suppress(subprocess.TimeoutExpired):
+            self._program.process.wait(self.task.seconds)
+        self.end()
+        assert self._ended
+        if self._ended.status == 0 and not self.task.own_reward:
+            return None
+        with suppress(ValueError, TypeError, RecursionError):
+            if self._ended.status == 0:
+                return float(json.loads(self._ended.said.strip().rpartition("\n")[2]))
+        if cut:
+            return 0.0 if self.task.own_reward else None
+        raise ProgramError(f"{self._how} and no reward as the last line of its output")
+
+    def end(self) -> None:
+        """Kill the program; a request that waits is refused."""
+        self.endpoint.sessions.pop(self._key, None)
+        self._refuse("the episode is over")
+        program, self._program = self._program, None
+        if program:
+            self._ended = program.end()
+
+    def _refuse(self, why: str) -> None:
+        self._over = self._over or why
+        with suppress(InvalidStateError):
+            self._answer.set_exception(RefusedError(why))
+
+    def _goes_on(self) -> bool:
+        """Wait for the next request, or for the program's end. Kills it before any error."""
+        assert self._program
+        deadline = time.monotonic() + self.task.seconds
+        try:
+            while time.monotonic() < deadline:
+                running = self._program.process.poll() is None
+                with suppress(queue.Empty):
+                    if refused := self._events.get(timeout=LOOK_SECONDS if running else 0):
+                        raise refused
+                    return True
+                if not running:
+                    return False
+            raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
+        except Exception:
+            self.end()
+            raise
+
+    @property
+    def _how(self) -> str:
+        """How the program ended."""
+        assert self._ended
+        why = f" ({self._ended.last_error})" if self._ended.last_error else ""
+        return f"{self.task.words[0]} ended with status {self._ended.status}{why}"
+
+
+class Programs(Conversations):
+    """The Generator of a task whose episodes are programs."""
+
+    def __init__(self, generator: Generator, task: Agent, chat: Chat, endpoint: Endpoint) -> None:
+        seconds = task.seconds + SPARE_SECONDS
+        super().__init__(generator, task, chat, at_once=task.at_once, seconds=seconds)
+        self._endpoint = endpoint
+        self._fit: set[str] = set()  # roles for whose messages the chat template has a place
+
+    def close(self) -> None:
+        """Close the engine, and kill all programs."""
+        super().close()
+        self._endpoint.close()
+
+    def _sampling(self, episode: Episode) -> Sampling:
+        sampling, asked = super()._sampling(episode), episode.session.asked
+        most = min(sampling.max_tokens, asked.max_tokens, asked.max_completion_tokens)
+        least = min(sampling.min_tokens, most)
+        return replace(sampling, max_tokens=most, min_tokens=least, stop=asked.stops)
+
+    def _act(self, episode: Episode, text: str, turn: Completion) -> partial[Reaction]:
+        tokens = len(turn.tokens)
+        count = {"prompt_tokens": len(episode.prompt.tokens) + episode.length - tokens, "tokens": tokens}
+        return partial(episode.session.act, text, cut=turn.finish_reason != "stop", **count)
+
+    def _acted(self, episode: Episode, reaction: Reaction) -> None:
+        for role in {message["role"] for message in reaction[0]} - self._fit:
+            self._chat.require(role)
+            self._fit.add(role)
+        super()._acted(episode, reaction)
+
+    def _fail(self, episode: Episode, error: BaseException) -> None:
+        in_background(episode.session.end)
+        super()._fail(episode, error)
+
+
+class Agent(Conversational):
+    """Task whose conversations are led by a program, whose reward counts unless task.reward names others."""
+
+    other_start = (
+        "the program's first request differs from that of earlier episodes of the row: let its messages and "
+        "tools follow from the row alone"
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        reward: Mapping[str, RewardSection],
+        command: Annotated[list[str], Field(min_length=1)],
+        max_turns: Count = 32,
+        memory_mb: Annotated[int, Field(ge=16)] = 4096,
+        **options: Any,
+    ) -> None:
+        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
+
+        command, memory_mb: the program, as for a RewardSection. Its part of a turn lasts from its start, or
+        from an answer, to its next request or its end.
+        """
+        self.own_reward = not reward
+        self.words = [find_word("task.options.command", word) for word in command]
+        self.memory_mb = memory_mb
+        super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
+
+    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
+        """Return a generator of conversations around a generator of turns, with an endpoint of its own."""
+        from tba_hpc.environments.endpoint import Endpoint  # a login node need not have its library
+
+        self._endpoint = Endpoint()
+        return Programs(generator, self, self._chat_of(tokenizer), self._endpoint)
+
+    def session(self, request: Request) -> ProgramSession:
+        """Make a new session for an episode."""
+        return ProgramSession(self, self._endpoint, request, self.row(request.prompt))
+
+    def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
+        """Return the prompt that the program's first request is, also as messages. Raises ValueError."""
+        messages, tools = said
+        return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

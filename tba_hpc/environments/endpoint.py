@@ -1,0 +1,133 @@
+"""The address at which programs ask a searcher's policy for turns, as they would ask OpenAI's.
+
+It listens on the loopback interface. A connection of another user of the machine is closed unread, so that it
+costs no descriptor. A request needs the key of an open episode; any other gets status 401.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import web
+
+from tba_hpc.environments.protocol import MODEL, Body
+from tba_hpc.run.listeners import owner
+
+if TYPE_CHECKING:
+    from tba_hpc.environments.agent import ProgramSession
+
+T = TypeVar("T")
+
+LARGEST_BODY = 16 << 20
+"""Most bytes of a request."""
+
+
+class Endpoint:
+    """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, ProgramSession] = {}
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes three while it runs
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        self._thread.start()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns in the server's thread, which lasts as long as the server."""
+
+        async def called() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
+
+    def close(self) -> None:
+        """End all sessions, and the server."""
+        for session in list(self.sessions.values()):
+            session.end()
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        self._serving = self._loop.create_task(self._serve())
+        try:
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._serving)
+        finally:
+            self._loop.close()  # so that no call waits for it
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        assert runner.server
+        try:
+            while True:
+                await self._accept(runner.server)
+        finally:
+            self._listener.close()
+            await runner.cleanup()
+
+    async def _accept(self, server: web.Server) -> None:
+        """Take the next connection if it is this user's."""
+        try:
+            connection, _ = await self._loop.sock_accept(self._listener)
+            if owner(connection) in (None, os.getuid()):
+                await self._loop.connect_accepted_socket(server, connection)
+            else:
+                connection.close()
+        except OSError:
+            await asyncio.sleep(0.1)  # perhaps for want of descriptors
+
+    def _session(self, request: web.Request) -> ProgramSession:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self.sessions:
+            raise web.HTTPUnauthorized(text="no open episode has this key")
+        return self.sessions[key]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tba-hpc"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise ValueError("the body is no JSON object")
+            answer = await asyncio.wrap_future(session.ask(body))
+        except (ValueError, RecursionError) as error:  # JSON may nest too deeply
+            fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+            return web.json_response({"error": fault}, status=400)
+        return await _stream(request, body, answer) if body.get("stream") else web.json_response(answer)
+
+
+async def _stream(request: web.Request, body: Body, answer: Body) -> web.StreamResponse:
+    """Send the whole message as one chunk, then the usage if it is asked for."""
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]
+    delta = {**message, "tool_calls": calls} if calls else message
+    chunk = {**answer, "object": "chat.completion.chunk", "usage": None}
+    chunks = [{**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]}]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**chunk, "choices": [], "usage": answer["usage"]})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for line in (*map(json.dumps, chunks), "[DONE]"):
+        await response.write(f"data: {line}\n\n".encode())
+    return response

@@ -1,0 +1,157 @@
+"""OpenAI's chat completions, as far as a run can answer them: what a program asks, and what it is told.
+
+A run decides how its policy samples. A parameter that would have it sample otherwise is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+
+from tba_hpc.core.ports import Message
+from tba_hpc.core.types import Sampling
+from tba_hpc.environments.chat import CALL, Call, parse_calls
+
+Body = Mapping[str, Any]
+"""A request or an answer, as OpenAI's reference of chat completions describes them."""
+
+MODEL = "policy"
+"""Name of the only model."""
+
+Limit = Annotated[int, Field(ge=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+Stop = Annotated[str, Field(min_length=1)]
+Arguments = Annotated[Json[dict[str, Any]] | dict[str, Any] | str, Field(union_mode="left_to_right")]
+
+
+class RefusedError(ValueError):
+    """Raised for a request that gets no turn; the message says why, and what to change."""
+
+
+class Function(BaseModel):
+    name: str
+    arguments: Arguments = ""  # templates want them parsed
+
+
+class ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Part(BaseModel):
+    text: str
+
+
+class Said(BaseModel):
+    """What a chat template reads of a message; its other keys are passed over."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @property
+    def plain(self) -> Message:
+        """The message with one text; clients lose the blanks around that of the model."""
+        parts = self.content if isinstance(self.content, list) else [Part(text=self.content or "")]
+        text = "".join(part.text for part in parts)
+        return self.model_dump(exclude_none=True) | {
+            "content": text.strip() if self.role == "assistant" else text
+        }
+
+
+class Asked(BaseModel):
+    """A request for a turn. A parameter that is not here, or has another value, is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[Said] = Field(min_length=1)
+    tools: list[dict[str, Any]] = []
+    max_tokens: Limit = sys.maxsize
+    max_completion_tokens: Limit = sys.maxsize
+    stop: Stop | list[Stop] = []
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Literal[1] = 1
+    frequency_penalty: Zero = 0.0
+    presence_penalty: Zero = 0.0
+    logprobs: Literal[False] = False
+    tool_choice: Literal["auto"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    model: Any = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+
+    @classmethod
+    def of(cls, body: Body, sampling: Sampling, *, train: bool) -> Asked:
+        """Read a request. Raises RefusedError if it is malformed, or asks for another ``sampling`` than this.
+
+        In evaluations, which sample in their own way, it may state the temperature and top_p of training.
+        """
+        try:
+            asked = cls.model_validate({key: value for key, value in body.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RefusedError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for key in ("temperature", "top_p"):
+            given, own = getattr(asked, key), getattr(sampling, key)
+            if train and given not in (None, own):
+                raise RefusedError(f"{key}={given:g}, but the run samples with {own:g}: leave it out")
+        return asked
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the turn."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
+    """Return a turn as a message, and the number of its malformed calls. number: of calls before it."""
+    for stop in asked.stops:
+        text = text.partition(stop)[0]
+    thought, _, said = text.rpartition("</think>")
+    found = parse_calls(said) if asked.tools else []
+    calls = [
+        {
+            "id": f"call{number + place:05d}",  # some templates want nine characters
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for place, call in enumerate(found)
+        if isinstance(call, Call)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": said}
+    if calls:
+        first = CALL.search(said)
+        message |= {"content": said[: first.start()] if first else None, "tool_calls": calls}
+    if thought:
+        message["reasoning_content"] = thought.removeprefix("<think>").strip()
+    return message, len(found) - len(calls)
+
+
+def completion(message: Message, *, cut: bool, prompt_tokens: int, tokens: int) -> Body:
+    """Return the answer to a request. cut: its max_tokens ended the message."""
+    reason = "tool_calls" if "tool_calls" in message else "length" if cut else "stop"
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+        },
+    }

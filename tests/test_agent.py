@@ -1,0 +1,447 @@
+"""Conversations that a program leads through OpenAI's own client: token by token, and whatever it does."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+from conversing import REWRITING, Script, make_tokenizer
+
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.types import Completion, Group, Request, Sampling
+from tba_hpc.environments.agent import Agent, Programs
+from tba_hpc.environments.endpoint import LARGEST_BODY
+from tba_hpc.learner.hf_model import HfTokenizer
+from tba_hpc.run.listeners import owner
+from tba_hpc.tasks import load_task
+
+WRITER = """
+import json, sys
+from openai import OpenAI
+
+row = json.loads(sys.stdin.readline())
+client = OpenAI()
+messages = [{"role": "user", "content": row["prompt"]}]
+letters = 0
+for turn in range(row.get("turns", 2)):
+    answer = client.chat.completions.create(model="policy", messages=messages, **row.get("with", {}))
+    message = answer.choices[0].message
+    letters += len(message.content or "")
+    messages += [message.model_dump(), {"role": "user", "content": f"{letters} so far."}]
+print("a word of its own")
+print(letters)
+"""
+"""A program as a user would write it."""
+
+RAW = """
+import json, os, sys, time, urllib.request
+row = json.loads(sys.stdin.readline())
+
+def ask(*messages, key=os.environ["OPENAI_API_KEY"], path="chat/completions", **more):
+    body = json.dumps({"messages": list(messages), **more}).encode()
+    head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    url = f"{os.environ['OPENAI_BASE_URL']}/{path}"
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as answer:
+        return json.load(answer)
+
+def say(*messages, **more):
+    return ask(*messages, **more)["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+"""
+"""The same without a library, which starts ten times as fast."""
+
+
+class Stage:
+    """A task whose program is ``code``, and a policy that says the next of its lines at each turn."""
+
+    def __init__(self, task: Agent, tokenizer: HfTokenizer, lines: list[str]) -> None:
+        self.task, self.tokenizer, self.lines = task, tokenizer, lines
+        self.script = Script(self._play)
+        self.generator = cast(Programs, task.converse(self.script, tokenizer))
+
+    def _play(self, prompt: np.ndarray) -> np.ndarray:
+        said = self.tokenizer._tokenizer.decode(prompt.tolist()).count("assistant\n") - 1
+        line = self.lines[min(said, len(self.lines) - 1)]
+        tokens = [self.tokenizer.encode(letter) for letter in line]  # th is two tokens to this model
+        return np.concatenate([*tokens, [self.tokenizer.eos_token_id]])
+
+    def submit(self, prompt: int = 0, n: int = 1, max_tokens: int = 400, **more: Any) -> None:
+        sampling = Sampling(1.0, 1.0, max_tokens)
+        self.generator.submit(Request(self.task.prompts("train")[prompt], 0, n, sampling, **more))
+
+    def play(self, **request: Any) -> Group:
+        self.submit(**request)
+        return self.finish(1)[0]
+
+    def finish(self, groups: int, seconds: float = 60) -> list[Group]:
+        found: list[Group] = []
+        deadline = time.monotonic() + seconds
+        while len(found) < groups:
+            assert time.monotonic() < deadline, "the conversations do not end"
+            found += self.generator.step()
+        return found
+
+    def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
+        """Whether the policy said it, and what, in turn."""
+        breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
+        parts = (np.split(whole, breaks) for whole in (completion.tokens, completion.action_T))
+        decode = self.tokenizer._tokenizer.decode
+        return [(bool(mask[0]), decode(part.tolist())) for part, mask in zip(*parts, strict=True)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: list[Stage] = []
+
+    def make(code: str, lines: list[str], *rows: dict[str, object], **options: object) -> Stage:
+        (tmp_path / "my_agent.py").write_text(code)
+        given = [{"prompt": "Go.", **row} for row in (*rows, *rows[:1], *rows[:1])]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, given)))
+        reward, template = options.pop("reward", {}), cast(str | None, options.pop("template", None))
+        section = TaskSection.model_validate(
+            {
+                "name": "agent",
+                "train_file": str(tmp_path / "rows.jsonl"),
+                "reward": reward,
+                "options": {"command": ["python", "my_agent.py"], "validation_prompts": 1, **options},
+            }
+        )
+        tokenizer = make_tokenizer("hermes", template)
+        task = load_task(section, tokenizer)
+        assert isinstance(task, Agent)
+        made.append(Stage(task, tokenizer, lines))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.generator.close()
+        assert not programs(one)
+
+
+def programs(stage: Stage) -> list[psutil.Process]:
+    """What still runs of its programs, with what they started."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("OPENAI_BASE_URL") == stage.generator._endpoint.url:
+                found.append(process)
+    return found
+
+
+# --- What is trained on is what was sampled ---
+
+
+def test_a_program_leads_a_conversation_token_by_token(stage: Callable[..., Stage]) -> None:
+    made = stage(WRITER, ["the end", "then"], {})
+    group = made.play(n=2)
+    assert made.tokenizer._tokenizer.decode(group.request.prompt.tokens.tolist()) == (
+        "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for one in group.completions:
+        assert made.pieces(one) == [
+            (True, "the end<|im_end|>"),
+            (False, "\n<|im_start|>user\n7 so far.<|im_end|>\n<|im_start|>assistant\n"),
+            (True, "then<|im_end|>"),
+        ]
+        assert (one.finish_reason, one.reward, one.turns) == ("stop", 11.0, 2)
+        t, h, both = (made.tokenizer.encode(text)[0] for text in ("t", "h", "th"))
+        assert both not in one.tokens[one.action_T] and list(one.tokens[:2]) == [t, h]
+    second = made.script.requests[-1].prompt.tokens
+    whole = np.concatenate([group.request.prompt.tokens, group.completions[0].tokens])
+    np.testing.assert_array_equal(second, whole[: len(second)])
+    assert made.task.rewards(group.request.prompt, group.completions) == [11.0, 11.0]
+
+
+def test_the_program_of_the_page_runs(stage: Callable[..., Stage]) -> None:
+    page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
+    code = page.partition("# my_agent.py\n")[2].partition("```")[0]
+    made = stage(code, ["4", "5"], {"prompt": "What is 2 + 3?", "answer": "5"})
+    (one,) = made.play().completions
+    assert one.reward == 1.0
+    assert [piece for mine, piece in made.pieces(one) if mine] == ["4<|im_end|>", "5<|im_end|>"]
+    assert "No. Try again." in made.pieces(one)[1][1]
+
+
+def test_a_program_calls_tools(stage: Callable[..., Stage]) -> None:
+    code = """
+import json, sys
+from openai import OpenAI
+client, row = OpenAI(), json.loads(sys.stdin.readline())
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+question = [{"type": "text", "text": "1+2"}]
+messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": question}]
+answer = client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+message = answer.choices[0].message
+(call,) = message.tool_calls
+assert answer.choices[0].finish_reason == "tool_calls" and message.content == "I add.", answer
+assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": [1, 2]})
+messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+answer = client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+assert client.models.list().data[0].id == "policy"
+assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 100
+print(1.5 * (answer.choices[0].message.content == "3"))
+"""
+    said = 'I add.<tool_call>{"name": "add", "arguments": {"a": [1, 2]}}</tool_call>'
+    made = stage(code, [f"{said}<tool_call>{{</tool_call>", "3"], {})
+    group = made.play()
+    (one,) = group.completions
+    assert (one.reward, one.calls, one.failed_calls) == (1.5, 2, 1)
+    begin = made.tokenizer._tokenizer.decode(group.request.prompt.tokens.tolist())
+    assert begin.startswith("<|im_start|>system\nTools:") and '"name": "add"' in begin and "1+2" in begin
+    (_, between) = made.pieces(one)[1]
+    assert between == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_turn_comes_as_one_chunk_and_ends_where_the_program_wants(stage: Callable[..., Stage]) -> None:
+    code = """
+from openai import OpenAI
+client, messages = OpenAI(), [{"role": "user", "content": "Go."}]
+chunks = list(client.chat.completions.create(
+    model="policy", messages=messages, max_tokens=3, stop=["x", "y"],
+    stream=True, stream_options={"include_usage": True},
+))
+assert [chunk.choices[0].finish_reason for chunk in chunks[:1]] == ["length"] and len(chunks) == 2
+assert chunks[1].usage.completion_tokens == 3
+messages += [{"role": "assistant", "content": chunks[0].choices[0].delta.content}, messages[0]]
+last = client.chat.completions.create(model="policy", messages=messages, temperature=1, n=1).choices[0]
+print(len(chunks[0].choices[0].delta.content) + len(last.message.content))
+"""
+    made = stage(code, ["a bcd", "ef"], {})
+    (one,) = made.play().completions
+    assert (one.reward, one.finish_reason) == (5.0, "stop")
+    assert [piece for mine, piece in made.pieces(one) if mine] == ["a b", "ef<|im_end|>"]
+    assert [(r.sampling.max_tokens, r.sampling.stop) for r in made.script.requests] == [
+        (3, ("x", "y")),
+        (400 - len(one.tokens) + 3, ()),
+    ]
+
+
+def test_thoughts_are_apart_and_text_after_a_stop_is_left_out(stage: Callable[..., Stage]) -> None:
+    code = f"""{RAW}
+message = say(user("Go."), stop="STOP")
+print(float(message == {{"role": "assistant", "content": "So. ", "reasoning_content": "Hm."}}))
+"""
+    (one,) = stage(code, ["<think>Hm.</think>So. STOPPED"], {}).play().completions
+    assert one.reward == 1.0
+
+
+def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> None:
+    """A program that does not mind gives its own reward; for one that fails at that it is 0."""
+    minds = f"{RAW}\nsaid = [user('Go.')]\nwhile True:\n    said += [say(*said), said[0]]"
+    lines = ["abc"]
+    (one,) = stage(minds, lines, {}, max_turns=3).play().completions
+    assert (one.finish_reason, one.turns, one.reward) == ("turns", 3, 0.0)
+    (one,) = stage(minds, lines, {}).play(max_tokens=2).completions
+    assert (one.finish_reason, one.turns, one.reward) == ("length", 1, 0.0)
+    copes = f"import atexit; atexit.register(print, 2.5, flush=True)\n{minds}".replace(
+        "while True:\n", "while True:\n  try:\n"
+    )
+    copes += "\n  except OSError: break"
+    (one,) = stage(copes, lines, {}).play(max_tokens=50).completions
+    assert (one.finish_reason, one.turns, one.reward) == ("length", 2, 2.5)
+
+
+def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nsay(user('Go.'), say(user('Go.')), user('?'))\nprint(1)", ["a"], {})
+    play = made.script._play
+
+    def play_and_learn(prompt: np.ndarray) -> np.ndarray:
+        made.script.version += 1
+        return play(prompt)
+
+    made.script._play = play_and_learn
+    assert made.play().versions.tolist() == [[1, 2]]
+
+
+# --- What costs an episode ---
+
+BAD = {
+    "asks for nothing": ("print(1)", "ended with status 0 before it asked"),
+    "dies": ("ask(user('Go.')); raise SystemExit('I give up')", r"status 1 \(I give up\)"),
+    "cannot start": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+    "hangs": ("ask(user('Go.')); time.sleep(60)", "took more than step_seconds"),
+    "hangs at once": ("time.sleep(60)", "took more than step_seconds"),
+    "floods": ("ask(user('Go.'))\nwhile True: print('x' * 1000)", "File too large"),
+    "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
+    "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
+    "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "does not continue the one before"),
+    "asks again": ("ask(user('Go.')); ask(user('Go.'))", "does not continue the one before"),
+    "edits what was said": (
+        "a = say(user('Go.')); ask(user('Go.'), {**a, 'content': 'No.'}, user('?'))",
+        "does not continue the one before",
+    ),
+    "changes its tools": (
+        "a = say(user('Go.')); ask(user('Go.'), a, user('b'), tools=[{}])",
+        "with the same tools",
+    ),
+    "takes another way": ("ask(user('Go.'), temperature=0.5)", "status 1"),
+    "has another beginning": (
+        "ask(user(f'Go. {os.getpid()}')); print(1)",
+        "differs from that of earlier episodes",
+    ),
+    "has a wrong key": ("ask(user('Go.'), key='x')", "401"),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_program_that_fails_costs_its_episode(
+    stage: Callable[..., Stage], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, reason = BAD[how]
+    good = "if row.get('good'): ask(user('Go.')); print(1); sys.exit()"
+    made = stage(
+        f"{RAW}\n{good}\n{code}", ["So."], {}, {"good": 1}, step_seconds=1.5 if "hangs" in how else 30
+    )
+    group = made.play(n=2)
+    rewards = made.task.rewards(group.request.prompt, group.completions)
+    assert np.isnan(rewards[-1]) and (np.isnan(rewards[0]) or how == "has another beginning")
+    errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert any(re.search(reason, error) for error in errors), errors
+    assert made.play(prompt=1).completions[0].reward == 1.0
+
+
+def test_what_a_program_leaves_running_ends_with_it(stage: Callable[..., Stage]) -> None:
+    code = (
+        "import subprocess\nfor _ in range(5): subprocess.Popen(['sleep', '100'])\nask(user('Go.')); print(1)"
+    )
+    made = stage(f"{RAW}\n{code}", ["So."], {})
+    assert made.play().completions[0].reward == 1.0
+    assert not programs(made)
+
+
+def test_a_reward_of_ones_own_takes_the_place_of_the_output(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    (tmp_path / "my_size.py").write_text("def size(completion, prompt): return len(completion) + len(prompt)")
+    made = stage(WRITER, ["the end", "then"], {}, reward="my_size:size")
+    group = made.play()
+    assert made.task.rewards(group.request.prompt, group.completions) == [7.0]
+    assert group.completions[0].reward is None
+
+
+def test_in_evaluations_a_program_may_state_how_training_samples(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nask(user('Go.'), temperature=0.5); print(1)", ["So."], {})
+    made.generator.submit(Request(made.task.prompts("test")[0], 0, 1, Sampling(0.0, 1.0, 100), "test"))
+    assert made.finish(1)[0].completions[0].reward == 1.0
+
+
+def test_what_cannot_be_an_agent_is_refused(stage: Callable[..., Stage]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.options\.command: there is no file other\.py"):
+        stage("", [], {}, command=["python", "other.py"])
+    with pytest.raises(ConfigError, match=r"task\.options\.command has the value \[\], but "):
+        stage("", [], {}, command=[])
+    with pytest.raises(ConfigError, match="rewrites or drops earlier text"):
+        stage("", [], {}, template=REWRITING["drops answers"])
+
+
+# --- Strangers ---
+
+
+def test_a_stranger_gets_nothing_and_costs_nothing(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nask(user('Go.')); print(1)", ["So."], {})
+    port = int(made.generator._endpoint.url.split(":")[2].split("/")[0])
+    for head in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer x" * 100}):
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
+            caller = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            caller.request(method, path, b"{" * 10_000 if method == "POST" else None, head)
+            assert caller.getresponse().status == 401
+            caller.close()
+    assert made.play().completions[0].reward == 1.0
+
+
+def test_a_request_is_bounded_and_must_be_one(stage: Callable[..., Stage]) -> None:
+    code = f"""{RAW}
+import urllib.error
+part = {{"role": "user", "content": [{{"type": "image_url"}}]}}
+for more in ({{"messages": []}}, {{"messages": [1]}}, {{"messages": [user(3)]}}, {{"messages": [part]}},
+             {{"n": 2}}, {{"max_tokens": -1}}, {{"stop": [""]}}, {{"tools": 3}}, {{"logprobs": True}},
+             {{"x": "y" * {LARGEST_BODY}}}):
+    try:
+        ask(user("Go."), **more)
+    except urllib.error.HTTPError as error:
+        assert error.code == (413 if "x" in more else 400), (more, error.code, error.read())
+        continue
+    raise SystemExit(str(more))
+ask(user("Go."))
+print(1)
+"""
+    (one,) = stage(code, ["So."], {}).play().completions
+    assert one.reward == 1.0
+
+
+@pytest.mark.root("another user's connection")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else: run as root")
+def test_another_users_connection_is_closed_unread(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nask(user('Go.')); print(1)", ["So."], {})
+    port = int(made.generator._endpoint.url.split(":")[2].split("/")[0])
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        taken = 0
+        for _ in range(1000):
+            with suppress(OSError):
+                caller = socket.socket()
+                caller.settimeout(10)
+                caller.connect(("127.0.0.1", port))
+                caller.send(b"GET / HTTP/1.1\r\n\r\n")
+                taken += len(caller.recv(100)) > 0
+        os._exit(min(taken, 100))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert made.play().completions[0].reward == 1.0
+
+
+def test_the_owner_of_a_connection_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        connection, _ = server.accept()
+        assert owner(connection) == os.getuid()
+        connection.close()
+
+
+# --- A storm ---
+
+
+def test_a_storm_of_faults_loses_and_doubles_no_episode(stage: Callable[..., Stage]) -> None:
+    """Every episode comes back once, set aside or with the reward of what was sampled for it."""
+    code = f"""{RAW}
+import random, subprocess
+faults = ["none", "none", "hang", "fork", "flood", "die", "stranger"]
+fault = random.Random(os.environ["OPENAI_API_KEY"]).choice(faults)
+answer = say(user("Go."))
+if fault == "hang": time.sleep(100)
+if fault == "fork": [subprocess.Popen(["sleep", "100"]) for _ in range(10)]
+if fault == "flood": [print("x" * 1000) for _ in range(100_000)]
+if fault == "die": os.kill(os.getpid(), 9)
+if fault == "stranger": ask(user("Go."), key="x" * 43)
+ask(user("Go."), answer, user("?"))
+print(len(answer["content"]))
+"""
+    groups, n = int(os.environ.get("TBA_STORM_GROUPS", 12)), 4
+    made = stage(code, ["abc", "d"], {}, step_seconds=3.0, concurrency=8)
+    prompt = made.task.prompts("train")[0]
+    for id in range(groups):
+        made.generator.submit(Request(prompt, id, n, Sampling(1.0, 1.0, 400)))
+    found = made.finish(groups, 60 + 2 * groups)
+    assert sorted(group.request.id for group in found) == list(range(groups))
+    rewards = Counter(str(one.reward) for group in found for one in group.completions)
+    assert rewards.keys() == {"3.0", "nan"} and rewards.total() == groups * n
+    assert made.generator.in_flight == 0 and not made.generator._endpoint.sessions
+
+
+"""The rest are in flight no more, and no key opens anything."""
