@@ -130,6 +130,11 @@ class RunMonitor(RunData):
         return max(0.0, time.time() - heard) if heard else None
 
     @property
+    def is_silent(self) -> bool:
+        """Tell whether all have been silent for longer than any rank waits for another."""
+        return (self.silence or 0.0) >= max(SILENT_SECONDS, self.config.launch.timeout_seconds)
+
+    @property
     def checkpoint_age(self) -> float | None:
         """Seconds since the last checkpoint; None before the first."""
         saved = number(self.trainer.checkpoint, "time")
@@ -334,11 +339,10 @@ def _engines(monitor: RunMonitor) -> str:
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint if all have been silent for longer than any rank waits for another."""
-    silence = monitor.silence or 0.0
-    if silence < max(SILENT_SECONDS, monitor.config.launch.timeout_seconds):
+    """Add a hint if all have been silent for too long."""
+    if not monitor.is_silent:
         return found
-    words = f"{found.words}; nothing heard for {silence / 60:.0f} min: was it killed?"
+    words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
     return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
 
 
