@@ -232,7 +232,7 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     uninterrupted, job = submit(cluster, tmp_path / "uninterrupted", "--homogeneous", nodes=2)
     finish(cluster, uninterrupted, job)
 
-    run, job = submit(cluster, tmp_path, *notify)
+    run, job = cancelled = submit(cluster, tmp_path, *notify)
     reach(cluster, run, 5)
     preempt(cluster)
     assert events(run, "stopped") and events(run, "requeue"), f"no stop within the grace time:\n{said(run)}"
@@ -247,7 +247,14 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     assert_whole(run, STEPS)
     lines = [line.removeprefix(f"{TABULAR}: ") for line in told.read_text().splitlines()]
     lines = [line for line in lines if not line.startswith("alert")]
-    kinds = ["started at", "leaves its nodes", "started again", f"job {job - 1}", "started again", "finished"]
+    kinds = [
+        "started at",
+        "leaves its nodes",
+        "started again",
+        f"job {cancelled[1]} is gone",
+        "started again",
+        "finished",
+    ]
     assert [line[: len(kind)] for line, kind in zip(lines, kinds, strict=False)] == kinds, lines
     assert len(lines) == len(kinds), lines
     shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
