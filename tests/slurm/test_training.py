@@ -247,14 +247,8 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     assert_whole(run, STEPS)
     lines = [line.removeprefix(f"{TABULAR}: ") for line in told.read_text().splitlines()]
     lines = [line for line in lines if not line.startswith("alert")]
-    kinds = [
-        "started at",
-        "leaves its nodes",
-        "started again",
-        f"job {cancelled[1]} is gone",
-        "started again",
-        "finished",
-    ]
+    lost = f"job {cancelled[1]} is gone"
+    kinds = ["started at", "leaves its nodes", "started again", lost, "started again", "finished"]
     assert [line[: len(kind)] for line, kind in zip(lines, kinds, strict=False)] == kinds, lines
     assert len(lines) == len(kinds), lines
     shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
