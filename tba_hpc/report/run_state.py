@@ -152,7 +152,7 @@ class RunMonitor(RunData):
     def engines(self) -> dict[int, SearcherDigest]:
         """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
-        return {i: digest for i, digest in own.items() if digest.stage and digest.since >= self._begun}
+        return {i: digest for i, digest in own.items() if digest.stage and digest.reached >= self._begun}
 
     @property
     def tested(self) -> bool:
@@ -324,7 +324,10 @@ def _at_work(monitor: RunMonitor) -> RunState:
     if any(monitor.rates):
         return RunState("evaluating", "first completions, evaluation before training")
     up = len(monitor.engines) == monitor.config.launch.searchers
-    return RunState("starting", "engines are up, first weights on their way" if up else "starting engines…")
+    if not up:
+        return RunState("starting", "starting ranks, which import their libraries")
+    rest = "first weights on their way" if phase else "waiting for the trainer to load its model"
+    return RunState("starting", f"engines are up, {rest}")
 
 
 def _engines(monitor: RunMonitor) -> str:
@@ -333,8 +336,8 @@ def _engines(monitor: RunMonitor) -> str:
     if not waiting:
         return ""
     ready = len(monitor.engines) - len(waiting)
-    first = min(waiting, key=lambda digest: digest.since)
-    seconds = max(0.0, time.time() - first.since)
+    first = min(waiting, key=lambda digest: digest.reached)
+    seconds = max(0.0, time.time() - first.reached)
     return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds:.0f} s)"
 
 
