@@ -29,6 +29,10 @@ def test_pages_made_from_the_code_are_as_it_is() -> None:
     assert make_docs.outdated() == [], "run python tools/make_docs.py"
 
 
+def test_the_first_page_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 850
+
+
 def test_every_key_has_its_meaning() -> None:
     rows = re.findall(r"^ *- `(\w+)`.*?:(.*)$", make_docs.config_page(), re.M)
     assert len(rows) > 120 and [key for key, meaning in rows if not meaning.strip()] == []
