@@ -343,13 +343,13 @@ def status(
 
 
 @app.command(rich_help_panel=TRAINING)
-def watch(run: RunPath) -> None:
+def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False) -> None:
     """Tell whom RUN's config names in run.notify what becomes of it, until it is finished."""
     from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report import notify
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    notify.watch(RunDir.open(run), job_states)
+    notify.watch(RunDir.open(run), job_states, beside=beside)
 
 
 @app.command(rich_help_panel=TRAINING)

@@ -253,6 +253,17 @@ def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert told(tmp_path)[1].endswith(f"| tba run {run.path}")
 
 
+def test_who_ends_a_watch_of_his_own_ends_no_run(tmp_path: Path) -> None:
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    with owned(run):
+        process = subprocess.Popen([sys.executable, "-m", "tba_hpc", "watch", str(run.path)])
+        begin(run, time.time())
+        _until(lambda: len(told(tmp_path)) == 1)
+        process.terminate()
+        process.wait(60)
+    assert len(told(tmp_path)) == 1
+
+
 def _until(done: object) -> None:
     end = time.monotonic() + 60
     while not done():  # type: ignore[operator]

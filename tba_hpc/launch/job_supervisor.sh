@@ -368,7 +368,7 @@ TELLER_STEPS=0       # steps that are none of the ranks'
 
 tell() {             # start what tells others how the run fares (run.notify), and tells them the end once it gets TERM
     [ "${TBA[0]}" != srun ] || TELLER_STEPS=1
-    "${TBA[@]}" watch "$RUN" </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
+    "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
     TELLER=$!
     trap 'kill $TELLER 2>/dev/null && wait $TELLER' EXIT
 }

@@ -41,8 +41,8 @@ LOOK_SECONDS = 15.0
 SEND_SECONDS = 10.0
 """Timeout of a message."""
 
-END_SECONDS = 25.0
-"""Longest wait for the last message, after which the process is killed."""
+END_SECONDS = 30
+"""Seconds for the last messages."""
 
 BOOT_SECONDS = 2.0
 """Precision with which the kernel tells when a process began."""
@@ -96,15 +96,17 @@ class Notifier:
         return now
 
     def leave(self) -> None:
-        """Tell how the run has ended, or that its job leaves its nodes, now that nobody is at work on it."""
+        """Tell how the run has ended, or that its job leaves its nodes: its launcher or batch script ends."""
         self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
         self._monitor.update()
         self._tell_of_alerts()
         if self._monitor.last_event == "requeue":
             words = f"leaves its nodes at step {self._monitor.step}, to queue again"
             self._send("end", words, self._command("status"))
-        else:
-            self._tell_of(run_state(self._monitor))
+        elif (now := run_state(self._monitor)).over:
+            self._tell_of(now)
+        else:  # the launcher had no time for an event
+            self._send("end", f"its launcher has ended: {now.words}", self._command("status"))
 
     def _tell_of_start(self) -> None:
         attempt, steps = self._monitor.attempt, self._monitor.config.train.steps
@@ -167,22 +169,31 @@ def _left(entry: QueueEntry) -> QueueEntry:
 # --- The process ---
 
 
-def watch(run: RunDir, queue: Queue) -> None:
-    """Tell what becomes of a run until it is finished, or until SIGTERM. Raises ConfigError."""
+def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
+    """Tell what becomes of a run until it is finished, or until a signal. Raises ConfigError.
+
+    beside: whether the launcher or the batch script sends that signal, so that the run's end is told then.
+    """
     config = run.config()
     if not config.run.notify.wanted:
         raise ConfigError(f"{run.path} names nobody to tell: set run.notify, as docs/running.md shows")
     require_addresses(config)
     asked = Event()
+
+    def leave(*_: object) -> None:
+        asked.set()
+        signal.alarm(END_SECONDS)  # ends this process
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, leave)
     notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS)
     while not asked.is_set():
         with suppress(OSError):  # a file server that is away for a while
             if notifier.look().state == "finished":
                 return
         asked.wait(LOOK_SECONDS)
-    notifier.leave()
+    if beside:
+        notifier.leave()
 
 
 @contextmanager
@@ -191,9 +202,10 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
     if not config.run.notify.wanted:
         yield
         return
-    with (run.logs / LOG).open("ab") as output:
+    process = None
+    with suppress(OSError), (run.logs / LOG).open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tba_hpc", "watch", str(run.path)],
+            [sys.executable, "-P", "-m", "tba_hpc", "watch", str(run.path), "--beside"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -203,8 +215,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        if process:
+            process.terminate()
+            process.wait()
