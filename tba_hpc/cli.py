@@ -101,10 +101,12 @@ def run(
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import RUN
     from tba_hpc.launch import local
+    from tba_hpc.report.notify import notified, require_addresses
     from tba_hpc.report.tables import Terminal
 
     resolved = _resolve(config, overrides or [])
     require_trackers(resolved)
+    require_addresses(resolved)
     run_dir = RunDir.check(resolved)
     refuse_steps_behind(run_dir, resolved)
     done = is_done(run_dir, resolved)
@@ -126,7 +128,9 @@ def run(
             with though_output_is_lost():
                 typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
-            if code := local.launch(run_dir, resolved, console=Terminal(stderr=as_json)):
+            with notified(run_dir, resolved):
+                code = local.launch(run_dir, resolved, console=Terminal(stderr=as_json))
+            if code:
                 raise typer.Exit(code)
     with though_output_is_lost():
         steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
@@ -336,6 +340,16 @@ def status(
         print_status(run_dir, job_states, as_json=as_json)
     else:
         follow(run_dir, job_states)
+
+
+@app.command(rich_help_panel=TRAINING)
+def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False) -> None:
+    """Tell whom RUN's config names in run.notify what becomes of it, until it is finished."""
+    from tba_hpc.launch.slurm_queue import job_states
+    from tba_hpc.report import notify
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    notify.watch(RunDir.open(run), job_states, beside=beside)
 
 
 @app.command(rich_help_panel=TRAINING)

@@ -358,12 +358,14 @@ class SearchParts:
         backend = make_backend(run, config)
         # The generator comes first, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
+        metrics = _metrics(run, index)
+        metrics.log(started(config, index))
+        if stage := getattr(generator, "stage", ""):  # the loop logs the next ones, once the trainer is there
+            metrics.log({"event": "engine", "stage": stage})
         serve = partial(_serve, seed=seed)
         task = load_task(config.task, backend.tokenizer(), serve, room=prompt_room(config))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        metrics = _metrics(run, index)
-        metrics.log(started(config, index))
         tokenizer = backend.tokenizer()  # another thread uses the task's own
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}

@@ -190,6 +190,25 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
     [
         ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
+        ("beta=0.1", "unknown config key 'beta': TRL's beta is train.beta here, and docs/coming-from.md"),
+        (
+            "train.num_generations=8",
+            "TRL's num_generations is generator.completions_per_prompt and train.compl",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=5",
+            "verl's actor_rollout_ref.rollout.n is generator.completions_per_pr",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.dtype=x",
+            "verl's actor_rollout_ref.actor.fsdp_config is train",
+        ),
+        ("actor_rollout_ref.x=5", "unknown config key 'actor_rollout_ref': valid are run, model"),
+        (
+            "trainer.total_epochs=3",
+            "unknown config key 'trainer': verl's trainer.total_epochs is train.steps",
+        ),
+        ("trainer.optim.lr=1e-6", "'trainer': prime-rl's trainer.optim.lr is train.learning_rate.peak here"),
         ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
         ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
         ("train.steps.more=1", "config key 'train.steps' has the value"),

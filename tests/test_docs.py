@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section
+from tba_hpc.config.loading import elsewhere
 from tba_hpc.launch.plan import Site
 from tba_hpc.tasks import arithmetic
 
@@ -26,6 +27,10 @@ BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|^((?:    .+\n)+)", re.M | re.S)
 
 def test_pages_made_from_the_code_are_as_it_is() -> None:
     assert make_docs.outdated() == [], "run python tools/make_docs.py"
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 850
 
 
 def test_every_key_has_its_meaning() -> None:
@@ -110,6 +115,18 @@ def test_keys_that_the_documents_name_are_there() -> None:
             is_file = re.search(r"\.(py|md|yaml|json|html|jsonl|h5)$", named)
             if named.partition(".")[0] in sections and not is_file:
                 assert named in keys or named.startswith(free), f"{page.name} names {named}"
+
+
+def test_keys_of_other_systems_lead_to_ours() -> None:
+    keys = {key.replace("NAME.", "") for key in _keys(Config)} | {"nothing"}
+    for system, about in elsewhere().items():
+        theirs = [key for key, _, _ in about["keys"]]
+        assert len({*theirs}) == len(theirs) and len(theirs) > 20, system
+        for _, ours, differs in about["keys"]:
+            named = re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]\b(?!\))", f"{ours} {differs}")
+            for key in [*named, *ours.split(" and ")]:
+                known = key.replace("NAME.", "") in keys or key.startswith("`tba submit")
+                assert known or key == "task.md", f"{system}: {key}"
 
 
 def test_the_papers_index_names_functions_that_are_there() -> None:

@@ -86,7 +86,7 @@ STARTED = ("allocated", "start")
         (queue("FAILED"), (), False, "gone", "job 7 failed without a word: do its nodes see /", "--nodes N"),
         (queue("RUNNING"), ("allocated",), False, "starting", "looking which nodes answer", ""),
         (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "looking which nodes answer", ""),
-        (queue("RUNNING"), STARTED, False, "starting", "starting engines", ""),
+        (queue("RUNNING"), STARTED, False, "starting", "starting ranks", ""),
         (queue("RUNNING", "RUNNING"), STARTED, True, "training", "training", ""),
         (queue("UNKNOWN"), STARTED, True, "training", "training", ""),
         (queue("SUSPENDED"), STARTED, True, "suspended", "suspended by Slurm at step 4", ""),
@@ -200,7 +200,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     happen(run, now - 65, "start", attempt="attempt-001", trainers=1, searchers=2)
     monitor = look(run)
     trainer = run.metrics_file("trainer")
-    assert run_state(monitor).words == "starting engines…"
+    assert run_state(monitor).words == "starting ranks, which import their libraries"
     write(trainer, [{"time": now - 40, "event": "filling", "step": 0, "buffer/size": 312}])
     monitor.update()
     assert plain_line(monitor).endswith("] filling the buffer 312/500")
@@ -303,9 +303,15 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
 
     for path in (first, second):
         engine = {"time": now - 20, "event": "engine", "stage": "importing"}
-        write(path, [{"time": now - 48, "event": "started"}, engine, search(now - 20, 0, 0.0)])
+        write(path, [{"time": now - 48, "event": "started"}, engine, search(now - 15, 0, 0.0)])
+    assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (20|21) s\)", words())
+    for path, age in ((first, 6), (second, 5)):
+        write(path, [{"time": now - age, "event": "engine", "stage": "ready"}])
+    assert words() == "engines are up, waiting for the trainer to load its model"
+    for path in (first, second):
+        write(path, [{"time": now - 20, "event": "engine", "stage": "importing"}])
     write(trainer, [{"time": now - 47, "event": "started", "step": 0}])
-    assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (48|49) s\)", words())
+    assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (20|21) s\)", words())
     write(first, [{"time": now - 10, "event": "engine", "stage": "ready"}])
     write(second, [{"time": now - 10, "event": "engine", "stage": "capturing graphs"}])
     assert words().startswith("engines: 1 of 2 ready (capturing graphs, ")
@@ -315,7 +321,7 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     assert words() == "first completions, evaluation before training"
     happen(run, now + 1, "failed")
     happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=2)
-    assert words() == "starting engines…"
+    assert words() == "starting ranks, which import their libraries"
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
@@ -460,8 +466,8 @@ def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     with LiveDisplay(run, console=console) as display:
         display.refresh()
-    assert "starting engines…" in out.getvalue() and "0/10" in out.getvalue()
-    assert out.getvalue().endswith("[0:00] starting engines…\n")
+    assert "starting ranks, which import their libraries" in out.getvalue() and "0/10" in out.getvalue()
+    assert out.getvalue().endswith("[0:00] starting ranks, which import their libraries\n")
     assert "\x1b[?1049h" not in out.getvalue()  # no alternate screen: what was shown stays in the scrollback
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -99,10 +100,15 @@ def test_first_elastic_number_is_the_configs() -> None:
 
 
 def test_a_job_takes_the_run_and_notes_its_nodes(run: RunDir) -> None:
-    assert _next(run, "begin", hosts="n1 n2").startswith("go tba-")
+    assert re.fullmatch("go tba-[0-9a-f]{16}", _next(run, "begin", hosts="n1 n2"))
     assert (run.path / "slurm/job").read_text() == "7\n"
     (event,) = read_events(run)
     assert (event["event"], event["nodes"], event["job"]) == ("allocated", "n1,n2", "7")
+
+
+def test_a_job_is_told_if_somebody_is_to_be_told_of_it(run: RunDir) -> None:
+    run.adapt(["run.notify.command=[true]"])
+    assert re.fullmatch("go tba-[0-9a-f]{16} tell", _next(run, "begin", hosts="n1 n2"))
 
 
 def test_a_job_does_not_begin_beside_another_owner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Writes the pages of docs/ that are made from the code: every key, metric and command.
 
-    python tools/make_docs.py    # writes docs/{config,metrics,commands,design}.md
+    python tools/make_docs.py    # writes docs/{config,metrics,commands,design,coming-from}.md
 
 The other pages are written by hand.
 """
@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
+from tba_hpc.config.loading import elsewhere
 from tba_hpc.config.variants import choices
 from tba_hpc.launch.plan import Site
 from tba_hpc.run import metric_table
@@ -197,6 +198,41 @@ def _command(command: TyperCommand) -> str:
     return "\n\n".join([heading, command.help or "", "\n".join(rows)]).replace("``", "`").rstrip()
 
 
+def coming_from_page() -> str:
+    """Keys of other systems beside ours, one table for each system."""
+    tables = []
+    for system, about in elsewhere().items():
+        rows = [f"| {_code(theirs)} | {_code(ours)} | {differs} |" for theirs, ours, differs in about["keys"]]
+        head = f"## {system}\nRead: {about['read']}.\n\n| theirs | ours | what differs |\n|---|---|---|\n"
+        tables.append(head + "\n".join(rows))
+    return "\n\n".join([COMING, *tables]) + "\n"
+
+
+def _code(keys: str) -> str:
+    """Set keys in code, but not the words between them."""
+    marked = " and ".join(key if "`" in key else f"`{key}`" for key in keys.split(" and "))
+    return marked.replace("`nothing`", "nothing")
+
+
+COMING = """\
+# Coming from TRL, verl or prime-rl
+An unknown key of theirs is refused with the name of ours, from these tables. Five things differ in kind:
+
+- **The objective** is trajectory balance. `train.beta` is above 0 and decides what is learned, not how hard a
+  brake is pulled: the optimum is π_ref·exp(r/β). Divide the spread of your rewards by it: .1 with rewards of
+  0 and 1 lets a right answer be e¹⁰ times as likely as before, relative to a wrong one. `train.objective:
+  dr_grpo` or `grpo` is what you had.
+- **Two numbers for one.** `generator.completions_per_prompt` (S) are sampled in one request, and each step
+  draws `train.completions_per_prompt` (K ≤ S) of all that the buffer holds of a prompt.
+- **A replay buffer.** A completion may be learned from in several steps, at any age, unless
+  `buffer.replay_limit` and `exchange.max_staleness` say otherwise. For data used once and in order, as in
+  theirs: `buffer.replay_limit: 1`.
+- **Two roles of ranks.** `launch.trainers` and `launch.searchers` have GPUs of their own; engines are not put
+  to sleep.
+- **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
+  names."""
+
+
 def design_page() -> str:
     """Rooms from the ground up, each with its modules."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
@@ -224,6 +260,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "commands.md": commands_page,
     "design.md": design_page,
+    "coming-from.md": coming_from_page,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from pathlib import Path
 from typing import Any, get_args
 
@@ -134,7 +135,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     names, section = _place(problem["loc"], model)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
-        return f"unknown {noun} key {key!r}{_nearest(names, section)}"
+        found = _elsewhere(names, problem["input"]) if model is Config else ""
+        return f"unknown {noun} key {key!r}{found or _nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
         return f"{noun} key {key!r} is missing: set it in the file{by_option}"
@@ -167,6 +169,25 @@ def _place(
             among = choices(annotation)
             below = among.get(next(parts, "")) if among else _section(annotation)
     return names, holder
+
+
+@functools.cache
+def elsewhere() -> dict[str, dict[str, Any]]:
+    """Return the keys of other systems, by name of the system: ``keys`` are (theirs, ours, what differs)."""
+    found: dict[str, dict[str, Any]] = read_yaml(
+        Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")
+    )
+    return found
+
+
+def _elsewhere(names: list[str], value: object) -> str:
+    """Name our key for another system's that was found at ``names``, or below it; empty if it is nobody's."""
+    given = [f"{path}." for path in flat({".".join(names): value})]
+    for system, about in elsewhere().items():
+        for theirs, ours, _ in about["keys"]:
+            if theirs == names[-1] or any(path.startswith(f"{theirs}.") for path in given):
+                return f": {system}'s {theirs} is {ours} here, and docs/coming-from.md says what differs"
+    return ""
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:

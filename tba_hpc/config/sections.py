@@ -51,6 +51,31 @@ MayChange = Annotated[T, MAY_CHANGE]
 """Type of a key that a resume may change: how long, where and with what a run goes on, not what it learns."""
 
 
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+"""Name of an environment variable."""
+
+
+class NotifySection(Section):
+    """Who is told in a line when the run starts, raises an alert, falls silent or ends; see ``tba watch``."""
+
+    command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
+    """Command that runs for each message, without a shell: the message is its last argument, and TBA_EVENT is
+    start, alert, silence or end."""
+    webhook_variable: MayChange[Variable | None] = None
+    """Environment variable that holds the address of a webhook, as of Slack or Mattermost, which gets a POST
+    of {"text": message}. The address is a secret and never stored."""
+    heartbeat_variable: MayChange[Variable | None] = None
+    """Environment variable that holds an address to GET while the run is at work, as of healthchecks.io. That
+    service raises the alarm if it hears nothing more, since a dead node can tell nobody."""
+    heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
+    """Pause between two of these, s."""
+
+    @property
+    def wanted(self) -> bool:
+        """True if anybody is to be told."""
+        return bool(self.command or self.webhook_variable or self.heartbeat_variable)
+
+
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its directory is NAME-seedN."""
@@ -58,6 +83,8 @@ class RunSection(Section):
     """Folder of run directories. In paths, ``~`` and ``$NAME`` are expanded."""
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
+    notify: MayChange[NotifySection] = NotifySection()
+    """Who is told what becomes of the run."""
 
 
 class LoraSection(Section):
@@ -117,7 +144,7 @@ class RewardSection(Section):
     """Model name of a chat judge. The last number in its reply is the reward; 8/10 counts as 8."""
     prompt: str | None = None
     """Prompt of a chat judge, with {completion}, and with {field} for a field of the row."""
-    key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    key_variable: Variable | None = None
     """Environment variable that holds the judge's key; the key is never stored."""
     seconds: MayChange[Positive] = 30.0
     """Timeout of a judge request or a program run, s."""

@@ -178,7 +178,7 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
             missed=$((missed + 1))
-            ! grep -qE '\.[0-9]+$' <<< "$steps" || missed=0
+            [ "$(grep -cE '\.[0-9]+$' <<< "$steps")" -le $TELLER_STEPS ] || missed=0
         fi
         [ $missed -ge 2 ] || continue
         event hung
@@ -364,6 +364,15 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
 
 # --- To the end ---
 
+TELLER_STEPS=0       # steps that are none of the ranks'
+
+tell() {             # start what tells others how the run fares (run.notify), and tells them the end once it gets TERM
+    [ "${TBA[0]}" != srun ] || TELLER_STEPS=1
+    "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
+    TELLER=$!
+    trap 'kill $TELLER 2>/dev/null && wait $TELLER' EXIT
+}
+
 refuse_second() {    # two jobs would train a run twice; and in a container `ask begin` cannot ask Slurm about the other
     local owner=''
     [ ! -r "$RUN/slurm/job" ] || read -r owner < "$RUN/slurm/job"
@@ -398,6 +407,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     job_end
     ask begin "hosts=`allocated`" "chained=${CHAINED:-0}" || exit
     place_caches "${WITH[0]}"
+    [ "${WITH[1]:-}" != tell ] || tell
     drop_orphans
     while [ "$STOP" = 0 ]; do
         watch_leader

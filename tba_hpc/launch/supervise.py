@@ -127,7 +127,7 @@ def say(sentence: str) -> None:
 def begin(turn: Turn) -> str:
     """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
-    ``go`` comes with the name of the job's folder of caches.
+    ``go`` comes with the name of the job's folder of caches, and with ``tell`` if the run names somebody.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
@@ -145,7 +145,8 @@ def begin(turn: Turn) -> str:
     if _for_good(turn):
         turn.log("stopped")
         return turn.end()
-    return f"go {_caches(turn)}"
+    tell = " tell" if RunDir(turn.run).config().run.notify.wanted else ""
+    return f"go {_caches(turn)}{tell}"
 
 
 def _caches(turn: Turn) -> str:

@@ -176,8 +176,8 @@ class SearcherDigest:
     trends: of its own records, or the whole run's, into which its records then go. stays: seconds of its
     earlier starts, each up to its last record. since, until: first and last record of its last start, unix
     seconds. tokens: generated, even if lost with their searcher. rates: tokens per second by unix second.
-    at_work: the same, only while it generated. stage: what its engine does, if it has said so since its
-    start. last: the last record that is no event.
+    at_work: the same, only while it generated. stage, reached: what its engine does, and since when. last:
+    the last record that is no event.
     """
 
     index: int
@@ -189,6 +189,7 @@ class SearcherDigest:
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
     nan_groups: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/nan_groups"))
     stage: str = ""
+    reached: float = 0.0
     last: Record = field(default_factory=dict)
     stays: float = 0.0
     since: float = 0.0
@@ -198,14 +199,15 @@ class SearcherDigest:
         """Fold one more record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
-            self.stays, self.since, self.stage = self.seconds, when, ""
+            self.stays, self.since = self.seconds, when
         elif when < self.until:  # the clock was set back, and ``since`` is as it has it now
             self.since += when - self.until
         self.until = when
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
-        self.stage = str(record["stage"]) if event == "engine" else self.stage
+        if event == "engine":
+            self.stage, self.reached = str(record["stage"]), when
         if event is not None:
             return
         self.trends.take_search(record)

@@ -116,6 +116,11 @@ class RunMonitor(RunData):
         return max(0.0, time.time() - heard) if heard else None
 
     @property
+    def is_silent(self) -> bool:
+        """Tell whether all have been silent for longer than any rank waits for another."""
+        return (self.silence or 0.0) >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
+
+    @property
     def checkpoint_age(self) -> float | None:
         """Seconds since the last checkpoint; None before the first."""
         saved = number(self.trainer.checkpoint, "time")
@@ -133,7 +138,7 @@ class RunMonitor(RunData):
     def engines(self) -> dict[int, SearcherDigest]:
         """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
-        return {i: digest for i, digest in own.items() if digest.stage and digest.since >= self._begun}
+        return {i: digest for i, digest in own.items() if digest.stage and digest.reached >= self._begun}
 
     @property
     def tested(self) -> bool:
@@ -305,7 +310,10 @@ def _at_work(monitor: RunMonitor) -> RunState:
     if any(monitor.rates):
         return RunState("evaluating", "first completions, evaluation before training")
     up = len(monitor.engines) == monitor.config.launch.searchers
-    return RunState("starting", "engines are up, first weights on their way" if up else "starting engines…")
+    if not up:
+        return RunState("starting", "starting ranks, which import their libraries")
+    rest = "first weights on their way" if phase else "waiting for the trainer to load its model"
+    return RunState("starting", f"engines are up, {rest}")
 
 
 def _engines(monitor: RunMonitor) -> str:
@@ -314,17 +322,16 @@ def _engines(monitor: RunMonitor) -> str:
     if not waiting:
         return ""
     ready = len(monitor.engines) - len(waiting)
-    first = min(waiting, key=lambda digest: digest.since)
-    seconds = max(0.0, time.time() - first.since)
+    first = min(waiting, key=lambda digest: digest.reached)
+    seconds = max(0.0, time.time() - first.reached)
     return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds:.0f} s)"
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint if all have been silent for longer than any rank waits for another."""
-    silence = monitor.silence or 0.0
-    if silence < max(SILENT_RUN_SECONDS, monitor.config.launch.timeout_seconds):
+    """Add a hint if all have been silent for too long."""
+    if not monitor.is_silent:
         return found
-    words = f"{found.words}; nothing heard for {silence / 60:.0f} min: was it killed?"
+    words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
     return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
 
 

@@ -178,7 +178,7 @@ def held_out(run: RunDir) -> dict[str, int]:
 def assert_same_training(run: RunDir, other: RunDir) -> None:
     """Equal in all that does not hang on timing."""
     keys = differences(run.config(), other.config())
-    assert all(key.startswith(OF_A_START) for key in keys), keys
+    assert all(key.startswith((*OF_A_START, "run.notify")) for key in keys), keys
     assert schedule(run) == schedule(other)
     mine, others = prompts(run), prompts(other)
     both = mine.keys() & others.keys()
@@ -223,13 +223,16 @@ def test_the_script_edited_by_hand_outlives_its_wall_time(cluster: Cluster, tmp_
 def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Cluster, tmp_path: Path) -> None:
     """One trainer and two searchers, and in the end two trainers and one: still the same training.
 
-    The same as that of a run in the homogeneous form, to which nothing happens.
+    The same as that of a run in the homogeneous form, to which nothing happens. Its user is told of it.
     """
+    told = tmp_path / "told"
+    command = json.dumps(["sh", "-c", f'echo "$1" >> {told}', "told"])
+    notify = ("--set", f"run.notify={{command: {command}}}")
     (tmp_path / "uninterrupted").mkdir()
     uninterrupted, job = submit(cluster, tmp_path / "uninterrupted", "--homogeneous", nodes=2)
     finish(cluster, uninterrupted, job)
 
-    run, job = submit(cluster, tmp_path)
+    run, job = cancelled = submit(cluster, tmp_path, *notify)
     reach(cluster, run, 5)
     preempt(cluster)
     assert events(run, "stopped") and events(run, "requeue"), f"no stop within the grace time:\n{said(run)}"
@@ -239,9 +242,15 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     assert cluster.wait(job) == "CANCELLED" and cluster.jobs(job)[0]["Restarts"] == "1"
     assert not audit(run).problems
 
-    run, job = submit(cluster, tmp_path, "--homogeneous", "--trainer-nodes", "2")
+    run, job = submit(cluster, tmp_path, "--homogeneous", "--trainer-nodes", "2", *notify)
     finish(cluster, run, job)
     assert_whole(run, STEPS)
+    lines = [line.removeprefix(f"{TABULAR}: ") for line in told.read_text().splitlines()]
+    lines = [line for line in lines if not line.startswith("alert")]
+    lost = f"job {cancelled[1]} is gone"
+    kinds = ["started at", "leaves its nodes", "started again", lost, "started again", "finished"]
+    assert [line[: len(kind)] for line, kind in zip(lines, kinds, strict=False)] == kinds, lines
+    assert len(lines) == len(kinds), lines
     shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
     assert shapes == [(1, 2), (1, 2), (2, 1)], said(run)
     assert_same_training(run, uninterrupted)

@@ -18,6 +18,9 @@ from tba_hpc.run.directory import RunDir
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
 
+UNBOUNDED = ("exchange.max_staleness=null", "buffer.initial_completions=512")
+"""What arms that say nothing of the age of data have, unlike the quickstart."""
+
 MODEL_SEED = 100
 
 log = Console(stderr=True, highlight=False)
@@ -74,6 +77,7 @@ class Study:
             f"run.name={slug(arm)}",
             f"run.seed={seed}",
             f"model.path={self.model.path}",
+            *UNBOUNDED,
             *self.settings,
             f"train.steps={self.steps}",
             *self.arms[arm],

@@ -39,7 +39,10 @@ COMMON = (
     "checkpoint.every=5",
     "evaluate.validation_prompts=0",
 )
-QUICKSTART = ("buffer.initial_completions=64", "evaluate.test_prompts=64", "launch.timeout_seconds=80")
+QUICKSTART = (
+    *("exchange.max_staleness=null", "buffer.initial_completions=64"),  # as in the storms that were measured
+    *("evaluate.test_prompts=64", "launch.timeout_seconds=80"),
+)
 TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")
 """Settings of the two models' runs."""
 

@@ -1,0 +1,221 @@
+"""Tells somebody what becomes of a run: ``run.notify``, by a command or a webhook, and by a heartbeat.
+
+A process of its own reads the run's files, so that nothing it waits for delays training. A message that
+cannot be sent costs a line of its log. ``tba run`` and the job's batch script start the process and end it by
+SIGTERM, upon which it tells how the run has ended. A node that dies tells nothing, so its heartbeat ceases.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Event
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import psutil
+
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.core.wording import printable
+from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state
+from tba_hpc.report.status import cells
+from tba_hpc.report.tables import NOTHING
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.signals import die_with
+from tba_hpc.run.slurm_states import FORGOTTEN
+
+log = logging.getLogger(__name__)
+
+RUN_CHECK_SECONDS = 15.0
+"""Pause between two looks at the run."""
+
+SEND_SECONDS = 10.0
+"""Timeout of a message."""
+
+END_SECONDS = 30
+"""Seconds for the last messages."""
+
+BOOT_SECONDS = 2.0
+"""Precision with which the kernel tells when a process began."""
+
+LOG = "notify.log"
+
+
+def require_addresses(config: Config) -> None:
+    """Raise ConfigError if the environment lacks an address that ``run.notify`` names, or it is none."""
+    for key in ("webhook_variable", "heartbeat_variable"):
+        name = getattr(config.run.notify, key)
+        address = os.environ.get(name, "").strip() if name else "https://"
+        if not address:
+            raise ConfigError(
+                f"run.notify.{key}={name} is not set in the environment: export it where the run is started"
+            )
+        if not (address.startswith(("https://", "http://")) and address.isascii() and address.isprintable()):
+            raise ConfigError(f"run.notify.{key}={name} holds no address: begin it with https://")
+
+
+# --- Messages ---
+
+
+class Notifier:
+    """Tells what has changed in a run between two looks.
+
+    queue: see ``RunMonitor``. since: unix seconds; what the run's events say of the time before is known.
+    """
+
+    def __init__(self, run: RunDir, queue: Queue, since: float) -> None:
+        self._run, self._queue, self._since = run, queue, since
+        self._monitor = RunMonitor(run, queue)
+        self._notify = self._monitor.config.run.notify
+        self._told: set[str] = set()
+        self._attempt, self._beat = "", -math.inf
+        self._monitor.update()
+        now, events = run_state(self._monitor), self._monitor.events
+        self._state = now.state if now.over and not (events and events[-1]["time"] >= since) else ""
+
+    def look(self) -> RunState:
+        """Tell what is new, and give a sign of life if the run gives one."""
+        self._monitor.update()
+        now = run_state(self._monitor)
+        self._tell_of_start()
+        self._tell_of_alerts()
+        self._tell_of(now)
+        due = time.monotonic() - self._beat >= self._notify.heartbeat_seconds
+        if due and not (now.over or self._monitor.is_silent):
+            self._beat = time.monotonic()
+            self._ask(self._notify.heartbeat_variable)
+        return now
+
+    def leave(self) -> None:
+        """Tell how the run has ended, or that its job leaves its nodes: its launcher or batch script ends."""
+        self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
+        self._monitor.update()
+        self._tell_of_alerts()
+        if self._monitor.last_event == "requeue":
+            words = f"leaves its nodes at step {self._monitor.step}, to queue again"
+            self._send("end", words, self._command("status"))
+        elif (now := run_state(self._monitor)).over:
+            self._tell_of(now)
+        else:  # the launcher had no time for an event
+            self._send("end", f"its launcher has ended: {now.words}", self._command("status"))
+
+    def _tell_of_start(self) -> None:
+        attempt, steps = self._monitor.attempt, self._monitor.config.train.steps
+        if attempt and attempt.name != self._attempt and attempt.start >= self._since:
+            self._attempt, self._state = attempt.name, ""
+            how = "started" if len(self._monitor.attempts) == 1 else f"started again ({attempt.name})"
+            self._send("start", f"{how} at step {self._monitor.step} of {steps}", self._command("status"))
+
+    def _tell_of_alerts(self) -> None:
+        for alert in self._monitor.alerts:
+            key = alert.short.rpartition(": ")[2]
+            if key not in self._told:  # the figure of a standing alert changes with every look
+                self._told.add(key)
+                self._send("alert", f"alert: {alert.short}", self._command("report"))
+
+    def _tell_of(self, now: RunState) -> None:
+        state = now.state if now.over else "silent" if self._monitor.is_silent else ""
+        if state not in ("", "created", self._state):
+            test = cells(self._monitor)["test"] if now.state == "finished" else NOTHING
+            words = now.words if test == NOTHING else f"{now.words}, test {test}"
+            self._send("end" if now.over else "silence", words, now.command or self._command("status"))
+        self._state = state
+
+    def _command(self, verb: str) -> str:
+        return shlex.join(["tba", verb, str(self._run.path)])
+
+    def _send(self, kind: str, words: str, command: str) -> None:
+        message = printable(" ".join(f"{self._run.path.name}: {words} | {command}".split()))
+        log.info("%s", message)
+        if self._notify.command:
+            _run([*self._notify.command, message], {**os.environ, "TBA_EVENT": kind})
+        self._ask(self._notify.webhook_variable, {"text": message})
+
+    def _ask(self, variable: str | None, content: dict[str, str] | None = None) -> None:
+        """POST the content to the address in a variable, or GET that; it is a secret that no error shows."""
+        if variable is None:
+            return
+        body = json.dumps(content).encode() if content else None
+        try:
+            request = Request(os.environ[variable].strip(), body, {"Content-Type": "application/json"})
+            urlopen(request, timeout=SEND_SECONDS).close()
+        except HTTPError as error:
+            log.warning("%s: the answer was status %d", variable, error.code)
+        except Exception as error:  # whatever an address may lead to
+            log.warning("%s: no answer (%s)", variable, type(error).__name__)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    try:
+        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=SEND_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s: %s", command[0], getattr(error, "strerror", None) or type(error).__name__)
+
+
+def _left(entry: QueueEntry) -> QueueEntry:
+    """Return a component of a job as Slurm will have it once its batch script has ended."""
+    return {**entry, "state": FORGOTTEN}
+
+
+# --- The process ---
+
+
+def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
+    """Tell what becomes of a run until it is finished, or until a signal. Raises ConfigError.
+
+    beside: whether the launcher or the batch script sends that signal, so that the run's end is told then.
+    """
+    config = run.config()
+    if not config.run.notify.wanted:
+        raise ConfigError(f"{run.path} names nobody to tell: set run.notify, as docs/running.md shows")
+    require_addresses(config)
+    asked = Event()
+
+    def leave(*_: object) -> None:
+        asked.set()
+        signal.alarm(END_SECONDS)  # ends this process
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS)
+    while not asked.is_set():
+        with suppress(OSError):  # a file server that is away for a while
+            if notifier.look().state == "finished":
+                return
+        asked.wait(RUN_CHECK_SECONDS)
+    if beside:
+        notifier.leave()
+
+
+@contextmanager
+def notified(run: RunDir, config: Config) -> Iterator[None]:
+    """Tell what becomes of the run while the block runs, and how it ends, if its config names somebody."""
+    if not config.run.notify.wanted:
+        yield
+        return
+    process = None
+    with suppress(OSError), (run.logs / LOG).open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tba_hpc", "watch", str(run.path), "--beside"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for the launcher
+            preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
+        )
+    try:
+        yield
+    finally:
+        if process:
+            process.terminate()
+            process.wait()

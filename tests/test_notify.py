@@ -1,0 +1,271 @@
+"""Who is told what becomes of a run: by a real command, and by a real server that listens on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from recorded import evaluate, happen, new_run, step, write
+
+from tba_hpc.config import ConfigError, load_config, parse_config
+from tba_hpc.report import notify
+from tba_hpc.report.run_state import QueueEntry
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.owners import owned
+
+SECRET = "T00/B00/oHsoSecret"
+
+
+class Server(ThreadingHTTPServer):
+    """What was asked of it: method, path, and the text of a message. answer: status."""
+
+    answer = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, str, str]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append((self.command, self.path, json.loads(body)["text"] if body else ""))
+        self.send_response(self.server.answer)
+        self.end_headers()
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with Server() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("A_HOOK", server.url)
+        yield server
+        server.shutdown()
+
+
+def run_that_tells(folder: Path, **tell: object) -> RunDir:
+    run = new_run(folder)
+    config = load_config(run.config_file, [f"run.notify={json.dumps(tell)}"])
+    run.config_file.write_text(json.dumps(config.model_dump(mode="json")))
+    return run
+
+
+def to_file(folder: Path) -> list[str]:
+    """A command that notes event and message."""
+    return ["sh", "-c", f'echo "$TBA_EVENT $1" >> {folder}/told', "told"]
+
+
+def told(folder: Path) -> list[str]:
+    return (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
+
+
+def begin(run: RunDir, at: float, attempt: int = 1) -> None:
+    happen(run, at, "start", attempt=f"attempt-{attempt:03d}", trainers=1, searchers=2)
+
+
+def no_job(_: RunDir) -> list[QueueEntry]:
+    return []
+
+
+def test_a_run_is_told_of_from_its_start_to_its_end(tmp_path: Path, server: Server) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path), webhook_variable="A_HOOK"), time.time()
+    steps = run.config().train.steps
+    with owned(run):
+        told_of = notify.Notifier(run, no_job, since=now - 1)
+        assert told(tmp_path) == [], "nothing has happened"
+        begin(run, now)
+        for _ in range(2):
+            told_of.look()
+        assert told(tmp_path) == [
+            f"start {run.path.name}: started at step 0 of {steps} | tba status {run.path}"
+        ]
+        write(run.metrics_file("trainer"), [step(number, now, loss=1.0) for number in range(1, 4)])
+        happen(run, now, "failed", code=1)
+        begin(run, now, attempt=2)
+        told_of.look()
+        assert told(tmp_path)[1].startswith(f"start {run.path.name}: started again (attempt-002) at step 3")
+        evaluate(run, "test", 0, (20, 21))
+        evaluate(run, "test", steps, (40, 45))
+        run.mark_finished()
+        happen(run, now, "finished")
+        told_of.leave()
+    lines = told(tmp_path)
+    assert (
+        lines[2] == f"end {run.path.name}: finished at step 3, test 41.0 % → 85.0 % | tba status {run.path}"
+    )
+    assert [f"POST /{SECRET}"] * 3 == [f"{method} {path}" for method, path, _ in server.asked]
+    assert [text for _, _, text in server.asked] == [line.partition(" ")[2] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("event", "extra", "words", "command"),
+    [
+        ("refused", {"sentence": "the disk is full:\nfree space"}, "the disk is full: free space", "tba run"),
+        ("failed", {"code": 1}, "gave up: the ranks failed", "tba run"),
+        ("stopped", {}, "stopped at step 0", "tba run"),
+    ],
+)
+def test_an_end_comes_with_the_command_that_helps(
+    tmp_path: Path, event: str, extra: dict[str, object], words: str, command: str
+) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    with owned(run):
+        told_of = notify.Notifier(run, no_job, since=now - 1)
+        begin(run, now)
+        told_of.look()
+        happen(run, now, event, **extra)
+        told_of.leave()
+    assert len(told(tmp_path)) == 2
+    assert words in told(tmp_path)[1] and told(tmp_path)[1].endswith(f" | {command} {run.path}")
+
+
+def test_what_was_before_is_not_told_again(tmp_path: Path) -> None:
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    begin(run, time.time() - 100)
+    happen(run, time.time() - 50, "failed", code=1)
+    told_of = notify.Notifier(run, no_job, since=time.time() - 1)
+    told_of.look()
+    assert told(tmp_path) == []
+
+
+def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    entry = {"job": "7", "id": "7", "state": "RUNNING", "reason": "", "nodes": "n", "start": "", "left": ""}
+    for kind in ("allocated", "start"):
+        happen(run, now, kind, job="7", attempt="attempt-001", trainers=1, searchers=2, nodes="n")
+    told_of = notify.Notifier(run, lambda _: [entry], since=now - 1)
+    told_of.look()
+    told_of.leave()
+    happen(run, now, "requeue", job="7")
+    told_of.leave()
+    first, gone, queue = told(tmp_path)
+    assert first.startswith("start ") and queue.endswith(f"to queue again | tba status {run.path}")
+    assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
+
+
+def test_an_alert_is_told_once_though_its_figure_changes(tmp_path: Path) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    begin(run, now)
+    told_of = notify.Notifier(run, no_job, since=now - 1)
+    with owned(run):
+        for first in (1, 21):
+            rows = [step(number, now, loss=1.0) for number in range(first, first + 20)]
+            write(run.metrics_file("trainer"), [{**row, "train/skipped_steps": row["step"]} for row in rows])
+            told_of.look()
+    alerts = [line for line in told(tmp_path) if line.startswith("alert ")]
+    assert len(alerts) == 1 and f"| tba report {run.path}" in alerts[0]
+
+
+def test_the_heartbeat_ceases_with_the_run_and_when_it_falls_silent(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_that_tells(tmp_path, command=to_file(tmp_path), heartbeat_variable="A_HOOK")
+    now = time.time()
+    begin(run, now)
+    with owned(run):
+        told_of = notify.Notifier(run, no_job, since=now - 1)
+        told_of.look()
+        told_of.look()
+        assert server.asked == [("GET", f"/{SECRET}", "")], "once in a minute"
+        minutes = itertools.count(time.monotonic() + 60, 60)
+        monkeypatch.setattr(time, "monotonic", lambda: next(minutes))
+        told_of.look()
+        assert len(server.asked) == 2
+        monkeypatch.setattr(time, "time", lambda: now + 3600)
+        told_of.look()
+        assert len(server.asked) == 2
+        assert told(tmp_path)[1].startswith(f"silence {run.path.name}: starting")
+        assert "nothing heard for 60 min" in told(tmp_path)[1]
+        told_of.look()
+        monkeypatch.setattr(time, "time", lambda: now)
+        told_of.look()
+        assert len(server.asked) == 3 and len(told(tmp_path)) == 2
+
+
+def test_what_fails_costs_a_line_without_the_address(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.answer = 404
+    run = run_that_tells(tmp_path, command=["/no/such"], webhook_variable="A_HOOK", heartbeat_variable="NONE")
+    told_of = notify.Notifier(run, no_job, since=time.time() - 1)
+    begin(run, time.time())
+    monkeypatch.setenv("NONE", f"http://127.0.0.1:1/{SECRET} x")
+    with owned(run), caplog.at_level(logging.INFO):
+        told_of.look()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert lines == [
+        "/no/such: No such file or directory",
+        "A_HOOK: the answer was status 404",
+        "NONE: no answer (InvalidURL)",
+    ]
+    assert SECRET not in caplog.text and SECRET not in run.config_file.read_text()
+
+
+def test_an_address_that_lacks_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"model": {"path": "x"}, "run": {"notify": {"webhook_variable": "A_HOOK"}}})
+    with pytest.raises(ConfigError, match=r"run\.notify\.webhook_variable=A_HOOK is not set in the environ"):
+        notify.require_addresses(config)
+    monkeypatch.setenv("A_HOOK", "file:///etc/passwd")
+    with pytest.raises(ConfigError, match="holds no address: begin it with https://") as refused:
+        notify.require_addresses(config)
+    assert "passwd" not in str(refused.value)
+    monkeypatch.setenv("A_HOOK", "https://hooks.example/x")
+    notify.require_addresses(config)
+
+
+def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path) -> None:
+    """The process beside it outlives it, as a dead man's switch on the same machine."""
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    run.logs.mkdir(exist_ok=True)
+    launcher = (
+        "import sys, time; from pathlib import Path; from tba_hpc.run.directory import RunDir\n"
+        "from tba_hpc.report.notify import notified; from tba_hpc.run.owners import owned\n"
+        "from tba_hpc.run.events import log_event\n"
+        "run = RunDir.open(Path(sys.argv[1]))\n"
+        "with owned(run), notified(run, run.config()):\n"
+        "    log_event(run, 'start', attempt='attempt-001', trainers=1, searchers=2); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher, str(run.path)])
+    _until(lambda: len(told(tmp_path)) == 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _until(lambda: len(told(tmp_path)) == 2)
+    assert "or its machine was lost" in told(tmp_path)[1]
+    assert told(tmp_path)[1].endswith(f"| tba run {run.path}")
+
+
+def test_who_ends_a_watch_of_his_own_ends_no_run(tmp_path: Path) -> None:
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    with owned(run):
+        process = subprocess.Popen([sys.executable, "-m", "tba_hpc", "watch", str(run.path)])
+        begin(run, time.time())
+        _until(lambda: len(told(tmp_path)) == 1)
+        process.terminate()
+        process.wait(60)
+    assert len(told(tmp_path)) == 1
+
+
+def _until(done: object) -> None:
+    end = time.monotonic() + 60
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.1)
