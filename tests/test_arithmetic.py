@@ -104,7 +104,7 @@ def load(**fields: object) -> object:
     ("fields", "sentence"),
     [
         ({"name": "arithmetik"}, "unknown task 'arithmetik': did you mean 'arithmetic'?"),
-        ({"name": "chess"}, "unknown task 'chess': valid are arithmetic"),
+        ({"name": "chess"}, "unknown task 'chess': valid are agent, arithmetic"),
         ({"name": "no_such_module:Task"}, "task.name=no_such_module:Task cannot be imported"),
         ({"name": "tba_hpc.tasks.arithmetic:Arithmetics"}, "did you mean 'Arithmetic'?"),
         (

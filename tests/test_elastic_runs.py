@@ -26,6 +26,10 @@ from tba_hpc.run.metrics import Record, read_metrics
 PATIENCE = 240.0
 
 
+QUEUE = {"replay_limit": 1, "duplicates": "none", "capacity_per_prompt": 1000, "capacity": 10_000}
+"""A buffer that holds all that may be ahead, so that no group makes room for another unlearned."""
+
+
 def make_run(
     root: Path, *, steps: int, elastic: int, searchers: int, **sections: dict[str, object]
 ) -> RunDir:
@@ -124,7 +128,7 @@ def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
     assert (last["event"], last["why"]) == ("left", "finished")
 
 
-@pytest.mark.parametrize(("searchers", "buffer"), [(0, {"replay_limit": 1}), (1, {})], ids=["queue", "drawn"])
+@pytest.mark.parametrize(("searchers", "buffer"), [(0, QUEUE), (1, {})], ids=["queue", "drawn"])
 def test_staleness_stays_bounded_whoever_comes_and_goes(
     tmp_path: Path, searchers: int, buffer: dict[str, object]
 ) -> None:

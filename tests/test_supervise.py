@@ -107,7 +107,7 @@ def test_a_job_takes_the_run_and_notes_its_nodes(run: RunDir) -> None:
 
 
 def test_a_job_is_told_if_somebody_is_to_be_told_of_it(run: RunDir) -> None:
-    run.adapt(["run.notify.command=[true]"])
+    run.adapt(["run.notify.command=['true']"])
     assert re.fullmatch("go tba-[0-9a-f]{16} tell", _next(run, "begin", hosts="n1 n2"))
 
 
