@@ -58,6 +58,7 @@ def say(messages):
 """
 
 
+@pytest.mark.nightly
 def test_a_run_learns_from_a_program_token_by_token(tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", "qwen2")
     (model / "chat_template.jinja").write_text(TEMPLATE)
