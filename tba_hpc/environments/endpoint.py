@@ -29,14 +29,18 @@ T = TypeVar("T")
 LARGEST_BODY = 16 << 20
 """Most bytes of a request."""
 
+OPEN_FILES = 1 << 16
+"""Descriptors that a searcher asks for, if its limit is lower and may be raised."""
+
 
 class Endpoint:
     """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, ProgramSession] = {}
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes three while it runs
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = max(now, min(most, OPEN_FILES))  # a program takes three while it runs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
@@ -83,14 +87,16 @@ class Endpoint:
 
     async def _accept(self, server: web.Server) -> None:
         """Take the next connection if it is this user's."""
+        connection = None
         try:
             connection, _ = await self._loop.sock_accept(self._listener)
             if owner(connection) in (None, os.getuid()):
                 await self._loop.connect_accepted_socket(server, connection)
-            else:
-                connection.close()
+                return
         except OSError:
             await asyncio.sleep(0.1)  # perhaps for want of descriptors
+        if connection:
+            connection.close()
 
     def _session(self, request: web.Request) -> ProgramSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -110,7 +116,11 @@ class Endpoint:
             if not isinstance(body, dict):
                 raise ValueError("the body is no JSON object")
             answer = await asyncio.wrap_future(session.ask(body))
-        except (ValueError, RecursionError) as error:  # JSON may nest too deeply
+        except (
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:  # charset unknown, JSON too deep
             fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
             return web.json_response({"error": fault}, status=400)
         return await _stream(request, body, answer) if body.get("stream") else web.json_response(answer)

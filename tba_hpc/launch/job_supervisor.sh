@@ -168,6 +168,10 @@ watch_nodes() {      # watch_nodes SRUN: stop in time for a node that is being d
     done
 }
 
+teller_steps() {     # number of steps that are none of the ranks'
+    [ "${TBA[0]}" = srun ] && kill -0 "${TELLER:-none}" 2>/dev/null && echo 1 || echo 0
+}
+
 watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
     # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
@@ -178,7 +182,7 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
             missed=$((missed + 1))
-            [ "$(grep -cE '\.[0-9]+$' <<< "$steps")" -le $TELLER_STEPS ] || missed=0
+            [ "$(grep -cE '\.[0-9]+$' <<< "$steps")" -le "$(teller_steps)" ] || missed=0
         fi
         [ $missed -ge 2 ] || continue
         event hung
@@ -364,10 +368,7 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
 
 # --- To the end ---
 
-TELLER_STEPS=0       # steps that are none of the ranks'
-
 tell() {             # start what tells others how the run fares (run.notify), and tells them the end once it gets TERM
-    [ "${TBA[0]}" != srun ] || TELLER_STEPS=1
     "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
     TELLER=$!
     trap 'kill $TELLER 2>/dev/null && wait $TELLER' EXIT

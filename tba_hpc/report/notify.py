@@ -7,22 +7,22 @@ SIGTERM, upon which it tells how the run has ended. A node that dies tells nothi
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import json
 import logging
 import math
 import os
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx
 import psutil
 
 from tba_hpc.config import Config, ConfigError
@@ -35,6 +35,7 @@ from tba_hpc.run.signals import die_with
 from tba_hpc.run.slurm_states import FORGOTTEN
 
 log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses, which are secrets
 
 RUN_CHECK_SECONDS = 15.0
 """Pause between two looks at the run."""
@@ -44,6 +45,9 @@ SEND_SECONDS = 10.0
 
 END_SECONDS = 30
 """Seconds for the last messages."""
+
+START_SECONDS = 30
+"""Longest time until the process listens to signals."""
 
 BOOT_SECONDS = 2.0
 """Precision with which the kernel tells when a process began."""
@@ -145,14 +149,22 @@ class Notifier:
         """POST the content to the address in a variable, or GET that; it is a secret that no error shows."""
         if variable is None:
             return
-        body = json.dumps(content).encode() if content else None
         try:
-            request = Request(os.environ[variable].strip(), body, {"Content-Type": "application/json"})
-            urlopen(request, timeout=SEND_SECONDS).close()
-        except HTTPError as error:
-            log.warning("%s: the answer was status %d", variable, error.code)
+            status = asyncio.run(_status_of(os.environ[variable].strip(), content))
         except Exception as error:  # whatever an address may lead to
             log.warning("%s: no answer (%s)", variable, type(error).__name__)
+            return
+        if status // 100 != 2:
+            log.warning("%s: the answer was status %d", variable, status)
+
+
+async def _status_of(address: str, content: dict[str, str] | None) -> int:
+    """Return the status that an address answers with. Raises TimeoutError after SEND_SECONDS."""
+    trusted = ssl.create_default_context()  # the system's certificates, not httpx's
+    async with asyncio.timeout(SEND_SECONDS), httpx.AsyncClient(verify=trusted, timeout=None) as client:
+        method = "POST" if content else "GET"
+        async with client.stream(method, address, json=content) as answer:
+            return answer.status_code
 
 
 def _run(command: list[str], environment: dict[str, str]) -> None:
@@ -187,6 +199,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see _wait_with_signals
     notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS)
     while not asked.is_set():
         with suppress(OSError):  # a file server that is away for a while
@@ -211,11 +224,20 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C is for the launcher
-            preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
+            preexec_fn=functools.partial(_wait_with_signals, os.getpid()),
         )
     try:
         yield
     finally:
         if process:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(START_SECONDS + END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_with_signals(parent: int) -> None:
+    """Let SIGTERM wait until ``watch`` has a handler, in a new process that gets it when its parent ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    die_with(parent, signal.SIGTERM)

@@ -7,6 +7,7 @@ machine could end the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -44,18 +45,22 @@ SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 def owner(connection: socket.socket) -> int | None:
     """Return the user id at the other end of an accepted IPv4 connection of this machine, as ``ss -e`` does.
 
-    None if the kernel does not say, or the other end is closed.
+    None if the kernel does not say, or the other end is closed. Raises OSError if descriptors are used up.
     """
-    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
-        (here, port), (there, other) = connection.getsockname(), connection.getpeername()
-        addresses = (socket.inet_aton(address).ljust(16, b"\0") for address in (there, here))
-        ends = struct.pack("!HH16s16s", other, port, *addresses)  # struct inet_diag_sockid
-        anywhere = struct.pack("=BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
-        asked = anywhere + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, no cookie
-        netlink.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, 1, 0, 0) + asked)
-        told = netlink.recv(4096)
-        if struct.unpack_from("=H", told, 4)[0] == SOCK_DIAG_BY_FAMILY:
-            return int(struct.unpack_from("=I", told, 80)[0])  # after struct nlmsghdr, in inet_diag_msg
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
+            (here, port), (there, other) = connection.getsockname(), connection.getpeername()
+            addresses = (socket.inet_aton(address).ljust(16, b"\0") for address in (there, here))
+            ends = struct.pack("!HH16s16s", other, port, *addresses)  # struct inet_diag_sockid
+            anywhere = struct.pack("=BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
+            asked = anywhere + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, no cookie
+            netlink.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, 1, 0, 0) + asked)
+            told = netlink.recv(4096)
+            if struct.unpack_from("=H", told, 4)[0] == SOCK_DIAG_BY_FAMILY:
+                return int(struct.unpack_from("=I", told, 80)[0])  # after struct nlmsghdr, in inet_diag_msg
+    except (OSError, struct.error) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise
     return None
 
 

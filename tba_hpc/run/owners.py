@@ -206,9 +206,9 @@ class Lease:
 
 def note_ready(name: str) -> None:
     """Write into this process's claim of ``name`` that its engine has loaded weights."""
-    for mine in _ours:
-        if mine.stem == name:
-            write_atomic(mine, replace(_read(mine), ready=True).to_json())
+    end_if_superseded()  # else the claim would be there again
+    (mine,) = (mine for mine in _ours if mine.stem == name)
+    write_atomic(mine, replace(_read(mine), ready=True).to_json())
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
