@@ -1,7 +1,7 @@
-"""The address at which programs ask a searcher's policy for turns, as they would ask OpenAI's.
+"""A searcher's HTTP server, at which programs ask its policy for turns as they would ask OpenAI.
 
 It listens on the loopback interface. A connection of another user of the machine is closed unread, so that it
-costs no descriptor. A request needs the key of an open episode; any other gets status 401.
+keeps no file descriptor. A request without the key of an open episode gets status 401.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LARGEST_BODY = 16 << 20
-"""Most bytes of a request."""
+"""Limit of a request's size, bytes."""
 
 
 class Endpoint:
-    """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
+    """Server in a thread of its own.
+
+    url: its address, for OPENAI_BASE_URL. sessions: those of the open episodes, by their keys.
+    """
 
     def __init__(self) -> None:
         self.sessions: dict[str, ProgramSession] = {}
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes three while it runs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each program holds three while it runs
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
@@ -45,7 +48,7 @@ class Endpoint:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns in the server's thread, which lasts as long as the server."""
+        """Call ``function`` in the server's thread, which lives as long as the server; return its result."""
 
         async def called() -> T:
             return function()
@@ -65,7 +68,7 @@ class Endpoint:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._serving)
         finally:
-            self._loop.close()  # so that no call waits for it
+            self._loop.close()  # so that ``call`` fails instead of waiting forever
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -90,7 +93,7 @@ class Endpoint:
             else:
                 connection.close()
         except OSError:
-            await asyncio.sleep(0.1)  # perhaps for want of descriptors
+            await asyncio.sleep(0.1)  # perhaps no descriptor is free
 
     def _session(self, request: web.Request) -> ProgramSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -364,9 +364,9 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
 
 # --- To the end ---
 
-TELLER_STEPS=0       # steps that are none of the ranks'
+TELLER_STEPS=0       # number of Slurm steps that are not the ranks'
 
-tell() {             # start what tells others how the run fares (run.notify), and tells them the end once it gets TERM
+tell() {             # start the process of run.notify, which reports the end of the run when it gets TERM
     [ "${TBA[0]}" != srun ] || TELLER_STEPS=1
     "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
     TELLER=$!
