@@ -30,7 +30,7 @@ def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:
     weigh: returns weights, [B, K, L·(C + 1)] or [B, K, 1], for groups whose tokens are the C + 1 candidates
     of each place, one after another.
     """
-    assert groups.top_policy_BKLC is not None, "config.rules and core.batch.with_top ask for them"
+    assert groups.top_policy_BKLC is not None, "core.batch.with_top_logprobs asks for them"
     assert groups.top_behaviour_BKLC is not None, "they come together"
     policy, behaviour = _with_others(groups.top_policy_BKLC), _with_others(groups.top_behaviour_BKLC)
     as_tokens = (policy.detach().flatten(2), behaviour.flatten(2))

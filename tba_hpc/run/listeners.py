@@ -38,13 +38,13 @@ EVERYBODY = {
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
 
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
-"""Netlink protocol, and the type of a question about one socket; ``socket`` names neither."""
+"""Netlink protocol, and the type of its message that asks about one socket; ``socket`` names neither."""
 
 
 def owner(connection: socket.socket) -> int | None:
     """Return the user id at the other end of an accepted IPv4 connection of this machine, as ``ss -e`` does.
 
-    None if the kernel does not say, or the other end is closed.
+    None: the kernel does not say, or the other end is closed.
     """
     with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
         (here, port), (there, other) = connection.getsockname(), connection.getpeername()
