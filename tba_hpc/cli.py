@@ -344,7 +344,7 @@ def status(
 
 @app.command(rich_help_panel=TRAINING)
 def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False) -> None:
-    """Tell whom RUN's config names in run.notify what becomes of it, until it is finished."""
+    """Report RUN's starts, alerts, silence and end, as its run.notify says, until it is finished."""
     from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report import notify
 

@@ -111,9 +111,10 @@ NIGHTLY = (
     "tests/test_tiny_model.py",
     "tests/test_vllm_generator.py::test_models_of_other_families_follow_their_training[gpt",
 )
-"""Tests of tools for developers, storms, and repetitions at length; by what their names begin with.
+"""Beginnings of the names of nightly tests: developers' tools, storms, long repetitions.
 
-Others have the mark itself: whole runs that are killed in more ways, and rarer settings of a test.
+Other nightly tests have the mark itself: whole runs that are killed in more ways, and rarer settings of a
+test.
 """
 
 

@@ -62,7 +62,7 @@ def say(*messages, **more):
 def user(text):
     return {"role": "user", "content": text}
 """
-"""The same without a library, which starts ten times as fast."""
+"""The beginning of such a program without OpenAI's library; it starts ten times as fast."""
 
 
 class Stage:
@@ -96,7 +96,7 @@ class Stage:
         return found
 
     def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
-        """Whether the policy said it, and what, in turn."""
+        """Parts of the completion in order: whether the policy said a part, and its text."""
         breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
         parts = (np.split(whole, breaks) for whole in (completion.tokens, completion.action_T))
         decode = self.tokenizer._tokenizer.decode
@@ -134,7 +134,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def programs(stage: Stage) -> list[psutil.Process]:
-    """What still runs of its programs, with what they started."""
+    """Processes of the stage's programs that still run, with those that they started."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -243,7 +243,7 @@ print(float(message == {{"role": "assistant", "content": "So. ", "reasoning_cont
 
 
 def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> None:
-    """A program that does not mind gives its own reward; for one that fails at that it is 0."""
+    """A program that handles the refusal gives its own reward; one that fails because of it gets 0."""
     minds = f"{RAW}\nsaid = [user('Go.')]\nwhile True:\n    said += [say(*said), said[0]]"
     lines = ["abc"]
     (one,) = stage(minds, lines, {}, max_turns=3).play().completions
@@ -444,4 +444,4 @@ print(len(answer["content"]))
     assert made.generator.in_flight == 0 and not made.generator._endpoint.sessions
 
 
-"""The rest are in flight no more, and no key opens anything."""
+"""Nothing else is in flight, and no key is accepted any more."""

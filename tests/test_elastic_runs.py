@@ -132,7 +132,7 @@ def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
 def test_staleness_stays_bounded_whoever_comes_and_goes(
     tmp_path: Path, searchers: int, buffer: dict[str, object]
 ) -> None:
-    """One is killed, and later another takes its slot; one is asked to leave; the trainer is killed, too."""
+    """One searcher is killed, and another takes its slot. One is asked to leave. The trainer is killed."""
     bounded = {"transport": "files", "sync_every": 2, "seal_seconds": 0.02, "max_staleness": 3}
     run = make_run(tmp_path, steps=60, elastic=3, searchers=searchers, exchange=bounded, buffer=buffer)
     trainer = tabular_run.start(run, searchers=searchers, sent=signal.SIGKILL, nth=40)

@@ -527,7 +527,7 @@ def test_a_conversation_is_one_completion_and_what_was_sampled_stays_as_it_was(
 
 
 def test_the_likeliest_tokens_go_with_what_was_sampled(stage: Callable[..., Stage]) -> None:
-    """Those in place of an environment's tokens are left out of every sum, and there is a row for each."""
+    """The likeliest tokens at an environment's tokens count nowhere, but there is a row for each."""
     made = stage("Till", [f"the {call('count')}", "3, the end"], {"coins": 1})
     made.generator.submit(
         Request(made.task.prompts("train")[0], 0, 1, Sampling(1.0, 1.0, 400, top_logprobs=2))

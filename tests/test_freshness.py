@@ -160,7 +160,7 @@ def test_a_slot_shares_the_budget_only_while_a_searcher_is_there() -> None:
 
 
 def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_next_one() -> None:
-    """Twelve requests are shared by three; the slot 1, 4, 7, 10 has answered 4 when its searcher vanishes."""
+    """Three searchers share twelve requests; that of 1, 4, 7 and 10 has answered 4 when it vanishes."""
     given = budget(CompletedRequests(), bound=0, searchers=1, prompts=12, slots=2)
     given.attend({FIRST, SECOND})
     given.extend(0, ready=0, missing=0)
@@ -183,7 +183,7 @@ def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_n
 
 
 def test_a_second_answer_counts_for_nothing() -> None:
-    """A frozen searcher and the next one in its slot both answer 0; an answer from before a start is none."""
+    """A frozen searcher and its slot's next one both answer 0; answers from before a restart do not count."""
     given = budget(CompletedRequests(), bound=0, searchers=0, prompts=3, slots=1)
     given.arrive(np.array([1]))  # begun before the trainer was started again
     given.attend({FIRST})
@@ -202,7 +202,7 @@ def test_a_second_answer_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("searchers", [0, 2])
 def test_whoever_comes_and_goes_the_budget_is_spent_and_never_exceeded(searchers: int) -> None:
-    """(n + 1)·B requests are ready or owed with every version while anybody is there, and none is skipped."""
+    """At each version (n + 1)·B requests are ready or owed while a searcher is there; none is skipped."""
     rng, prompts, bound, slots = np.random.default_rng(0), 6, 2, 3
     places = searchers + slots
     given = budget(CompletedRequests(), bound=bound, searchers=searchers, prompts=prompts, slots=slots)

@@ -127,7 +127,7 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(
 
 @pytest.mark.parametrize("layout", ["rectangle", "padded"])
 def test_others_in_a_tokens_place_have_the_log_probabilities_of_the_plain_softmax(layout: Layout) -> None:
-    """With their gradient; in the row the two groups share their prompts."""
+    """Their gradient agrees, too; in a row, completions of a group share their prompt."""
     model, random = make_model("qwen2"), np.random.default_rng(0)
     tokens_NL, prompt_length_N, length_N = GROUPS
     rows = [row[:length].numpy() for row, length in zip(tokens_NL, length_N.tolist(), strict=True)]

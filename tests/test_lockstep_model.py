@@ -128,7 +128,7 @@ def test_decoupled_ppo_around_the_policy_published_last(tiny: Run) -> None:
 
 
 def test_scores_can_be_centred(tiny: Run) -> None:
-    """From the first step on, with the loss that an uncentred first step has."""
+    """The first step has the loss of an uncentred step, but another gradient."""
     plain = (*tiny.overrides, "train.ratio_bound=none")
     off, on = (
         measure(replace(tiny, overrides=overrides))["series"]

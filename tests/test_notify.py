@@ -1,4 +1,4 @@
-"""Who is told what becomes of a run: by a real command, and by a real server that listens on this machine."""
+"""Reports of what becomes of a run, to a real command and to a real server on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "T00/B00/oHsoSecret"
 
 
 class Server(ThreadingHTTPServer):
-    """What was asked of it: method, path, and the text of a message. answer: status."""
+    """Server that notes requests: method, path, and text of the message. answer: status that it answers."""
 
     answer = 200
 
@@ -69,7 +69,7 @@ def run_that_tells(folder: Path, **tell: object) -> RunDir:
 
 
 def to_file(folder: Path) -> list[str]:
-    """A command that notes event and message."""
+    """Command that writes down event and message."""
     return ["sh", "-c", f'echo "$TBA_EVENT $1" >> {folder}/told', "told"]
 
 
@@ -232,7 +232,7 @@ def test_an_address_that_lacks_is_refused_before_the_start(monkeypatch: pytest.M
 
 
 def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path) -> None:
-    """The process beside it outlives it, as a dead man's switch on the same machine."""
+    """The process beside the launcher outlives it for a moment, and reports its end."""
     run = run_that_tells(tmp_path, command=to_file(tmp_path))
     run.logs.mkdir(exist_ok=True)
     launcher = (

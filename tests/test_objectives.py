@@ -532,7 +532,7 @@ def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound)
 
 
 def by_hand(bound: RatioBound, row: list[tuple[float, float]], *, down: bool) -> list[tuple[float, bool]]:
-    """Weight of each token of a completion, and whether the bound acts on it."""
+    """The weight of each token of a completion, and whether the bound acts on it."""
     ratios = [math.exp(p - b) for p, b in row]
     whole = math.prod(ratios)
     match bound:
@@ -571,7 +571,7 @@ def by_hand(bound: RatioBound, row: list[tuple[float, float]], *, down: bool) ->
     ],
 )
 def test_masks_by_the_numbers(bound: RatioBound, now: list[float], slope: int, wanted: list[float]) -> None:
-    """Of tokens that had a probability of ½ when they were sampled."""
+    """Tokens had a probability of ½ when they were sampled."""
     policy = tensor([now]).log()[None]
     everywhere = torch.ones_like(policy, dtype=torch.bool)
     sampled = torch.full_like(policy, math.log(0.5))

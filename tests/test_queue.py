@@ -93,7 +93,7 @@ class Flow:
         self._told = self._freshness.publication(self._step, evaluate=None, published=0.0)
 
     def _visit(self) -> None:
-        """One in twenty ticks an elastic searcher comes, or vanishes."""
+        """Let an elastic searcher come or vanish, in one of twenty ticks."""
         for searcher in self.config.launch.elastic_searchers:
             if self._random.random() < 0.05 and self._in_flight.pop(searcher, None) is None:
                 self._come(searcher)

@@ -1,4 +1,4 @@
-"""The comparison of remedies for old data: its arithmetic by hand, and that its protocol holds."""
+"""Comparison of remedies for old data: its arithmetic by hand, and that it follows its protocol."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_compares_runs_of_one_seed() -> None:
 
 
 def test_the_protocol_is_what_runs(tmp_path: Path) -> None:
-    """Seeds of no other figure, and every arm, age, rate and length as they were written down."""
+    """Arms, lags, rates, lengths and seeds are those of the protocol; no other figure used these seeds."""
     assert not {*remedies.SEEDS} & {0, 1, 2, staleness.TUNING_SEED}
     said = (
         f"**{', '.join(map(str, remedies.SEEDS))}**",

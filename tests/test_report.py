@@ -117,7 +117,7 @@ def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> No
 def test_answers_that_were_cut_off_are_told_where_there_are_some(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 100 answers before and after 41 and 85 are right, of these 1 and 30 were cut off."""
+    """41 of 100 answers are right before, and 85 after; limits cut off 1 and 30 of these."""
     resumed_run(run)
     run.mark_finished()
     told = "right and ended"
@@ -137,7 +137,7 @@ def test_answers_that_were_cut_off_are_told_where_there_are_some(
 
 
 def watched(run: RunDir) -> dict[str, str]:
-    """What ``tba status`` shows of it."""
+    """The cells that ``tba status`` shows of a run."""
     monitor = RunMonitor(run, lambda run: [])
     monitor.update()
     return cells(monitor)

@@ -141,7 +141,7 @@ def test_groups_set_aside_are_made_up_for(tmp_path: Path, limit: int | None) -> 
 
 
 def test_what_was_set_aside_before_the_budget_fell_is_made_up_for_again(tmp_path: Path) -> None:
-    """A restarted trainer grants both groups anew that this searcher, an elastic one, has set aside."""
+    """A restarted trainer grants again both groups that this elastic searcher has set aside."""
     config = bounded(tmp_path)
     run = RunDir.create(config)
     searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, attempt="first", deadline=20))

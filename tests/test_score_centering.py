@@ -1,4 +1,4 @@
-"""Score centering, in expectation over all completions of the enumerable policy, and token by token."""
+"""Score centering: its expectation over all completions of the enumerable policy, and its terms."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ VOCABULARY = TABLE.shape[2]
 
 
 def logits(*, lag: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A policy's logits, float64 [S, V] with gradient, and its sampler's, ``lag`` standard deviations off."""
+    """Logits, float64 [S, V], of a policy, with gradient, and a sampler ``lag`` standard deviations off."""
     draw = torch.Generator().manual_seed(seed)
     policy, noise = torch.randn(2, *TABLE.shape[1:], generator=draw, dtype=torch.float64)
     return policy.requires_grad_(), policy.detach() + lag * noise
@@ -63,7 +63,7 @@ def constant(groups: Groups, beta: float) -> ObjectiveOutput:
 
 
 def expected(objective: Objective, groups: Groups, policy_SV: Tensor) -> Tensor:
-    """∇ of the expected loss of a completion that the sampler draws, [S, V]."""
+    """Gradient, [S, V], of the expected loss of a completion that the sampler draws."""
     share_BK = groups.behaviour_logprob_BK.exp()
     loss = (share_BK * objective(groups, 1.0).loss_BK).sum()
     return torch.autograd.grad(loss, policy_SV, retain_graph=True)[0]
@@ -72,7 +72,7 @@ def expected(objective: Objective, groups: Groups, policy_SV: Tensor) -> Tensor:
 @pytest.mark.parametrize("bound", [Unbounded(), RatioCap(cap=1.2), IcePop(band=(0.9, 1.1)), Dppo(limit=0.05)])
 @pytest.mark.parametrize("lag", [0.0, 0.3, 3.0])
 def test_a_constant_advantage_pulls_nowhere_at_any_lag(lag: float, bound: RatioBound) -> None:
-    """With the whole vocabulary; weighted scores are centred by the mean of weighted ones (equation 14)."""
+    """The whole vocabulary is recorded; the mean of the weighted scores is subtracted (equation 14)."""
     policy_SV, sampler_SV = logits(lag=lag)
     groups = everything(policy_SV, sampler_SV, VOCABULARY)
     assert expected(bounded(constant, bound, centred=True), groups, policy_SV).abs().max() < 1e-6
@@ -82,7 +82,7 @@ def test_a_constant_advantage_pulls_nowhere_at_any_lag(lag: float, bound: RatioB
 
 @pytest.mark.parametrize("k", range(1, VOCABULARY))
 def test_new_data_pull_nowhere_however_few_tokens_are_recorded(k: int) -> None:
-    """All others count as one token; if they were dropped, their mass would be pulled up."""
+    """All other tokens count as one; if they were dropped, their mass would be pulled up."""
     policy_SV, sampler_SV = logits(lag=0.0)
     groups = everything(policy_SV, sampler_SV, k)
     assert expected(bounded(constant, Unbounded(), centred=True), groups, policy_SV).abs().max() < 1e-6
@@ -107,7 +107,7 @@ def test_more_tokens_leave_less_of_the_pull_of_old_data() -> None:
 @pytest.mark.parametrize("bound", [Unbounded(), RatioTaper()])
 @pytest.mark.parametrize("k", [1, VOCABULARY])
 def test_the_optimum_of_trajectory_balance_stays(k: int, bound: RatioBound) -> None:
-    """On any data, by equation 7; a step away from it pulls."""
+    """The optimum has no gradient on any data (equation 7); a point one step away from it has one."""
     beta = 0.4
     _, sampler_SV = logits(lag=1.0)
     policy_SV = optimum(beta).requires_grad_()
@@ -130,7 +130,7 @@ def optimum(beta: float) -> Tensor:
 
 @pytest.mark.parametrize("bound", [Unbounded(), RatioCap(cap=1.2), RatioTaper()])
 def test_scores_are_centred_by_their_formula(bound: RatioBound) -> None:
-    """Equations 12 and 14 in numpy's terms, token by token; the loss and its metrics stay what they are."""
+    """Equations 12 and 14 are computed by numpy, token by token; the loss and its metrics do not change."""
     policy_SV, sampler_SV = logits(lag=1.0)
     groups, k = everything(policy_SV, sampler_SV, 2), 2
     objective = partial(trajectory_balance, log_z="behaviour")

@@ -1,4 +1,4 @@
-"""Weights that leave while the next step computes, by streams whose copies are late."""
+"""Copies of weights beside the next step, on simulated streams that copy late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE = 60.0
 
 
 class Stream:
-    """Work that waits for its turn, and what happens, in order."""
+    """Stream whose work waits for its turn. It notes what happens, in order."""
 
     def __init__(self, order: list[str]) -> None:
         self.order = order
@@ -36,14 +36,14 @@ class Stream:
         self.done = Flag()
 
     def wait_stream(self, other: Stream) -> None:
-        """What is computed at once needs no wait."""
+        """Do nothing, since work of the other stream is done at once."""
 
     def record_event(self, event: Event) -> Event:
         event.stream = self
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Now the other stream's work is done, and no sooner."""
+        """Do the other stream's work now, not earlier."""
         self.order.append("wait")
         for work in event.stream.late:
             work()
@@ -61,7 +61,7 @@ class Event:
 
 
 class Cuda:
-    """In place of torch.cuda. The current stream computes at once, others when they are waited for."""
+    """Stand-in for torch.cuda. The current stream works at once, other streams when they are waited for."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -89,7 +89,7 @@ class Cuda:
 
 
 class Copied:
-    """A tensor that is copied to in the current stream."""
+    """Tensor whose copies are queued in the current stream."""
 
     def __init__(self, cuda: Cuda, tensor: Tensor) -> None:
         self.cuda = cuda
@@ -110,7 +110,7 @@ class Copied:
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (1, 2), (2, 2), (2, 3)])
 def test_a_step_changes_no_weights_that_are_still_copied(tmp_path: Path, ranks: int, zero_stage: int) -> None:
-    """Late copies take the weights before the step; nothing is spread before those of all ranks are made."""
+    """Late copies take the weights from before the step; nothing is sent before all ranks have copied."""
     (tmp_path / "store").mkdir()
     model = make_random_model(tmp_path / "model", tied=False)
     config = make_config(model, ranks=ranks, zero_stage=zero_stage)

@@ -467,7 +467,7 @@ def test_logprobs_are_the_tempered_policys_however_sampled(tempered: Served, sam
 
 @pytest.mark.parametrize("k", [3, VOCABULARY])
 def test_the_likeliest_tokens_in_each_place_are_the_policys(tempered: Served, k: int) -> None:
-    """Against the softmax of all logits, in the order of their log-probabilities; no less for the others."""
+    """They are compared with the softmax of all logits, in the order of their log-probabilities."""
     model = tempered.load(tempered.other, version=10 + k)
     sampling = Sampling(0.7, 1.0, max_tokens=9, top_logprobs=k)
     groups = _generate(tempered.generator, *(_request(i, sampling=sampling) for i in range(3)))
@@ -538,7 +538,7 @@ def test_a_greedy_answer_ends_with_its_stop_string(stopping: tuple[VllmGenerator
 def test_samples_end_with_a_stop_string(
     stopping: tuple[VllmGenerator, PreTrainedModel], min_tokens: int, stop: tuple[str, ...]
 ) -> None:
-    """Of the engine or the request, or with EOS, or by the limit of tokens; and not below min_tokens."""
+    """Samples end with a stop string of the engine or the request, EOS or the limit, not below min_tokens."""
     generator, model = stopping
     sampling = Sampling(1.0, 1.0, max_tokens=20, min_tokens=min_tokens, stop=stop)
     groups = _generate(generator, *(_request(i, sampling=sampling) for i in range(16)))

@@ -111,7 +111,7 @@ CHECKPOINT_EVERY = MORE_STEPS = 5
 FEW_PROMPTS = ("evaluate.test_prompts=8", "evaluate.validation_prompts=0")
 
 MPS, MPS_SECONDS = "nvidia-cuda-mps-control", 10.0
-"""The daemon's program, and how long it may take to start, and to end."""
+"""Program of the MPS daemon, and how long it may take to start or to end, s."""
 
 MEDIAN = "median step"
 GENERATED_TOKENS = 256
@@ -308,7 +308,7 @@ def note_steps(stage: Stage, trainer: DeepSpeedLearner, batch: TrajectoryBatch, 
 
 
 def note_stall(stage: Stage, trainer: DeepSpeedLearner, slot: np.ndarray, batch: TrajectoryBatch) -> None:
-    """What a publish costs, in line and in a stream of its own; whether a step changes what leaves."""
+    """Note how long a publication stalls the loop, and whether a step changes weights being copied."""
     stalls: list[float] = []
 
     def publish_and_step() -> None:
@@ -460,7 +460,7 @@ def real_lora(stage: Stage) -> None:
 
 
 def real_mps(stage: Stage) -> None:
-    """As ``real``, with trainer and engine side by side on the GPU."""
+    """As ``real``, but trainer and engine compute side by side on the GPU, by MPS."""
     if not shutil.which(MPS):
         stage.note("left out, for there is no", MPS)
         return
@@ -472,7 +472,7 @@ def real_mps(stage: Stage) -> None:
 
 @contextmanager
 def sharing(folder: Path) -> Iterator[None]:
-    """Processes started in the block share GPUs by MPS, under a daemon of ours."""
+    """Let processes that start in the block share GPUs by MPS, under a daemon that ends with the block."""
     folder.mkdir(mode=0o700)
     ours = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
     around = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours

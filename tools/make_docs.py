@@ -216,19 +216,19 @@ def _code(keys: str) -> str:
 
 COMING = """\
 # Coming from TRL, verl or prime-rl
-An unknown key of theirs is refused with the name of ours, from these tables. Five things differ in kind:
+If a config has one of their keys, the error names ours, from these tables. Five things differ in kind:
 
-- **The objective** is trajectory balance. `train.beta` is above 0 and decides what is learned, not how hard a
-  brake is pulled: the optimum is π_ref·exp(r/β). Divide the spread of your rewards by it: .1 with rewards of
-  0 and 1 lets a right answer be e¹⁰ times as likely as before, relative to a wrong one. `train.objective:
-  dr_grpo` or `grpo` is what you had.
-- **Two numbers for one.** `generator.completions_per_prompt` (S) are sampled in one request, and each step
-  draws `train.completions_per_prompt` (K ≤ S) of all that the buffer holds of a prompt.
+- **The objective** is trajectory balance. `train.beta` (β) is above 0. It is not a mere brake: it decides
+  what is learned, since the optimum is π_ref·exp(r/β). Divide the spread of your rewards by β: with
+  rewards of 0 and 1 and β = .1, the optimum multiplies the odds of a right answer against a wrong one by e¹⁰.
+  The objectives that you had are `train.objective: dr_grpo` and `grpo`.
+- **Two numbers for one.** A request samples `generator.completions_per_prompt` (S) completions. Each step
+  draws `train.completions_per_prompt` (K ≤ S) of all completions that the buffer holds for a prompt.
 - **A replay buffer.** A completion may be learned from in several steps, at any age, unless
-  `buffer.replay_limit` and `exchange.max_staleness` say otherwise. For data used once and in order, as in
-  theirs: `buffer.replay_limit: 1`.
-- **Two roles of ranks.** `launch.trainers` and `launch.searchers` have GPUs of their own; engines are not put
-  to sleep.
+  `buffer.replay_limit` and `exchange.max_staleness` say otherwise. To use data once and in order,
+  as theirs do, set `buffer.replay_limit: 1`.
+- **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
+  own; engines are not put to sleep.
 - **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
   names."""
 

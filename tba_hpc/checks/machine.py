@@ -415,14 +415,14 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
 
 
 def check_registered_memory(facts: Facts) -> Iterator[Finding]:
-    """Check, in a process of its own, that CUDA registers shared memory, through which weights travel."""
+    """Check, in a separate process, that CUDA registers shared memory, through which weights travel."""
     if nvidia_smi()[0] and installed_torch()[1]:
         program = "from tba_hpc.learner.registered_memory import try_a_page; print(try_a_page())"
         yield judge_registered_memory(_output(sys.executable, "-c", program))
 
 
 def judge_registered_memory(said: str) -> Finding:
-    """Judge what ``try_a_page`` has said."""
+    """Judge the output of ``try_a_page``."""
     last = (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":
         return ok("registered memory", f"CUDA registers {SHM}: weights are copied at the speed of the link")

@@ -63,7 +63,7 @@ class RunFrames:
         """One row per whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
 
         reward: mean over the answers that have a reward. ended_score: share of answers that are correct and
-        ended by themselves.
+        were not cut off by a limit.
         """
         counts = ["perplexity", "ended_score", "correct", "total", "tokens", "truncated"]
         names = ["split", "step", "score", "low", "high", "reward", *counts]

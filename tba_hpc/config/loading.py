@@ -173,7 +173,7 @@ def _place(
 
 @functools.cache
 def elsewhere() -> dict[str, dict[str, Any]]:
-    """Return the keys of other systems, by name of the system: ``keys`` are (theirs, ours, what differs)."""
+    """Return what ``elsewhere.yaml`` says, by system; ``keys`` lists (their key, our key, what differs)."""
     found: dict[str, dict[str, Any]] = read_yaml(
         Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")
     )
@@ -181,7 +181,10 @@ def elsewhere() -> dict[str, dict[str, Any]]:
 
 
 def _elsewhere(names: list[str], value: object) -> str:
-    """Name our key for another system's that was found at ``names``, or below it; empty if it is nobody's."""
+    """Return the end of an error that names our key for an unknown one, or "" if no other system has it.
+
+    names: path of the unknown key. value: its value, whose keys are looked up, too.
+    """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
         for theirs, ours, _ in about["keys"]:

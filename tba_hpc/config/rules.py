@@ -114,11 +114,11 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield what keeps log-probabilities from being those of the distribution that is sampled from."""
+    """Yield an error for each setting by which samples do not follow the recorded log-probabilities."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return
-    needs = "{train.score_centering} needs samples of the distribution that the log-probabilities are of"
+    needs = "{train.score_centering} needs samples of the distribution whose log-probabilities are recorded"
     if own not in (None, generator.temperature):
         yield (
             f"{needs}, not {{model.logprob_temperature}} with {{generator.temperature}}: leave out the "

@@ -56,23 +56,23 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
 class NotifySection(Section):
-    """Who is told in a line when the run starts, raises an alert, falls silent or ends; see ``tba watch``."""
+    """Where the run reports, in a line each, its starts, alerts, silence and end; see ``tba watch``."""
 
     command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
-    """Command that runs for each message, without a shell: the message is its last argument, and TBA_EVENT is
-    start, alert, silence or end."""
+    """Command that runs for each message, without a shell. The message is its last argument; the variable
+    TBA_EVENT is start, alert, silence or end."""
     webhook_variable: MayChange[Variable | None] = None
-    """Environment variable that holds the address of a webhook, as of Slack or Mattermost, which gets a POST
-    of {"text": message}. The address is a secret and never stored."""
+    """Environment variable that holds the address of a webhook, such as one of Slack or Mattermost. Each
+    message is sent to it as a POST of {"text": message}. The address is a secret and never stored."""
     heartbeat_variable: MayChange[Variable | None] = None
-    """Environment variable that holds an address to GET while the run is at work, as of healthchecks.io. That
-    service raises the alarm if it hears nothing more, since a dead node can tell nobody."""
+    """Environment variable that holds an address of a service such as healthchecks.io, which the run requests
+    (GET) while it is at work. The service raises the alarm if requests cease: a dead node cannot report."""
     heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
-    """Pause between two of these, s."""
+    """Pause between two requests of the heartbeat's address, s."""
 
     @property
     def wanted(self) -> bool:
-        """True if anybody is to be told."""
+        """True if the run reports to anybody."""
         return bool(self.command or self.webhook_variable or self.heartbeat_variable)
 
 
@@ -84,7 +84,7 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
     notify: MayChange[NotifySection] = NotifySection()
-    """Who is told what becomes of the run."""
+    """Where the run reports what becomes of it."""
 
 
 class LoraSection(Section):
@@ -328,10 +328,11 @@ class TrainSection(Section):
     If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
     data themselves or learn from pairs."""
     score_centering: int = Field(0, ge=0)
-    """k of score centering (arXiv 2609.20807), such as 32: subtract from each token's score ∇log π_θ its mean
-    under the sampler, so that old data of constant advantage pull nowhere. The sampler's k likeliest tokens
-    are recorded, 6·k bytes per token; all others count as one. 0: off. Not for objectives that bound stale
-    data themselves or learn from pairs."""
+    """Number k of tokens for score centering (arXiv 2609.20807), such as 32; 0: off. It subtracts from each
+    token's score ∇log π_θ the mean of that score under the sampling policy, so that old data of constant
+    advantage have no effect on average. The sampling policy's k likeliest tokens in each place are recorded,
+    6·k bytes per completion token; all other tokens count as one. Not for objectives that bound stale data
+    themselves or learn from pairs."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None

@@ -138,8 +138,8 @@ class DrGrpo(ClippedTokens, Shifted):
 class DecoupledPpo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Dr. GRPO clipped around a policy one step old, which A-3PO interpolates, and weighted by the ratio of
-    that policy to the sampling one."""
+    """Dr. GRPO clipped around the policy of one step before, and weighted by the ratio of that policy to the
+    sampling one. That policy is interpolated as in A-3PO."""
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
 
@@ -181,7 +181,7 @@ class Unbounded(Section):
 
 
 class RatioWeighted(Section):
-    """A bound that weights each token by π_θ/π_behaviour where it does not act."""
+    """Bound that weights a token by π_θ/π_behaviour where it does not act."""
 
 
 class RatioCap(RatioWeighted):
@@ -193,7 +193,7 @@ class RatioCap(RatioWeighted):
 
 class IcePop(RatioWeighted):
     name: Literal["icepop"] = "icepop"
-    """Weight each token by π_θ/π_behaviour, or by 0 where that is outside a band (IcePop)."""
+    """Weight each token by π_θ/π_behaviour, or by 0 where this ratio is outside a band (IcePop)."""
     band: tuple[Fraction, Annotated[float, Field(gt=1)]] = (0.5, 5.0)
     """Lowest and highest weight other than 0."""
 
@@ -203,7 +203,7 @@ class Dppo(RatioWeighted):
     """Weight each token by π_θ/π_behaviour, or by 0 where its probability has moved far and is pushed further
     (DPPO)."""
     limit: Fraction = 0.15
-    """Largest change of a token's probability, the binary total variation, that is pushed further."""
+    """Largest change of a token's probability, its binary total variation, that may be pushed further."""
 
 
 class BinaryKl(RatioWeighted):
@@ -211,7 +211,8 @@ class BinaryKl(RatioWeighted):
     """Weight each token by π_θ/π_behaviour, or by 0 in completions whose tokens' probabilities have moved far
     (FlashREINFORCE)."""
     limit: Positive = 0.003
-    """Largest binary KL(π_behaviour‖π_θ), mean over a completion's tokens, whose weights are not 0, nats."""
+    """Largest mean of the binary KL(π_behaviour‖π_θ) over a completion's tokens that leaves it its weights,
+    nats."""
 
 
 class RatioTaper(Section):

@@ -169,7 +169,7 @@ def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatc
 
 
 def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
-    """Return the batch with k likeliest tokens in each place. Raises ConfigError if fewer are recorded."""
+    """Return the batch with the k likeliest tokens in each place; raise ConfigError if fewer are recorded."""
     recorded = batch.top_logprobs.shape[1]
     if k > recorded:
         raise ConfigError(
@@ -214,6 +214,6 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
 
 
 def _structured(arrays: Mapping[str, np.ndarray]) -> dict[str, np.dtype]:
-    """Return the dtypes of those arrays that hold more than numbers."""
+    """Return the dtypes, by name, of those arrays whose dtype has fields."""
     dtypes = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}
     return {name: dtype for name, dtype in dtypes.items() if name in arrays}

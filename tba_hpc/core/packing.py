@@ -63,7 +63,8 @@ class Packed:
 
     tokens, positions: int64 [1, R] or [N, L], each token and its place in its own sequence. attention: None
     for a rectangle. before_A: int64, index into flattened ``tokens`` at which a sampled token is predicted.
-    sampled_A: int64, that token; or [A, 1 + C], it and others whose log-probabilities are asked in its place.
+    sampled_A: int64, that token; or [A, 1 + C], that token and C others whose log-probabilities are wanted in
+    its place.
     place_A: int64, its index among the tokens of all completions.
     """
 
@@ -87,8 +88,8 @@ def pack(
     """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
 
     prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
-    and share it in a row. action_T: bool, whether each completion token was sampled. others_TC: tokens whose
-    log-probabilities are asked in place of each completion token, too; none if C = 0.
+    and share it in a row. action_T: bool, whether each completion token was sampled. others_TC: int, other
+    tokens whose log-probabilities are wanted in the place of each completion token; None: C = 0.
     """
     length_N = sequences.lengths
     row_S = np.arange(len(length_N)).repeat(length_N)

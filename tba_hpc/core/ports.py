@@ -29,7 +29,7 @@ PASS_AT_1 = "pass@1"
 """Name of the score of a task with right and wrong answers."""
 
 RIGHT_AND_ENDED = "right and ended"
-"""Name of the share of answers that are correct and that no limit cut off."""
+"""Name of the share of answers that are correct and were not cut off by a limit."""
 
 IDLE_DEADLINES = 6
 """Number of deadlines that a searcher gives its trainer between two rounds of the exchange."""
@@ -244,7 +244,7 @@ class Generator(Protocol):
         """Number of completions that have not ended, and of finished groups yet to be returned."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; ``sampling`` says what its completions hold, ``top_logprobs`` included.
+        """Queue a request; its completions hold what its ``sampling`` asks for, ``top_logprobs`` included.
 
         Raises ValueError if prompt and completion exceed the context.
         """
@@ -312,9 +312,9 @@ class Learner(Protocol):
         """
 
     def write_weights(self, out: np.ndarray) -> Callable[[], object] | None:
-        """Copy the current weights into ``out``, uint8 [layout.nbytes], or begin to: see ``Write``.
+        """Copy the current weights into ``out``, uint8 [layout.nbytes], or begin to copy them: see ``Write``.
 
-        The next steps do not change what is written.
+        Later steps do not change what is written.
         """
 
     def save(self, folder: Path) -> Callable[[], str]:
@@ -380,8 +380,9 @@ class Backend(Protocol):
 
 
 Write = Callable[[np.ndarray], Callable[[], object] | None]
-"""A function that writes weights into a buffer, uint8. If it returns a function, it has only begun to: that
-one, called in any thread, waits until all is written. It raises ExchangeError if another rank is gone."""
+"""Function that writes weights into a buffer, uint8. If it returns a function, it has only begun to write.
+The returned function, called in any thread, waits until all is written. It raises ExchangeError if another
+rank is gone."""
 
 
 class TrainerExchange(Protocol):

@@ -59,7 +59,7 @@ LIVE_RECORD = np.dtype(
 """Record in the buffer, its checkpoints and batches: RECORD plus what the trainer adds at the merge."""
 
 TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
-"""One of the likeliest tokens in some place. float16 rounds its probability by at most 2e-4."""
+"""Dtype of one of the likeliest tokens in a place. float16 changes its probability by at most 2e-4."""
 
 PER_TOKEN = ("logprobs", "ref_logprobs", "top_logprobs")
 """Fields of Trajectories that hold one value, or one row, per completion token."""
@@ -186,8 +186,8 @@ class Completion:
     the sampling weights at model.logprob_temperature, whatever temperature they were sampled at. They are NaN
     at tokens that an environment gave; the first token is never one of these. finish_reason: what ended it;
     "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed. calls,
-    failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in place of
-    each, as Sampling asks; meaningless at an environment's tokens. None: C = 0.
+    failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in the
+    place of each token, as Sampling asks; meaningless at an environment's tokens. None: C = 0.
     """
 
     tokens: np.ndarray
@@ -215,8 +215,8 @@ class Sampling:
     """Parameters by which completions are drawn.
 
     temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
-    top_logprobs: number of likeliest tokens whose log-probabilities are recorded in place of each token.
-    stop: texts that end it besides generator.stop.
+    top_logprobs: number C of likeliest tokens that are recorded, with log-probabilities, in each place.
+    stop: texts that end a completion, besides generator.stop.
     """
 
     temperature: float
@@ -284,7 +284,7 @@ class Trajectories:
     top_logprobs: np.ndarray = field(default_factory=partial(np.empty, (0, 0), TOP_LOGPROBS))
 
     def __post_init__(self) -> None:
-        """Make a row for each token if ``top_logprobs`` are left out."""
+        """Make an empty row for each token if ``top_logprobs`` are left out."""
         if self.top_logprobs.shape == (0, 0):
             object.__setattr__(self, "top_logprobs", np.empty((len(self.logprobs), 0), TOP_LOGPROBS))
 
@@ -390,7 +390,7 @@ class Trajectories:
         return cls(record, *ragged, *per_token, **fields)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by name, without those that have no width."""
+        """Return the columns by name, without those whose rows are empty."""
         named = zip(COLUMNS, self.columns, strict=True)
         return {name: array for name, array in named if array.shape[1:] != (0,)}
 
@@ -615,9 +615,9 @@ class Publication:
 
     version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
     split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
-    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. slot_ends: the
-    same for each elastic searcher at work, by its number. final: whether these are the last weights of the
-    run.
+    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. slot_ends:
+    budget_end of each elastic searcher at work, by its number. final: whether these are the last weights of
+    the run.
     """
 
     version: int
@@ -629,7 +629,7 @@ class Publication:
     final: bool = False
 
     def for_slot(self, searcher: int) -> Publication:
-        """Return the same for an elastic searcher; its budget, if there is one, ends with its slot's."""
+        """Return this for an elastic searcher: a budget, if there is one, then ends where its slot's does."""
         end = None if self.budget_end is None else self.slot_ends.get(searcher, 0)
         return replace(self, budget_end=end)
 

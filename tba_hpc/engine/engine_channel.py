@@ -32,7 +32,7 @@ class EngineSettings(Section):
     graphs: str = ""
     """vLLM's name for the kind of CUDA graphs; empty: as in generator.engine, or else as vLLM chooses."""
     top_logprobs: int = 0
-    """Highest number of them that a request asks for."""
+    """Highest number of likeliest tokens per place that a request asks for."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):

@@ -535,10 +535,10 @@ def _divided(
 def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
     """Return vLLM's parameters for ``n`` completions of a prompt by an engine of these settings.
 
-    ``logprobs=C`` asks for the log-probabilities of the sampled token and of the C likeliest in its place.
-    They are the policy's: before the sampler's temperature and top-p, and before the end of sequence is ruled
-    out below min_tokens. The engine's logits already include the policy's temperature, so the sampler's is
-    divided by it.
+    ``logprobs=C`` asks for the log-probabilities of the sampled token and the C likeliest in its place.
+    These are the policy's: before the sampler's temperature and top-p, and before the end of sequence is
+    ruled out below min_tokens. The engine's logits already include the policy's temperature, so the sampler's
+    is divided by it.
 
     Tokens become text only if there are stop strings to look for.
 
@@ -578,7 +578,7 @@ def _finished(output: RequestOutput) -> Finished:
     flat = [cast("FlatLogprobs", sample.logprobs) for sample in samples]
     tokens = _flat([sample.token_ids for sample in samples], np.int32)
     logprobs = _flat([one.logprobs for one in flat], np.float32).reshape(len(tokens), -1)
-    top = np.empty((len(tokens), logprobs.shape[1] - 1), TOP_LOGPROBS)  # after the sampled token
+    top = np.empty((len(tokens), logprobs.shape[1] - 1), TOP_LOGPROBS)  # they follow the sampled token
     top["token"] = _flat([one.token_ids for one in flat], np.int32).reshape(logprobs.shape)[:, 1:]
     top["logprob"] = logprobs[:, 1:]
     return Finished(

@@ -132,7 +132,7 @@ class VllmGenerator:
     ) -> None:
         """Start the engine. keys: config keys that errors name, the path's first, then those vLLM may refuse.
 
-        start_seconds, silence_seconds: as for an EngineProcess. top_logprobs: most that a request asks for.
+        start_seconds, silence_seconds: as for an EngineProcess. top_logprobs: the most that a request wants.
         """
         self._top_logprobs = top_logprobs
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}

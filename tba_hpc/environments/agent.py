@@ -1,11 +1,11 @@
-"""Conversations that a program of the user's own leads, by OpenAI's protocol, as with any model.
+"""Conversations that a program of the user's own leads by OpenAI's chat completions, as with any model.
 
     {"prompt": "Find the bug.", "files": "…"}
 
-The program is started once an episode, within the limits of tasks.program. It gets the row as a line of JSON,
-and in its environment OPENAI_BASE_URL and OPENAI_API_KEY. Each of its requests continues the one before,
-message by message, and so the very tokens that were sampled. Its exit ends the episode; the last line of its
-output is the reward, unless task.reward names others.
+The program is started once per episode, within the limits of tasks.program. It reads the row as a line of
+JSON, and its environment holds OPENAI_BASE_URL and OPENAI_API_KEY. Each of its requests repeats the messages
+of the one before and appends others, so that the model goes on from the very tokens that were sampled. Its
+exit ends the episode. The last line of its output is the reward, unless task.reward names others.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
 LOOK_SECONDS = 0.02
-"""Time between two looks whether a program has ended, s."""
+"""Time between two checks whether a program has ended, s."""
 
 ONE = (
     "the request does not continue the one before, by its answer and further messages, with the same tools: "
     "an episode is one conversation, without sub-agents, summaries or second tries"
 )
 LIMIT = "the conversation has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
-"""Why requests are refused."""
+"""Reason for refusing a request once a limit is reached; ONE is the reason for a request out of turn."""
 
 SPARE_SECONDS = 5.0
-"""Time beyond step_seconds after which a thread that waits for a program is given up, s."""
+"""Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
 
 
 @dataclass(slots=True)
 class ProgramSession:
-    """A program during an episode. The endpoint calls ``ask``, and the conversations all else.
+    """A program during an episode. The endpoint calls ``ask``, and Conversations calls all other methods.
 
-    asked: its last request. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
+    asked: the program's last request. calls, failed_calls: numbers of all tool calls so far, and of malformed
+    ones.
     """
 
     task: Agent
@@ -76,9 +77,9 @@ class ProgramSession:
     _ended: Ended | None = field(default=None, init=False)
 
     def ask(self, body: Body) -> Future[Body]:
-        """Take a request; return its answer. Raises RefusedError, as the answer may.
+        """Take a request; return its answer. This call and the answer may raise RefusedError.
 
-        One that is sent again while it waits for its answer shares that.
+        If the same request is sent again before it is answered, both get the same answer.
         """
         if self._over:
             raise RefusedError(self._over)
@@ -98,7 +99,10 @@ class ProgramSession:
         return self._answer
 
     def open(self) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Start the program; return messages and tools of its first request. Raises an error without one."""
+        """Start the program; return the messages and tools of its first request.
+
+        Raises ProgramError if it ends before that, TimeoutError if it takes too long, or RefusedError.
+        """
         self.endpoint.sessions[self._key] = self
         self._program = Confined(
             self.task.words,
@@ -115,9 +119,10 @@ class ProgramSession:
         return self._messages, self.asked.tools
 
     def act(self, text: str, **count: Any) -> Reaction:
-        """Answer the request by a turn; return what the next one adds, or nothing if the program has ended.
+        """Answer the last request with a turn that reads ``text``.
 
-        count: cut, prompt_tokens and tokens, as for ``completion``.
+        Returns the messages that the next request adds, or none if the program has ended, and whether it has.
+        count: cut, prompt_tokens and tokens, as for ``completion``. Raises TimeoutError or RefusedError.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
@@ -129,9 +134,10 @@ class ProgramSession:
         return (self._messages[len(self._known) :], False) if self._goes_on() else ([], True)
 
     def reward(self) -> float | None:
-        """Return what the program gives itself, but 0 if it fails to, and a limit has cut it off.
+        """Return the reward that the program prints, or None if task.reward gives the reward.
 
-        None if task.reward gives the reward. Raises ProgramError if the program failed.
+        If the program fails after a limit has cut the conversation off, its own reward is 0. Raises
+        ProgramError if it fails otherwise.
         """
         assert self._program
         cut = not self._answer.done()
@@ -150,7 +156,7 @@ class ProgramSession:
         raise ProgramError(f"{self._how} and no reward as the last line of its output")
 
     def end(self) -> None:
-        """Kill the program; a request that waits is refused."""
+        """Kill the program, and refuse a request that waits for its answer."""
         self.endpoint.sessions.pop(self._key, None)
         self._refuse("the episode is over")
         program, self._program = self._program, None
@@ -163,7 +169,10 @@ class ProgramSession:
             self._answer.set_exception(RefusedError(why))
 
     def _goes_on(self) -> bool:
-        """Wait for the next request, or for the program's end. Kills it before any error."""
+        """Wait for the next request or the program's end; tell whether a request came.
+
+        Raises TimeoutError or RefusedError, after the program is killed.
+        """
         assert self._program
         deadline = time.monotonic() + self.task.seconds
         try:
@@ -182,20 +191,20 @@ class ProgramSession:
 
     @property
     def _how(self) -> str:
-        """How the program ended."""
+        """Words that say how the program ended."""
         assert self._ended
         why = f" ({self._ended.last_error})" if self._ended.last_error else ""
         return f"{self.task.words[0]} ended with status {self._ended.status}{why}"
 
 
 class Programs(Conversations):
-    """The Generator of a task whose episodes are programs."""
+    """Generator of conversations that programs lead."""
 
     def __init__(self, generator: Generator, task: Agent, chat: Chat, endpoint: Endpoint) -> None:
         seconds = task.seconds + SPARE_SECONDS
         super().__init__(generator, task, chat, at_once=task.at_once, seconds=seconds)
         self._endpoint = endpoint
-        self._fit: set[str] = set()  # roles for whose messages the chat template has a place
+        self._fit: set[str] = set()  # roles whose messages the chat template can show
 
     def close(self) -> None:
         """Close the engine, and kill all programs."""
@@ -225,7 +234,7 @@ class Programs(Conversations):
 
 
 class Agent(Conversational):
-    """Task whose conversations are led by a program, whose reward counts unless task.reward names others."""
+    """Task whose conversations a program leads. The program gives the reward, unless task.reward does."""
 
     other_start = (
         "the program's first request differs from that of earlier episodes of the row: let its messages and "
@@ -244,8 +253,8 @@ class Agent(Conversational):
     ) -> None:
         """Take the options of the config; the others are those of Conversational. Raises ConfigError.
 
-        command, memory_mb: the program, as for a RewardSection. Its part of a turn lasts from its start, or
-        from an answer, to its next request or its end.
+        command: words of the program's command. memory_mb: as for a RewardSection. The program's part of a
+        turn lasts from its start or an answer to its next request or its end.
         """
         self.own_reward = not reward
         self.words = [find_word("task.options.command", word) for word in command]
@@ -264,6 +273,9 @@ class Agent(Conversational):
         return ProgramSession(self, self._endpoint, request, self.row(request.prompt))
 
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the prompt that the program's first request is, also as messages. Raises ValueError."""
+        """Return the program's first request as a prompt, and as messages. Raises ValueError as ``begun``.
+
+        said: its messages and tools.
+        """
         messages, tools = said
         return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

@@ -72,8 +72,8 @@ class Conversation:
 class Episode:
     """One completion of a group, so far.
 
-    session: a contract.Session, or an agent.ProgramSession. prompt: the prompt with what the session added.
-    tokens: those after it.
+    session: a contract.Session, or an agent.ProgramSession. prompt: the prompt, with what the session added.
+    tokens: the tokens after the prompt, in parts, int32; logprobs and top_logprobs have the same parts.
     """
 
     whole: Conversation
@@ -94,9 +94,10 @@ class Episode:
     def add(
         self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
     ) -> None:
-        """Append tokens, int32 [T], their logprobs, float32 [T], and their top_logprobs, TOP_LOGPROBS [T, C].
+        """Append tokens, int32 [T].
 
-        An environment's tokens, which are never the first, have neither.
+        logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens in the place of each. An
+        environment's tokens have neither; they are never the first.
         """
         self.tokens.append(tokens)
         self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
@@ -195,7 +196,7 @@ class Conversations:
         self._turns[self._asked] = episode  # now that the engine has taken it
 
     def _sampling(self, episode: Episode) -> Sampling:
-        """Return the parameters of the next turn, which takes no more than the conversation has left."""
+        """Return the parameters of the next turn. It gets no more tokens than the conversation has left."""
         sampling = episode.whole.request.sampling
         return replace(
             sampling,
@@ -218,7 +219,7 @@ class Conversations:
         self._work(episode, self._act(episode, text, completion), self._acted)
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
-        """Return the call by which the session answers a turn that reads ``text``."""
+        """Return the call in which the session reacts to a turn that reads ``text``."""
         return partial(episode.session.act, text, tuple(episode.messages))
 
     def _acted(self, episode: Episode, reaction: Reaction) -> None:

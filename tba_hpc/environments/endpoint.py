@@ -1,7 +1,7 @@
-"""The address at which programs ask a searcher's policy for turns, as they would ask OpenAI's.
+"""A searcher's HTTP server, at which programs ask its policy for turns as they would ask OpenAI.
 
 It listens on the loopback interface. A connection of another user of the machine is closed unread, so that it
-costs no descriptor. A request needs the key of an open episode; any other gets status 401.
+keeps no file descriptor. A request without the key of an open episode gets status 401.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LARGEST_BODY = 16 << 20
-"""Most bytes of a request."""
+"""Limit of a request's size, bytes."""
 
 OPEN_FILES = 1 << 16
 """Descriptors that a searcher asks for, if its limit is lower and may be raised."""
 
 
 class Endpoint:
-    """Server in a thread of its own. url: its address, as clients want it. sessions: of episodes, by key."""
+    """Server in a thread of its own.
+
+    url: its address, for OPENAI_BASE_URL. sessions: those of the open episodes, by their keys.
+    """
 
     def __init__(self) -> None:
         self.sessions: dict[str, ProgramSession] = {}
@@ -49,7 +52,7 @@ class Endpoint:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns in the server's thread, which lasts as long as the server."""
+        """Call ``function`` in the server's thread, which lives as long as the server; return its result."""
 
         async def called() -> T:
             return function()
@@ -69,7 +72,7 @@ class Endpoint:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._serving)
         finally:
-            self._loop.close()  # so that no call waits for it
+            self._loop.close()  # so that ``call`` fails instead of waiting forever
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions, as far as a run can answer them: what a program asks, and what it is told.
+"""The part of OpenAI's chat completions that a run can answer: requests, and the answers to them.
 
-A run decides how its policy samples. A parameter that would have it sample otherwise is refused, not ignored.
+The run decides how its policy samples. A parameter that asks for other sampling is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part(BaseModel):
 
 
 class Said(BaseModel):
-    """What a chat template reads of a message; its other keys are passed over."""
+    """The keys of a message that a chat template reads; all others are ignored."""
 
     role: str
     content: str | list[Part] | None = None
@@ -60,7 +60,7 @@ class Said(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message with one text; clients lose the blanks around that of the model."""
+        """The message with its parts joined, and the model's text stripped, as some clients strip it."""
         parts = self.content if isinstance(self.content, list) else [Part(text=self.content or "")]
         text = "".join(part.text for part in parts)
         return self.model_dump(exclude_none=True) | {
@@ -69,7 +69,7 @@ class Said(BaseModel):
 
 
 class Asked(BaseModel):
-    """A request for a turn. A parameter that is not here, or has another value, is refused."""
+    """A request for a turn. A parameter that is not listed here, or not with its value, is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -95,9 +95,10 @@ class Asked(BaseModel):
 
     @classmethod
     def of(cls, body: Body, sampling: Sampling, *, train: bool) -> Asked:
-        """Read a request. Raises RefusedError if it is malformed, or asks for another ``sampling`` than this.
+        """Read a request. Raises RefusedError if it is malformed, or does not fit ``sampling``.
 
-        In evaluations, which sample in their own way, it may state the temperature and top_p of training.
+        train: whether the split is for training. In evaluations any temperature and top_p may be given, such
+        as those of training, and they are ignored.
         """
         try:
             asked = cls.model_validate({key: value for key, value in body.items() if value is not None})
@@ -112,12 +113,15 @@ class Asked(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the turn."""
+        """Texts at which the turn ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
-    """Return a turn as a message, and the number of its malformed calls. number: of calls before it."""
+    """Return a turn as a message, and the number of its malformed tool calls.
+
+    asked: the request that the turn answers. number: number of tool calls in the episode before this turn.
+    """
     for stop in asked.stops:
         text = text.partition(stop)[0]
     thought, _, said = text.rpartition("</think>")
@@ -141,7 +145,10 @@ def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
 
 
 def completion(message: Message, *, cut: bool, prompt_tokens: int, tokens: int) -> Body:
-    """Return the answer to a request. cut: its max_tokens ended the message."""
+    """Return the answer to a request.
+
+    cut: whether a limit of tokens ended the message. prompt_tokens, tokens: lengths of prompt and message.
+    """
     reason = "tool_calls" if "tool_calls" in message else "length" if cut else "stop"
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",

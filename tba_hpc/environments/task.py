@@ -28,11 +28,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Conversational(Jsonl):
-    """Task whose completions are conversations, each with a partner that may have a reward of its own.
+    """Task whose completions are conversations, each with a partner that may give a reward of its own.
 
-    To that the weighted named rewards of the last turn's text are added. schemas: tools, described in every
-    prompt. roles: those of messages that follow a turn. other_start: error of an episode that begins
-    otherwise than those before.
+    The weighted named rewards of the last turn's text are added to the partner's reward. schemas: tools,
+    which every prompt describes. roles: roles of the messages that may follow a turn. other_start: error if
+    an episode begins differently from an earlier one of its row.
     """
 
     schemas: Sequence[dict[str, Any]] = ()
@@ -53,7 +53,7 @@ class Conversational(Jsonl):
         """Take the options of the config; the others are those of Jsonl. Raises ConfigError.
 
         max_turns: most turns of the model; an episode that needs more is cut off. step_seconds: longest time
-        for the partner's part of a turn. concurrency: most partners of a searcher that work at a time.
+        of the partner's part of a turn, s. concurrency: most partners of a searcher that work at a time.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
         """
         super().__init__(tokenizer, chat=chat, **options)
@@ -72,7 +72,7 @@ class Conversational(Jsonl):
             self._chat.require("tool")
 
     def require_start(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row, which errors call ``line``, lacks what an episode begins with."""
+        """Raise ConfigError if a row, which errors call ``line``, lacks a field that an episode needs."""
 
     def _checked(self, row: Fields) -> Fields:
         tools = row.get("tools") or []
@@ -109,13 +109,17 @@ class Conversational(Jsonl):
 
     @abstractmethod
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the prompt as the session's ``open`` begins it, also as messages. Raises ValueError."""
+        """Return the prompt with which an episode begins, also as messages. Raises ValueError as ``begun``.
+
+        said: what the session's ``open`` returned.
+        """
 
     def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
-        """Return the prompt as its episodes begin. said: what they add to it. text: renders all of it.
+        """Return the prompt with which the episodes of a row begin.
 
-        Raises ValueError if an earlier episode began otherwise, since a group has one prompt, or if it is too
-        long.
+        said: what the session adds to the row's prompt; if empty, that prompt is returned. text: renders the
+        whole prompt. Raises ValueError if an earlier episode began differently, since all completions of a
+        group have one prompt, or if the prompt is too long.
         """
         if prompt not in self._opened:
             begun = Prompt(prompt.id, chat.encode(text()), prompt.target) if said else prompt

@@ -57,7 +57,7 @@ class Decoding:
 
     temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name. truncated_share:
     share of the completions that the token limit cut off. ended: share of the completions that are correct
-    and ended by themselves, which is the first of the scores if no limit cut off a correct one. tokens: mean
+    and were not cut off; it equals the first of the scores if no correct completion was cut off. tokens: mean
     number of sampled tokens per completion. perplexity: that of these tokens under the reference, at
     model.logprob_temperature; None without a reference. reward: mean over prompts, None if it says no more
     than what is correct. summary: the task's own figures, see ports.Summarising.

@@ -166,7 +166,8 @@ class MpiTrainerExchange:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``. The round begins when all have written, for which its thread waits.
+        the others into their ``slot()``. The exchange's thread begins the round
+        when all have written.
         """
         if not self._thread.finished:
             return False
@@ -216,7 +217,7 @@ class MpiTrainerExchange:
 
     @_attentive()
     def _round(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
-        """Run one whole round, after ``written`` if weights are still being written."""
+        """Run one whole round; ``written`` first waits for weights that are still being written."""
         if written:
             written()
         self._world.send_all(
@@ -234,7 +235,7 @@ class MpiTrainerExchange:
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
         published = self._published if purpose is Purpose.PUBLISH else None
-        # Slots would need more room than HEADER has, and their searchers read a manifest instead.
+        # HEADER has no room for slot_ends; elastic searchers read them from a manifest instead.
         text = msgspec.json.encode(replace(published, slot_ends={})) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)

@@ -368,7 +368,7 @@ exclude_sick() {     # for the next start alone, now that this job is pending ag
 
 # --- To the end ---
 
-tell() {             # start what tells others how the run fares (run.notify), and tells them the end once it gets TERM
+tell() {             # start the process of run.notify, which reports the end of the run when it gets TERM
     "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
     TELLER=$!
     trap 'kill $TELLER 2>/dev/null && wait $TELLER' EXIT

@@ -135,7 +135,7 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if it was never submitted.
 
     Each has the keys ``job`` and SQUEUE_FIELDS. In a chain it is the first job that is queued or running.
-    ``state`` is NO_ANSWER if squeue is missing or silent, FORGOTTEN if it no longer knows the job.
+    ``state`` is NO_ANSWER if squeue is missing or silent, and FORGOTTEN if Slurm no longer knows the job.
     """
     jobs = jobs_of(run)
     if not jobs:

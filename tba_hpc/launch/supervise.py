@@ -127,7 +127,7 @@ def say(sentence: str) -> None:
 def begin(turn: Turn) -> str:
     """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
-    ``go`` comes with the name of the job's folder of caches, and with ``tell`` if the run names somebody.
+    ``go`` is followed by the name of the job's folder of caches, and by ``tell`` if run.notify is set.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job

@@ -357,7 +357,7 @@ class DeepSpeedLearner:
     def _write(self, out: np.ndarray) -> None:
         """Begin to write weights: each rank its part into one world's memory, or else the leader all.
 
-        On a GPU the copies run beside the next step, up to its change of the weights.
+        On a GPU the copies run beside the next step, which changes the weights only after them.
         """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
@@ -367,7 +367,7 @@ class DeepSpeedLearner:
         self._copied = (in_background if self._side.works else at_once)(self._wait_for_copies)
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Begin to copy the tensors of a layout's ``slots`` to their places in ``out``, a memcpy each."""
+        """Begin to copy the tensors of a layout's ``slots`` to their places in ``out``, one memcpy each."""
         with self._side.copying():
             for slot, weight in self._made_whole(layout, slots):
                 tensor_in(out, slot).copy_(weight, non_blocking=True)

@@ -256,7 +256,7 @@ class PolicyLogprobs(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """Return log π(token | all before it in its sequence) of the sampled tokens, float32 [A], in order.
 
-        Their shape is that of ``packed.sampled_A``, which may ask for others in their place, too.
+        Their shape is that of ``packed.sampled_A``, which may also name other tokens in the places of these.
         packed: tensors on the model's device, by ``core.packing.pack`` in this ``layout``, or as a rectangle.
         """
         row = {}
@@ -314,7 +314,7 @@ class LogprobHead(nn.Module):
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
-        """Return the log-probabilities of ``token_T``, float32: one per hidden state, or J each, [T, J]."""
+        """Return the log-probabilities of ``token_T``, int64 [T] or [T, J]; float32, of the same shape."""
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
         token_TJ = token_T if token_T.ndim == 2 else token_T[:, None]

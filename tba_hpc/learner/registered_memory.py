@@ -94,7 +94,7 @@ class KeptMaps:
 
 
 def try_a_page(cudart: Any = None) -> str:
-    """Register a page of shared memory with CUDA, and release it; return ``cudaError 0`` or another error."""
+    """Register a page of shared memory with CUDA and release it; return ``cudaError N``, 0 for success."""
     cudart = cudart or torch.cuda.cudart()
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         file.truncate(mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""A stream of a GPU for copies to the host that run beside its other work."""
+"""GPU stream in which copies to the host run beside the GPU's other work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class SideStream:
-    """Copies from this process's GPU that the host does not wait for; without a GPU they are made at once.
+    """Copies from this process's GPU for which the host does not wait; without a GPU they are made at once.
 
-    own: whether copies get a stream of their own. If not, they take their turn in the current stream, so that
-    what is copied may be freed after it. cuda: torch.cuda; None: torch's, if it has a GPU.
+    own: whether copies get a stream of their own. If not, they wait their turn in the current stream, and
+    what they copy may be freed once they are queued. cuda: torch.cuda; None: torch's, if it has a GPU.
     """
 
     def __init__(self, *, own: bool, cuda: Any = None) -> None:
@@ -23,12 +23,12 @@ class SideStream:
 
     @property
     def works(self) -> bool:
-        """True if there is a GPU, so that copies may go on after ``copying``."""
+        """True if there is a GPU, so that copies may continue after the block of ``copying``."""
         return self._cuda is not None
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Make the copies in the block, of what the GPU has computed when they begin."""
+        """Queue the copies that the block makes; they begin once the GPU has done all earlier work."""
         if not self.works:
             yield
             return
@@ -37,10 +37,10 @@ class SideStream:
         stream.wait_stream(current)
         with self._cuda.stream(stream):
             yield
-            self._copied = stream.record_event(self._cuda.Event(blocking=True))  # its waiter takes no core
+            self._copied = stream.record_event(self._cuda.Event(blocking=True))  # waiting takes no core
 
     def hold_changes(self) -> None:
-        """Have the GPU do nothing further, such as change what is copied, before the copies are made."""
+        """Make later work of the current stream, such as a change of the weights, wait for the copies."""
         if self._copied:
             self._cuda.current_stream().wait_event(self._copied)
 

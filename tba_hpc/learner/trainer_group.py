@@ -180,7 +180,7 @@ class TrainerGroup:
         self.total(np.zeros(1))
 
     def meet_aside(self) -> None:
-        """Wait until all ranks have come here; one thread of each may, while others do anything else."""
+        """Wait until all ranks have called this, each in one thread; their other threads may go on."""
         if not self._alone:
             dist.all_reduce(torch.zeros(1), group=self._aside)
 

@@ -84,7 +84,7 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class Attendance:
-    """Tells which elastic searchers are there; checks every LOOK_SECONDS."""
+    """Elastic searchers that hold a slot now; it looks at most every LOOK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
@@ -93,11 +93,11 @@ class Attendance:
         self._there: dict[str, Owner] = {}
 
     def anybody(self) -> bool:
-        """Tell whether any elastic searcher holds a slot, perhaps while it builds its engine."""
+        """Tell whether any elastic searcher holds a slot, even if its engine is still being built."""
         return bool(self._last())
 
     def at_work(self) -> set[int]:
-        """Return the numbers of those whose engines have loaded weights."""
+        """Return the numbers of the elastic searchers whose engines have loaded weights."""
         return {self._names[name] for name, owner in self._last().items() if owner.ready}
 
     def _last(self) -> dict[str, Owner]:
@@ -215,7 +215,7 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Tell the trainer, once, that it may count on this searcher: its engine is built."""
+        """Tell the trainer, once, that the engine has loaded weights, so that it counts on this searcher."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.searcher), self.config.launch.disk_seconds
             insist(lambda: note_ready(name), seconds=seconds)

@@ -135,7 +135,10 @@ class Freshness:
         return self.missing(step) > self._owed.total()
 
     def note_visitors(self, visitors: Callable[[], Collection[int]]) -> None:
-        """Share the budget among the run's own searchers and these elastic ones, which are at work now."""
+        """Share the budget among the run's own searchers and the elastic ones at work.
+
+        visitors: returns the numbers of these elastic searchers.
+        """
         if self._budget:
             self._budget.attend(visitors())
 
@@ -188,16 +191,17 @@ class Freshness:
 
 
 class RolloutBudget:
-    """The requests that searchers may issue if staleness is bounded.
+    """Requests that searchers may issue if staleness is bounded.
 
     A request issued under weights v is used by step v + n if no more than (n + 1)·B requests wait to be
     learned from by then (AReaL, arXiv 2505.24298, §5.1). So the run's own searchers may issue theirs before
-    ``end``, which is (v + n + 1)·B in a run that loses nothing and has no others. For requests that are lost
-    (duplicates, stale or repeated groups, those of excluded searchers) others are granted. Without these,
-    searchers would be less far ahead with each loss.
+    ``end``, which is (v + n + 1)·B in a run without losses or elastic searchers. In place of lost requests
+    (duplicates, stale or repeated groups, those of excluded searchers) others are granted. Otherwise each
+    loss would leave searchers less far ahead.
 
-    A slot has an end of its own, which goes up only while an elastic searcher is at work there. What that one
-    leaves unanswered is granted again to the slot's next searcher; until then others are granted as many.
+    Each slot has an end of its own, which rises only while an elastic searcher is at work there. Requests
+    that this searcher leaves unanswered are granted again to the slot's next searcher. Until then as many
+    others are granted to the other searchers.
 
     If steps learn from the oldest first, none is too stale, since steps wait for ``overdue`` requests.
     Going on with the quick ones and dropping the rest would starve long answers.
@@ -214,10 +218,10 @@ class RolloutBudget:
         self._own = range(config.launch.searchers)
         self._slots = range(config.launch.searchers, config.launch.places)
         self._ends = {self._own: 0, **{_only(slot): slot for slot in self._slots}}  # by places that share it
-        self._absent = set(self._slots)  # those without a searcher at work
+        self._absent = set(self._slots)  # slots without a searcher at work
         self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
-        self._open: dict[int, int] = {}  # version at the grant, by unanswered request, oldest grants first
+        self._open: dict[int, int] = {}  # version at the grant by unanswered request, oldest first
         self._ahead = set[int]()  # answered requests that are not granted yet
         self._owed = Counter[int]()  # by place: open requests, less those ahead
         self._set_aside = Counter[int]()  # by place: the most requests that were ever ahead at once
@@ -229,25 +233,25 @@ class RolloutBudget:
 
     @property
     def slot_ends(self) -> dict[int, int]:
-        """The same for each elastic searcher at work, by its number."""
+        """End of the requests of each elastic searcher at work, by its number."""
         numbers = zip(self._slots, self._launch.elastic_searchers, strict=True)
         return {number: self._ends[_only(slot)] for slot, number in numbers if slot not in self._absent}
 
     @property
     def has_searchers(self) -> bool:
-        """True if somebody is left to grant requests to."""
+        """True if there is a searcher to grant requests to."""
         return len(self._idle) < self._launch.places
 
     @property
     def _idle(self) -> set[int]:
-        """Places of which no answer is expected."""
+        """Places from which no answer is expected."""
         return self._silent | self._absent
 
     def _place_of(self, request_id: int) -> int:
         return request_id % self._launch.places
 
     def attend(self, searchers: Collection[int]) -> None:
-        """Note which elastic searchers are at work. Those that have left owe nothing."""
+        """Note the numbers of the elastic searchers at work; one that has left owes nothing."""
         self._absent = set(self._slots).difference(map(self._launch.place_of, searchers))
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
@@ -270,7 +274,7 @@ class RolloutBudget:
         return self.end
 
     def _next_request(self) -> int:
-        """Return a request of those who owe least, whose end is now past it."""
+        """Return the next request of the places that owe least, and raise their end past it."""
         busy = {places: set(places) - self._idle for places in self._ends}
         owed = {places: sum(map(self._owed.__getitem__, at)) / len(at) for places, at in busy.items() if at}
         places = min(owed, key=owed.__getitem__)
@@ -282,7 +286,10 @@ class RolloutBudget:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Take back what slots without a searcher owe. Whoever comes before this still has the old end."""
+        """Take back the requests that slots without a searcher owe.
+
+        A searcher that takes such a slot before this call still has the old end.
+        """
         for request_id in [one for one in self._open if self._place_of(one) in self._absent]:
             del self._open[request_id]
             slot = _only(self._place_of(request_id))
@@ -310,9 +317,10 @@ class RolloutBudget:
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Note answered requests. One that was not granted yet may replace another that was set aside.
+        """Note answered requests. A request that is not granted yet may stand in for one that was set aside.
 
-        Second answers count for nothing, nor do those from before a searcher left or the attempt began.
+        Second answers do not count. Neither do answers to requests from before a searcher left or the attempt
+        began.
         """
         new = request_ids[~self._completed.among(request_ids)]
         self._completed.add(new)
@@ -327,7 +335,7 @@ class RolloutBudget:
         self._set_aside |= Counter(map(self._place_of, self._ahead))
 
     def owed(self) -> Counter[int]:
-        """Count requests that may be issued and are not completed, by place, excluded ones left out."""
+        """Count requests that may be issued and are not completed, by place; excluded places are left out."""
         idle = self._idle
         return +Counter({place: count for place, count in self._owed.items() if place not in idle})
 

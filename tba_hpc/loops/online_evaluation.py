@@ -111,7 +111,7 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Return an evaluation of one completion, or of none."""
+        """Return the part of an evaluation that one completion makes, or an empty part without one."""
         return Evaluation(
             split=split,
             step=step,

@@ -30,7 +30,7 @@ class Searcher:
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
     generation pauses. log_seconds: time between two metric records. report: takes a part of an evaluation.
-    weights_in_use: called whenever the engine has loaded weights.
+    weights_in_use: is called each time the engine has loaded weights.
     """
 
     generator: Generator
@@ -129,7 +129,7 @@ class Searcher:
         return request
 
     def _set_budget(self, end: int | None) -> None:
-        """Note the end of the budget. A lower one grants anew what was set aside before."""
+        """Note the end of the budget. If it falls, requests set aside before are granted anew."""
         if end is not None and end < (self._budget_end or 0):
             self._ahead = []
         self._budget_end = end

@@ -41,8 +41,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    visitors: returns the numbers of the elastic searchers at work. replays: see Freshness. job_end: time at
-    which the job ends, unix seconds.
+    visitors: returns the numbers of the elastic searchers at work. replays: see Freshness. job_end: time of
+    the job's end, unix seconds.
     """
 
     config: Config

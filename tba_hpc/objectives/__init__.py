@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """Make the loss that ``train`` asks for: objective, normaliser, and what bounds or centres its pull.
+    """Make the loss that ``train`` asks for: objective, normaliser, ratio bound and score centering.
 
     Its metrics also hold the moments of ``diagnostics``, from which ``figures`` makes what is logged.
     max_tokens: the longest completion that can be sampled, in tokens.

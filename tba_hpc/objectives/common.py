@@ -81,9 +81,9 @@ class Groups:
     that were sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of
     which these groups may be a part; None: they are all of it. on_policy_BK: bool, whether the weights of θ
     sampled the completion; None: not known. age_BKL: int32, optimizer steps from the weights that sampled a
-    token to θ; None: not known. top_policy_BKLC, top_behaviour_BKLC: log-probabilities like policy_BKL and
-    behaviour_BKL, of the C tokens that the sampling weights found likeliest in each place; None: they are not
-    recorded. Groups must be whole, because baselines are taken over what is given here.
+    token to θ; None: not known. top_policy_BKLC, top_behaviour_BKLC: as policy_BKL and behaviour_BKL, but of
+    the C tokens that were likeliest in each place under the sampling weights; None: they are not recorded.
+    Groups must be whole, because baselines are taken over what is given here.
     """
 
     policy_BKL: Tensor
@@ -103,7 +103,7 @@ class Groups:
         """Combine a record whose arrays are tensors with the policy's log-probabilities.
 
         policy_T: float32, with gradient, log π_θ of the completions' tokens, 0 at those of an environment; or
-        [T, 1 + C], of each token and of the sampler's C likeliest in its place.
+        [T, 1 + C], also of the C tokens that were likeliest in each place under the sampling weights.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape

@@ -112,11 +112,11 @@ def decoupled_ppo(
 
     The loss is the mean over rows of the sum over tokens of −w·min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
     ρ = π_θ/π_prox of a token, w = π_prox/π_behaviour without gradient, and A = r − r̄. The gradient thus stops
-    where θ leaves a recent policy, not where it leaves the one that sampled. There is no KL term, so ``beta``
-    is not used. Metrics are those of ``grpo``.
+    where π_θ leaves a recent policy, not where it leaves the policy that sampled. There is no KL term, so
+    ``beta`` is not used. Metrics are those of ``grpo``.
 
-    proximal_BKL: log π_prox of each token. None: that of the policy one step before θ, approximated by A-3PO
-    (arXiv 2512.06547), which saves a pass of that policy's weights:
+    proximal_BKL: log π_prox of each token. None: π_prox is the policy one step before π_θ, approximated as in
+    A-3PO (arXiv 2512.06547), so that its weights need no pass:
 
         log π_prox = log π_θ − (log π_θ − log π_behaviour)/Δ,   Δ the token's age in steps, at least 1.
     """

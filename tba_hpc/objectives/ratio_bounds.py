@@ -26,16 +26,16 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 from tba_hpc.objectives.score_centering import mean_score
 
 OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
-"""Bounds that look at each token by itself, the others at its completion."""
+"""Bounds that look at each token by itself; the other bounds look at whole completions."""
 
 
 def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
 
     centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
-    (score centering). A bound of tokens weighs each token of that mean by its own ratio, because the
-    mean of weighted scores is what a constant slope pulls by. A bound of completions weighs score and mean
-    alike, because it depends on tokens still to come.
+    (score centering). A bound of tokens weighs each token of that mean by its own ratio: under a
+    constant slope the expected gradient is the mean of the weighted scores. A bound of completions weighs
+    score and mean alike, because it also depends on later tokens.
 
     Metrics: the objective's, and clip_share, the share of tokens on which the bound acts; it is a share of
     completions if the bound looks at whole completions.
@@ -62,7 +62,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 def _alike(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return weights for the candidates of each place, which have its slope, as ``mean_score`` asks."""
+    """Return weights as ``mean_score`` asks; all candidates in a place have the slope of its token."""
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
         return weights(bound, candidates, slope_BKL.repeat_interleave(each, 2))[0]
@@ -100,8 +100,9 @@ def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) 
     """Mark the tokens, bool [B, K, L], or completions, [B, K, 1], that have moved too far from π_behaviour.
 
     IcePop: the ratio is outside the band (arXiv 2510.18855). DPPO: |π_θ − π_behaviour| is above the limit,
-    and the gradient pushes it further (arXiv 2602.04879, eq. 12 and 13; 0.15 is the paper's). FlashREINFORCE:
-    the mean of ``_binary_kl`` is above the limit (github.com/yifanzhang-pro/FlashREINFORCE, whose is 0.003).
+    and the gradient pushes it further (arXiv 2602.04879, eq. 12 and 13; the paper's limit is 0.15).
+    FlashREINFORCE: the mean of ``_binary_kl`` is above the limit
+    (github.com/yifanzhang-pro/FlashREINFORCE, whose limit is 0.003).
     """
     match bound:
         case IcePop(band=(low, high)):
@@ -116,10 +117,10 @@ def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) 
 
 
 def _binary_kl(groups: Groups) -> Tensor:
-    """Return KL(p‖q) of each token between "this token" and "another", [B, K, L], detached, nats.
+    """Return the binary KL(p‖q) of each token, [B, K, L], detached, nats.
 
-    p and q are its probabilities under π_behaviour and π_θ, kept 1e-6 from 0 and 1. Where there is no sampled
-    token it is 0.
+    Its two outcomes are "this token" and "another". p and q are the token's probabilities under π_behaviour
+    and π_θ, kept 1e-6 from 0 and 1. Where no token was sampled, the KL is 0.
     """
     p, q = (
         logprob_BKL.detach().exp().clamp(1e-6, 1 - 1e-6)

@@ -176,8 +176,8 @@ class SearcherDigest:
     trends: of its own records, or the whole run's, into which its records then go. stays: seconds of its
     earlier starts, each up to its last record. since, until: first and last record of its last start, unix
     seconds. tokens: generated, even if lost with their searcher. rates: tokens per second by unix second.
-    at_work: the same, only while it generated. stage, reached: what its engine does, and since when. last:
-    the last record that is no event.
+    at_work: the same, only while it generated. stage, reached: stage of its engine's start, and when it was
+    reached, unix seconds. last: the last record that is not an event.
     """
 
     index: int

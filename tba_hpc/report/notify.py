@@ -1,8 +1,8 @@
-"""Tells somebody what becomes of a run: ``run.notify``, by a command or a webhook, and by a heartbeat.
+"""Reports of what becomes of a run (``run.notify``), by a command or a webhook, and its heartbeat.
 
-A process of its own reads the run's files, so that nothing it waits for delays training. A message that
-cannot be sent costs a line of its log. ``tba run`` and the job's batch script start the process and end it by
-SIGTERM, upon which it tells how the run has ended. A node that dies tells nothing, so its heartbeat ceases.
+A separate process reads the run's files, so that its waits do not delay training. A message that cannot be
+sent costs a line of its log. ``tba run`` and the job's batch script start the process and end it by SIGTERM;
+it then reports how the run has ended. A node that dies cannot report, but its heartbeat ceases.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ log = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses, which are secrets
 
 RUN_CHECK_SECONDS = 15.0
-"""Pause between two looks at the run."""
+"""Pause between two checks of the run, s."""
 
 SEND_SECONDS = 10.0
-"""Timeout of a message."""
+"""Timeout of a message, s."""
 
 END_SECONDS = 30
-"""Seconds for the last messages."""
+"""Time for the last messages after the signal to end, s."""
 
 START_SECONDS = 30
 """Longest time until the process listens to signals."""
 
 BOOT_SECONDS = 2.0
-"""Precision with which the kernel tells when a process began."""
+"""Error of the time at which a process began, as the kernel gives it, s."""
 
 LOG = "notify.log"
 
 
 def require_addresses(config: Config) -> None:
-    """Raise ConfigError if the environment lacks an address that ``run.notify`` names, or it is none."""
+    """Raise ConfigError if a variable that ``run.notify`` names is not set, or holds no address."""
     for key in ("webhook_variable", "heartbeat_variable"):
         name = getattr(config.run.notify, key)
         address = os.environ.get(name, "").strip() if name else "https://"
@@ -72,9 +72,9 @@ def require_addresses(config: Config) -> None:
 
 
 class Notifier:
-    """Tells what has changed in a run between two looks.
+    """Sender of messages about what has changed in a run since the last check.
 
-    queue: see ``RunMonitor``. since: unix seconds; what the run's events say of the time before is known.
+    queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported.
     """
 
     def __init__(self, run: RunDir, queue: Queue, since: float) -> None:
@@ -88,7 +88,7 @@ class Notifier:
         self._state = now.state if now.over and not (events and events[-1]["time"] >= since) else ""
 
     def look(self) -> RunState:
-        """Tell what is new, and give a sign of life if the run gives one."""
+        """Report what is new, request the heartbeat's address if that is due, and return the run's state."""
         self._monitor.update()
         now = run_state(self._monitor)
         self._tell_of_start()
@@ -101,7 +101,7 @@ class Notifier:
         return now
 
     def leave(self) -> None:
-        """Tell how the run has ended, or that its job leaves its nodes: its launcher or batch script ends."""
+        """Report the end of the run or of its job, once the launcher or the batch script ends."""
         self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
         self._monitor.update()
         self._tell_of_alerts()
@@ -123,7 +123,7 @@ class Notifier:
     def _tell_of_alerts(self) -> None:
         for alert in self._monitor.alerts:
             key = alert.short.rpartition(": ")[2]
-            if key not in self._told:  # the figure of a standing alert changes with every look
+            if key not in self._told:  # the figure in a standing alert changes with every check
                 self._told.add(key)
                 self._send("alert", f"alert: {alert.short}", self._command("report"))
 
@@ -146,7 +146,7 @@ class Notifier:
         self._ask(self._notify.webhook_variable, {"text": message})
 
     def _ask(self, variable: str | None, content: dict[str, str] | None = None) -> None:
-        """POST the content to the address in a variable, or GET that; it is a secret that no error shows."""
+        """Request the address in a variable, by POST with content, else by GET. Errors never show it."""
         if variable is None:
             return
         try:
@@ -175,7 +175,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _left(entry: QueueEntry) -> QueueEntry:
-    """Return a component of a job as Slurm will have it once its batch script has ended."""
+    """Return a component of a job as squeue will show it once its batch script has ended."""
     return {**entry, "state": FORGOTTEN}
 
 
@@ -183,9 +183,11 @@ def _left(entry: QueueEntry) -> QueueEntry:
 
 
 def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
-    """Tell what becomes of a run until it is finished, or until a signal. Raises ConfigError.
+    """Report what becomes of a run, until it is finished or this process gets SIGTERM or SIGINT.
 
-    beside: whether the launcher or the batch script sends that signal, so that the run's end is told then.
+    queue: see ``RunMonitor``. beside: whether the launcher or the batch script sends this signal when it
+    ends; the end of the run is then reported, too. Raises ConfigError if run.notify is not set, or lacks an
+    address.
     """
     config = run.config()
     if not config.run.notify.wanted:
@@ -212,7 +214,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
 @contextmanager
 def notified(run: RunDir, config: Config) -> Iterator[None]:
-    """Tell what becomes of the run while the block runs, and how it ends, if its config names somebody."""
+    """Report what becomes of the run while the block runs, and how it ends, if run.notify is set."""
     if not config.run.notify.wanted:
         yield
         return

@@ -117,7 +117,7 @@ class RunMonitor(RunData):
 
     @property
     def is_silent(self) -> bool:
-        """Tell whether all have been silent for longer than any rank waits for another."""
+        """True if all ranks have been silent for longer than any of them waits for another."""
         return (self.silence or 0.0) >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
 
     @property
@@ -328,7 +328,7 @@ def _engines(monitor: RunMonitor) -> str:
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint if all have been silent for too long."""
+    """Add a hint if all ranks have been silent for too long."""
     if not monitor.is_silent:
         return found
     words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"

@@ -76,7 +76,7 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
-    """Return the last evaluation's share of correct answers that ended by themselves, if some did not."""
+    """Return the share of answers that are correct and not cut off; empty if no correct one was cut off."""
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if last and last[0].cut_correct else {}
 
 

@@ -33,7 +33,7 @@ class Summary:
     evaluated_step: step of the ``after`` figures; a run that went on and was stopped has done more steps.
     score_name: mean reward if rewards are not just 0 and 1, else the task's name for the share of correct
     answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
-    ended_before, ended_after: share of answers that are correct and ended by themselves.
+    ended_before, ended_after: share of answers that are correct and were not cut off by a limit.
     perplexity_…: of the same answers under the policy of step ``perplexity_reference``; None without a
     reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
@@ -224,7 +224,7 @@ def print_summary(
 
 
 def right_and_ended(summary: Summary) -> str | None:
-    """Format the shares of answers that are correct and ended by themselves; None if all correct ones did."""
+    """Format the shares of answers that are correct and not cut off; None if no correct one was cut off."""
     ended = summary.ended_before, summary.ended_after
     if not summary.test_prompts or ended == (summary.pass_at_1_before, summary.pass_at_1_after):
         return None

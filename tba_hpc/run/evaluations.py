@@ -91,7 +91,7 @@ class Evaluation:
 
     @property
     def ended_score(self) -> float:
-        """Share of answers that are correct and ended by themselves; NaN for an empty split."""
+        """Share of answers that are correct and were not cut off by a limit; NaN for an empty split."""
         return (self.correct - self.cut_correct) / self.total if self.total else float("nan")
 
     @property

@@ -10,8 +10,8 @@ An owner keeps the run's folder open, by which other processes of its machine re
 folder a claim names a process that is at work on another run.
 
 An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_OWNER_SECONDS,
-anybody may take its claim. If it was only frozen, it ends as soon as it notices; it checks this before
-anything that it writes counts (``end_if_superseded``).
+anybody may take its claim. If it was only frozen, it ends as soon as it notices that its claim is taken. It
+checks this before anything that it writes counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -205,14 +205,14 @@ class Lease:
 
 
 def note_ready(name: str) -> None:
-    """Write into this process's claim of ``name`` that its engine has loaded weights."""
+    """Write into this process's claim of ``name`` that the process's engine has loaded weights."""
     end_if_superseded()  # else the claim would be there again
     (mine,) = (mine for mine in _ours if mine.stem == name)
     write_atomic(mine, replace(_read(mine), ready=True).to_json())
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
-    """Map names to owners with a recent sign of life, whose process, if it is of this machine, exists.
+    """Map names to owners that gave a recent sign of life; those of this machine must also have a process.
 
     now: unix seconds, by default this host's clock.
     """
@@ -239,7 +239,7 @@ def end_if_superseded() -> None:
 
 
 def _exists(owner: Owner) -> bool:
-    """Tell whether an owner's process exists, if it is of this machine."""
+    """Tell whether the process of an owner on this machine exists."""
     return _began(owner.pid) == owner.began
 
 

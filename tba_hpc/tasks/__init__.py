@@ -138,7 +138,7 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
 
 
 def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
-    """Return a constructor's parameters, by name; ``**options`` stands for those of the next base's."""
+    """Return a constructor's parameters, by name; ``**options`` stands for those of the next base class."""
     found: dict[str, inspect.Parameter] = {}
     for make in (vars(kind)["__init__"] for kind in task_class.__mro__[:-1] if "__init__" in vars(kind)):
         own = list(inspect.signature(make, eval_str=True).parameters.values())[1:]

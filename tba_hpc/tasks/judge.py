@@ -24,7 +24,7 @@ import httpx
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.tasks.fields import filled_in
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses, which may hold a key
+logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs addresses, which may hold a key
 
 LONGEST_ANSWER = 1 << 20
 """Most bytes of an answer that are read."""
@@ -149,7 +149,7 @@ class Judge:
         return httpx.AsyncClient(verify=self._trusted, mounts=direct, timeout=None)
 
     async def _post(self, client: httpx.AsyncClient, question: object, seconds: float) -> Reply:
-        """Return the answer to a POST, all of it within ``seconds``. Raises TimeoutError or HTTPError."""
+        """Return the answer to a POST. Raises HTTPError, or TimeoutError after ``seconds``."""
         headers = {"Accept-Encoding": "identity"}  # so that no answer grows when it is read
         headers |= {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         body = b""
@@ -231,7 +231,7 @@ def _secret(key: str, variable: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the first cause of an error says: httpx's own text is often vaguer than that."""
+    """Return the text of an error's first cause, since httpx's own text is often vaguer."""
     while not isinstance(error, TimeoutError) and (cause := error.__cause__ or error.__context__):
         error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
     if isinstance(error, ConnectionError) and error.errno:

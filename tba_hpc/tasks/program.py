@@ -107,10 +107,11 @@ class Ended(NamedTuple):
 
 
 class Confined:
-    """A program that was started within the limits that the module describes, with ``text`` as its input.
+    """Program that is started within the limits that the module describes, with ``text`` as its input.
 
-    seconds: processor time of each process. variables: added to its environment. start: makes the call that
-    starts it; the kernel ends the program with the thread of this call.
+    seconds: limit of the processor time of each of its processes. variables: variables added to its
+    environment. start: makes the call that starts the program. The kernel ends the program when the thread
+    that made this call ends.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Confined:
             self._files = files.pop_all()
 
     def end(self) -> Ended:
-        """Kill what is left of its session, and return how it ended. No call may follow."""
+        """Kill what is left of the program's session, and return how it ended. It may be called once."""
         status = self.process.poll()
         kill_session(self.process.pid)
         self.process.wait()
@@ -168,9 +169,9 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
 
 
 def find_word(key: str, word: str) -> str:
-    """Resolve a word of the command ``key``: the run's Python, a file beside the config, or the word itself.
+    """Resolve a word of a command: to the run's Python, to a file beside the config, or to the word itself.
 
-    Raises ConfigError for a script that is not there.
+    key: config key of the command, for errors. Raises ConfigError if a script does not exist.
     """
     if word == "python":
         return sys.executable

@@ -124,7 +124,7 @@ class TrainerSide:
         until(lambda: self.exchange.publish(publication, write), "publish")
 
     def writer(self, version: int) -> Write:
-        """Begins to write; the exchange's thread then waits for the followers' parts and the leader's."""
+        """Return a Write that only begins; the exchange's thread then waits for all ranks' parts."""
 
         def write(out: np.ndarray) -> Callable[[], None]:
             self.writes += 1

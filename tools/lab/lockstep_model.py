@@ -63,7 +63,7 @@ class Run:
 
     overrides: as ``--set`` takes them. lag: k; data are k … 2k − 1 steps old after the first k steps, with 0
     they are fresh. every: steps between two evaluations, greedy, on so many validation ``problems``.
-    published_proximal: decoupled PPO's π_prox is the policy published last, by a pass of its weights.
+    published_proximal: whether decoupled PPO's π_prox is the policy published last, by a pass of its weights.
     """
 
     overrides: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ class Learner:
         return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
     def publish(self) -> Mapping[str, Tensor]:
-        """Return a copy of the weights, which are now those of the proximal policy."""
+        """Return a copy of the weights, and make it the weights of the proximal policy."""
         weights = self.weights()
         if self._proximal:
             self._proximal.model.load_state_dict(weights)
@@ -268,7 +268,7 @@ class Learner:
         return {"kl": kl, "loss": output.loss.detach(), **output.metrics}
 
     def _decoupled(self, rows: TrajectoryBatch, recorded: RecordedGroups) -> Objective:
-        """Decoupled PPO around the policy published last; its ratios to the sampler are measured as usual."""
+        """Return decoupled PPO around the policy published last; metrics compare π_θ with the sampler."""
         assert self._proximal and isinstance(self._train.objective, DecoupledPpo)
         clip = self._train.objective.ratio_clip
         with torch.no_grad():
@@ -293,7 +293,7 @@ class Learner:
 
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
-    """float32 [T], of the completions' tokens; or [T, 1 + C], of the likeliest in their places, too."""
+    """Log-probabilities of the completions' tokens, float32 [T]; or [T, 1 + C], also of the likeliest."""
     prompt_N = rows.record["prompt_row"]
     others_TC = rows.top_logprobs["token"]
     form = rows.action_T, logprobs.layout

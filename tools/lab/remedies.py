@@ -36,33 +36,33 @@ ARMS: dict[str, dict[str, Any]] = {
     "IcePop": {"train.objective": "rloo", "train.ratio_bound": "icepop"},
     DECOUPLED: {"train.objective": "decoupled_ppo"},
 }
-"""Overrides by name; the first is what the others are compared with."""
+"""Overrides of the config by name of the arm; all others are compared with the first arm."""
 
 LAGS = (10, 32, 1, 4)
-"""In the order in which they are run."""
+"""Lags, in the order in which they are run."""
 
 RATES = (1.25e-4, 2.5e-4, 5e-4)
 SEEDS = (11, 12, 13, 14, 15)
 STEPS, TUNING_STEPS = 225, 150
 
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""By number of pairs n, the 97.5 % quantile of Student's t with n − 1 degrees of freedom."""
+"""The 97.5 % quantile of Student's t with n − 1 degrees of freedom, by number n of pairs."""
 
 T = TypeVar("T")
 
 
 class Remedies:
-    """A small Llama in lockstep: every arm at the best of three rates for each lag, in pairs by seed."""
+    """Comparison in lockstep on a small Llama: each arm at its best of three rates, paired by seed."""
 
     question = "Which remedy for old data? Eight arms on a whole model, exact lags, paired seeds"
     seeds = SEEDS
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of a run of each."""
+        """The config of one run of each arm."""
         return {name: run_of((name, LAGS[0]), RATES[0], SEEDS[0], STEPS)[1].config() for name in ARMS}
 
     def measure(self, options: Options) -> Result:
-        """All rates with the tuning seed, then the best ones with the others, lag by lag."""
+        """Run all rates with the tuning seed, then the best rates with the other seeds, lag by lag."""
         if len(options.seeds) > max(T_975):
             raise SystemExit(f"{len(options.seeds)} seeds are more than {max(T_975)}: give fewer")
         skill.MODEL.make()
@@ -76,7 +76,7 @@ class Remedies:
         return _in_order(rows, panels)
 
     def _tune(self, options: Options) -> dict[Key, dict[float, float]]:
-        """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
+        """Pass@1 at the end of a shorter run with the tuning seed, %, by arm and lag, then by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         keys = [(name, lag) for lag, name in product(LAGS, ARMS)]
         wanted = {(key, rate): run_of(key, rate, TUNING_SEED, steps) for key, rate in product(keys, RATES)}
@@ -86,7 +86,7 @@ class Remedies:
     def _follow(
         self, lag: int, tuned: Mapping[Key, Mapping[float, float]], options: Options
     ) -> dict[str, list[Figures]]:
-        """The runs of every arm at one lag, in the order of the seeds."""
+        """Figures of the runs of each arm at one lag, in the order of the seeds."""
         steps = options.steps or STEPS
         wanted = {
             (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps)
@@ -97,7 +97,7 @@ class Remedies:
 
 
 def run_of(key: Key, rate: float, seed: int, steps: int) -> tuple[str, Run]:
-    """A named run."""
+    """A run of an arm at a lag, with the arm's name."""
     name, lag = key
     given = tuple(f"{key}={json.dumps(value)}" for key, value in ARMS[name].items())
     exact = name == DECOUPLED
@@ -105,12 +105,12 @@ def run_of(key: Key, rate: float, seed: int, steps: int) -> tuple[str, Run]:
 
 
 def _made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
-    """Their figures: as they lie there, or made now on two cores."""
+    """Figures of the wanted runs: read if the runs are finished, else measured now on two cores."""
     return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
 
 
 def row(lag: int, name: str, tuned: Mapping[float, float], found: Mapping[str, Sequence[Figures]]) -> Row:
-    """What the table says of one arm at one lag."""
+    """Row of the table for one arm at one lag."""
     ends, shipped = [end_of(run) for run in found[name]], [end_of(run) for run in found[TB]]
     pairs = None if name == TB or len(ends) < 2 else paired(ends, shipped)
     return {
@@ -134,7 +134,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def _in_order(rows: Mapping[int, list[Row]], panels: Mapping[int, Panel]) -> Result:
-    """By rising age."""
+    """Result with its rows in the order of rising age."""
     lags = sorted(rows)
     return Result([row for lag in lags for row in rows[lag]], [panels[lag] for lag in lags], NOTES)
 
@@ -151,7 +151,7 @@ REMEDIES = Remedies()
 
 
 def main(name: str, lag: str, rate: str, seed: str) -> None:
-    """Print what one run ends with."""
+    """Print pass@1 at the end of one run, %."""
     skill.MODEL.make()
     print(f"{end_of(measure(run_of((name, int(lag)), float(rate), int(seed), STEPS)[1])):.1f}")
 

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
 
 UNBOUNDED = ("exchange.max_staleness=null", "buffer.initial_completions=512")
-"""What arms that say nothing of the age of data have, unlike the quickstart."""
+"""Settings of arms that do not bound the age of data; the quickstart's differ."""
 
 MODEL_SEED = 100
 

@@ -32,7 +32,7 @@ def completion_of(
 class Sampler:
     """Draws completions; ``seed`` decides which. The model is only a place for weights.
 
-    top: number of likeliest tokens that are recorded in place of each.
+    top: number of likeliest tokens that are recorded in the place of each token.
     """
 
     def __init__(self, model: PreTrainedModel, *, eos: int, max_tokens: int, seed: int, top: int = 0) -> None:

@@ -338,7 +338,7 @@ class _Decoding:
 
 
 def top_logprobs(logprob_XV: np.ndarray, k: int) -> np.ndarray:
-    """TOP_LOGPROBS [..., k]: the k likeliest of the last axis, the likeliest first."""
+    """The k likeliest tokens of the last axis, the likeliest first: TOP_LOGPROBS [..., k]."""
     token_XC = np.argsort(-logprob_XV, axis=-1)[..., :k]
     found = np.empty(token_XC.shape, TOP_LOGPROBS)
     found["token"], found["logprob"] = token_XC, np.take_along_axis(logprob_XV, token_XC, -1)

@@ -168,8 +168,8 @@ class TabularLearner:
         """No other rank follows."""
 
     def _logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """float32 [T, 1 + C], with gradient: log-probability of each sampled token and of the sampler's
-        likeliest in its place, 0 at the others.
+        """Log-probabilities, float32 [T, 1 + C], with gradient, of each sampled token and the C tokens that
+        were likeliest in its place under the sampling policy, 0 at tokens that were not sampled.
         """
         token_T, length_N, cell_T = batch.completions.values, batch.completion_length_N, batch.cell_T
         token_NL = np.zeros((len(batch), int(length_N.max())), np.int64)

@@ -40,7 +40,7 @@ COMMON = (
     "evaluate.validation_prompts=0",
 )
 QUICKSTART = (
-    *("exchange.max_staleness=null", "buffer.initial_completions=64"),  # as in the storms that were measured
+    *("exchange.max_staleness=null", "buffer.initial_completions=64"),  # as in the measured storms
     *("evaluate.test_prompts=64", "launch.timeout_seconds=80"),
 )
 TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")

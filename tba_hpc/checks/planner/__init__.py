@@ -138,7 +138,7 @@ def _verdict(config: Config, found: Estimate) -> Iterator[str]:
 
 
 def _notes(config: Config) -> list[str]:
-    """Return remarks about the run that do not concern a GPU's memory."""
+    """Return notes on the run that do not concern the memory of a GPU."""
     beyond, k = beyond_tuned(config), config.train.score_centering
     notes = [": ".join(beyond)] if beyond else []
     if k:
