@@ -443,7 +443,8 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
         public = cluster.root / "batch.log"
         lines = [line for line in script.splitlines() if "--output" not in line]
         # The first node must see it to write anything there: this test gives it that.
-        prelude = f"mkdir -p {run.path} && touch {run.config_file} && echo {FORMAT} > {run.format_file}"
+        config = shutil.copy(run.config_file, cluster.root / "config.yaml")
+        prelude = f"mkdir -p {run.path} && cp {config} {run.config_file} && echo {FORMAT} > {run.format_file}"
         text = "\n".join(lines).replace("set -u", f"set -u\n{prelude}")
         visible = cluster.submit(text, f"--output={public}")
         assert cluster.wait(visible) == "FAILED"
