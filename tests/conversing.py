@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from tiny_models import SPECIAL
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Request, WeightUpdate
+from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Request, Sampling, WeightUpdate
+from tba_hpc.environments.task import Conversational
 from tba_hpc.learner.hf_model import HfTokenizer
 
 ENDS = {"hermes": "<|im_end|>", "llama": "<|eot|>", "plain": "<eos>"}
@@ -199,3 +202,42 @@ class Script:
         top = np.zeros((len(tokens), request.sampling.top_logprobs), TOP_LOGPROBS)
         top["token"] = tokens[:, None] + np.arange(top.shape[1])  # the token itself is the likeliest
         return Group(request, (Completion(tokens, logprobs, finish, top_logprobs=top),), versions)
+
+
+class Stage:
+    """A task of conversations, and a policy that says the next of ``lines`` at each turn."""
+
+    def __init__(self, task: Conversational, tokenizer: HfTokenizer, lines: list[str]) -> None:
+        self.task, self.tokenizer, self.lines = task, tokenizer, lines
+        self.script = Script(self._play)
+        self.generator: Any = task.converse(self.script, tokenizer)
+
+    def _play(self, prompt: np.ndarray) -> np.ndarray:
+        said = self.tokenizer._tokenizer.decode(prompt.tolist()).count("assistant\n") - 1
+        line = self.lines[min(said, len(self.lines) - 1)]
+        tokens = [self.tokenizer.encode(letter) for letter in line]  # th is two tokens to this model
+        return np.concatenate([*tokens, [self.tokenizer.eos_token_id]])
+
+    def submit(self, prompt: int = 0, n: int = 1, max_tokens: int = 400, **more: Any) -> None:
+        sampling = Sampling(1.0, 1.0, max_tokens)
+        self.generator.submit(Request(self.task.prompts("train")[prompt], 0, n, sampling, **more))
+
+    def play(self, **request: Any) -> Group:
+        """Submit a request, and return its group."""
+        self.submit(**request)
+        return self.finish(1)[0]
+
+    def finish(self, groups: int, seconds: float = 60) -> list[Group]:
+        found: list[Group] = []
+        deadline = time.monotonic() + seconds
+        while len(found) < groups:
+            assert time.monotonic() < deadline, "the conversations do not end"
+            found += self.generator.step()
+        return found
+
+    def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
+        """Parts of the completion in order: whether the policy said a part, and its text."""
+        breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
+        parts = (np.split(whole, breaks) for whole in (completion.tokens, completion.action_T))
+        decode = self.tokenizer._tokenizer.decode
+        return [(bool(mask[0]), decode(part.tolist())) for part, mask in zip(*parts, strict=True)]

@@ -7,23 +7,21 @@ import json
 import os
 import re
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import psutil
 import pytest
-from conversing import REWRITING, Script, make_tokenizer
+from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.types import Completion, Group, Request, Sampling
-from tba_hpc.environments.agent import Agent, Programs
+from tba_hpc.core.types import Request, Sampling
+from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
-from tba_hpc.learner.hf_model import HfTokenizer
 from tba_hpc.run.listeners import owner
 from tba_hpc.tasks import load_task
 
@@ -63,44 +61,6 @@ def user(text):
     return {"role": "user", "content": text}
 """
 """The beginning of such a program without OpenAI's library; it starts ten times as fast."""
-
-
-class Stage:
-    """A task whose program is ``code``, and a policy that says the next of its lines at each turn."""
-
-    def __init__(self, task: Agent, tokenizer: HfTokenizer, lines: list[str]) -> None:
-        self.task, self.tokenizer, self.lines = task, tokenizer, lines
-        self.script = Script(self._play)
-        self.generator = cast(Programs, task.converse(self.script, tokenizer))
-
-    def _play(self, prompt: np.ndarray) -> np.ndarray:
-        said = self.tokenizer._tokenizer.decode(prompt.tolist()).count("assistant\n") - 1
-        line = self.lines[min(said, len(self.lines) - 1)]
-        tokens = [self.tokenizer.encode(letter) for letter in line]  # th is two tokens to this model
-        return np.concatenate([*tokens, [self.tokenizer.eos_token_id]])
-
-    def submit(self, prompt: int = 0, n: int = 1, max_tokens: int = 400, **more: Any) -> None:
-        sampling = Sampling(1.0, 1.0, max_tokens)
-        self.generator.submit(Request(self.task.prompts("train")[prompt], 0, n, sampling, **more))
-
-    def play(self, **request: Any) -> Group:
-        self.submit(**request)
-        return self.finish(1)[0]
-
-    def finish(self, groups: int, seconds: float = 60) -> list[Group]:
-        found: list[Group] = []
-        deadline = time.monotonic() + seconds
-        while len(found) < groups:
-            assert time.monotonic() < deadline, "the conversations do not end"
-            found += self.generator.step()
-        return found
-
-    def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
-        """Parts of the completion in order: whether the policy said a part, and its text."""
-        breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
-        parts = (np.split(whole, breaks) for whole in (completion.tokens, completion.action_T))
-        decode = self.tokenizer._tokenizer.decode
-        return [(bool(mask[0]), decode(part.tolist())) for part, mask in zip(*parts, strict=True)]
 
 
 @pytest.fixture
@@ -387,7 +347,6 @@ print(1)
 
 
 @pytest.mark.root("another user's connection")
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else: run as root")
 def test_another_users_connection_is_closed_unread(stage: Callable[..., Stage]) -> None:
     made = stage(f"{RAW}\nask(user('Go.')); print(1)", ["So."], {})
     port = int(made.generator._endpoint.url.split(":")[2].split("/")[0])

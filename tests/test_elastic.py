@@ -201,7 +201,7 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.at_work() == set(), "seen at the next check"
     assert Attendance(run, run.config()).at_work() == {FIRST_ELASTIC + 1}
     with monkeypatch.context() as patch:
-        patch.setattr("tba_hpc.loops.elastic.LOOK_SECONDS", 0.0)
+        patch.setattr("tba_hpc.loops.elastic.ATTENDANCE_SECONDS", 0.0)
         patch.setattr(Path, "touch", no_room)
         assert there.anybody(), "as before, while the disk is full"
     for lease in leases:

@@ -16,14 +16,13 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import pytest
-from conversing import FAMILIES, REWRITING, TEMPLATES, Script, make_tokenizer
+from conversing import FAMILIES, REWRITING, TEMPLATES, Stage, make_tokenizer
 from transformers.utils import get_json_schema
 
 from tba_hpc.checks.config_checks import check_chat_template
 from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, TaskSection, parse_config
-from tba_hpc.core.ports import Generator
-from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
+from tba_hpc.core.types import Request, Sampling, WeightUpdate
 from tba_hpc.environments import conversations
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
@@ -442,45 +441,6 @@ def make_task(
     task = load_task(section, tokenizer)
     assert isinstance(task, Environment)
     return task
-
-
-class Stage:
-    """A task with its conversations, and a policy that says the next of its lines at each turn."""
-
-    def __init__(self, task: Environment, tokenizer: HfTokenizer, lines: list[str]) -> None:
-        self.task, self.tokenizer, self.lines = task, tokenizer, lines
-        self.script = Script(self._play)
-        self.generator: Generator = task.converse(self.script, tokenizer)
-
-    def _play(self, prompt: np.ndarray) -> np.ndarray:
-        said = self.tokenizer._tokenizer.decode(prompt.tolist()).count("assistant\n") - 1
-        line = self.lines[min(said, len(self.lines) - 1)]
-        tokens = [self.tokenizer.encode(letter) for letter in line]  # th is two tokens to this model
-        return np.concatenate([*tokens, [self.tokenizer.eos_token_id]])
-
-    def play(self, *, n: int = 1, max_tokens: int = 400, prompt: int = 0) -> Group:
-        """All of a request."""
-        sampling = Sampling(1.0, 1.0, max_tokens)
-        self.generator.submit(Request(self.task.prompts("train")[prompt], 0, n, sampling))
-        return self.finish(1)[0]
-
-    def finish(self, groups: int) -> list[Group]:
-        found: list[Group] = []
-        deadline = time.monotonic() + 30
-        while len(found) < groups:
-            assert time.monotonic() < deadline, "the conversations do not end"
-            found += self.generator.step()
-        return found
-
-    def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
-        """Whether the policy said it, and what, in turn."""
-        breaks = np.flatnonzero(np.diff(completion.action_T)) + 1
-        return [
-            (bool(mask[0]), self.tokenizer._tokenizer.decode(part.tolist()))
-            for part, mask in zip(
-                np.split(completion.tokens, breaks), np.split(completion.action_T, breaks), strict=True
-            )
-        ]
 
 
 def call(name: str, **arguments: object) -> str:

@@ -56,7 +56,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
 class NotifySection(Section):
-    """Where the run reports, in a line each, its starts, alerts, silence and end; see ``tba watch``."""
+    """Reports of a run, one line each: starts, alerts, silence and end; see ``tba watch``."""
 
     command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
     """Command that runs for each message, without a shell. The message is its last argument; the variable
@@ -84,7 +84,7 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
     notify: MayChange[NotifySection] = NotifySection()
-    """Where the run reports what becomes of it."""
+    """Reports of what becomes of the run, to a command, a webhook or a heartbeat."""
 
 
 class LoraSection(Section):

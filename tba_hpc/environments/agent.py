@@ -38,7 +38,7 @@ from tba_hpc.tasks.rewards import Fields
 if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
-LOOK_SECONDS = 0.02
+PROGRAM_CHECK_SECONDS = 0.02
 """Time between two checks whether a program has ended, s."""
 
 ONE = (
@@ -179,7 +179,7 @@ class ProgramSession:
             while time.monotonic() < deadline:
                 running = self._program.process.poll() is None
                 with suppress(queue.Empty):
-                    if refused := self._events.get(timeout=LOOK_SECONDS if running else 0):
+                    if refused := self._events.get(timeout=PROGRAM_CHECK_SECONDS if running else 0):
                         raise refused
                     return True
                 if not running:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 IDLE_PAUSE = 2e-3
 """Seconds between two checks of a peer that is not expected to answer soon."""
 
-LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
+SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
 """Python's switch interval in seconds, during a round and otherwise: how long a busy main thread may delay
 the exchange thread. MPI moves data only while it is polled, and Python's own 5 ms are long for that."""
 
@@ -85,7 +85,7 @@ READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
 @contextmanager
 def _attentive() -> Iterator[None]:
     """Shorten Python's switch interval in the block, so that this thread does not wait long for its turn."""
-    sys.setswitchinterval(LOOK_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:
@@ -208,7 +208,7 @@ class MpiTrainerExchange:
         return self.collect()
 
     def _start(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
-        sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
+        sys.setswitchinterval(SWITCH_SECONDS)  # now, so that the round begins at once
         self._thread.start(partial(self._round, purpose, written))
 
     def _let_go(self) -> None:

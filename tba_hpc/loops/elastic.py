@@ -36,7 +36,7 @@ EVALUATOR = "evaluator"
 RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease."""
 
-LOOK_SECONDS = 5.0
+ATTENDANCE_SECONDS = 5.0
 """Pause between the trainer's checks for elastic searchers; building an engine takes longer."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -84,12 +84,12 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class Attendance:
-    """Elastic searchers that hold a slot now; it looks at most every LOOK_SECONDS."""
+    """Elastic searchers that hold a slot now; it looks at most every ATTENDANCE_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
-        self._looked = -LOOK_SECONDS
+        self._looked = -ATTENDANCE_SECONDS
         self._there: dict[str, Owner] = {}
 
     def anybody(self) -> bool:
@@ -102,7 +102,7 @@ class Attendance:
 
     def _last(self) -> dict[str, Owner]:
         """Return the result of the last check that the file system answered."""
-        if self._names and time.monotonic() - self._looked >= LOOK_SECONDS:
+        if self._names and time.monotonic() - self._looked >= ATTENDANCE_SECONDS:
             self._looked = time.monotonic()
             self._there = unless_away(self._look, otherwise=self._there)
         return self._there

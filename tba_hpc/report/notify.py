@@ -14,7 +14,6 @@ import math
 import os
 import shlex
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -22,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
 
-import httpx
 import psutil
 
 from tba_hpc.config import Config, ConfigError
+from tba_hpc.core import web
 from tba_hpc.core.wording import printable
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state
 from tba_hpc.report.status import cells
@@ -35,7 +34,6 @@ from tba_hpc.run.signals import die_with
 from tba_hpc.run.slurm_states import FORGOTTEN
 
 log = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses, which are secrets
 
 RUN_CHECK_SECONDS = 15.0
 """Pause between two checks of the run, s."""
@@ -160,8 +158,7 @@ class Notifier:
 
 async def _status_of(address: str, content: dict[str, str] | None) -> int:
     """Return the status that an address answers with. Raises TimeoutError after SEND_SECONDS."""
-    trusted = ssl.create_default_context()  # the system's certificates, not httpx's
-    async with asyncio.timeout(SEND_SECONDS), httpx.AsyncClient(verify=trusted, timeout=None) as client:
+    async with asyncio.timeout(SEND_SECONDS), web.client() as client:
         method = "POST" if content else "GET"
         async with client.stream(method, address, json=content) as answer:
             return answer.status_code

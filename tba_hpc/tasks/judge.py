@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import os
 import re
-import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
 from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.core import web
 from tba_hpc.tasks.fields import filled_in
-
-logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs addresses, which may hold a key
 
 LONGEST_ANSWER = 1 << 20
 """Most bytes of an answer that are read."""
@@ -86,7 +83,6 @@ class Judge:
         self._url = section.url
         self._pause = pause
         self._secret = _secret(key, section.key_variable)
-        self._trusted = ssl.create_default_context()  # the system's certificates, not httpx's
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each row and completion; NaN if a chat model writes none."""
@@ -114,14 +110,14 @@ class Judge:
         raise ConfigError(self._masked(sentence))
 
     async def _try_on(self, row: Mapping[str, object]) -> Reply:
-        async with self._client() as client:
+        async with web.client() as client:
             return await self._post(
                 client, self._question(row, ""), min(self._section.seconds, TRIAL_SECONDS)
             )
 
     async def _ask_all(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         turns = asyncio.Semaphore(self._section.concurrency)
-        async with self._client() as client:
+        async with web.client() as client:
             return await asyncio.gather(*(self._ask(client, turns, *answer) for answer in answers))
 
     async def _ask(
@@ -143,10 +139,6 @@ class Judge:
             if status not in BUSY:
                 break
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
-
-    def _client(self) -> httpx.AsyncClient:
-        direct = {"http://": httpx.AsyncHTTPTransport()}
-        return httpx.AsyncClient(verify=self._trusted, mounts=direct, timeout=None)
 
     async def _post(self, client: httpx.AsyncClient, question: object, seconds: float) -> Reply:
         """Return the answer to a POST. Raises HTTPError, or TimeoutError after ``seconds``."""

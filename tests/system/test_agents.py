@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from tiny_models import make_family_model
-from transformers import AutoTokenizer
 
-from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 
-from .test_conversations import CONFIG, SAMPLES, STEPS, TEMPLATE, TURNS, assert_token_exact
+from .test_conversations import CONFIG, SAMPLES, STEPS, TEMPLATE, TURNS, assert_kept_token_exact
 from .test_run import assert_whole, finish, tba
 
 pytestmark = pytest.mark.system
@@ -78,11 +76,7 @@ def test_a_run_learns_from_a_program_token_by_token(tmp_path: Path) -> None:
     searched = read_metrics(run.metrics_file("searcher", 0))
     assert max(series(searched, "search/turns")) > 1.2 and not max(series(searched, "search/rejected"))
     assert max(series(read_metrics(run.metrics_file("trainer")), "train/environment_share")) > 0.1
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    kept = [read_shard(path).trajectories for path in run.kept_files().values()]
-    assert kept
-    for trajectories in kept:
-        assert_token_exact(trajectories, tokenizer)
+    assert_kept_token_exact(run, model)
     code, out, err = finish(tba("samples", str(run.path), folder=tmp_path))
     assert code == 0 and "You:" in out, out + err
     (run.modules / "my_client.py").write_text(OPENAI)

@@ -90,14 +90,19 @@ def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
     searched = read_metrics(run.metrics_file("searcher", 0))
     assert max(series(searched, "search/turns")) > 1.2
     assert max(series(read_metrics(run.metrics_file("trainer")), "train/environment_share")) > 0.1
+    assert_kept_token_exact(run, model)
+
+
+def assert_kept_token_exact(run: RunDir, model: Path) -> None:
+    """Each kept shard holds what was sampled, and what the template writes in between."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     kept = [read_shard(path).trajectories for path in run.kept_files().values()]
     assert kept
     for trajectories in kept:
-        assert_token_exact(trajectories, tokenizer)
+        _assert_token_exact(trajectories, tokenizer)
 
 
-def assert_token_exact(trajectories: Trajectories, tokenizer: Any) -> None:
+def _assert_token_exact(trajectories: Trajectories, tokenizer: Any) -> None:
     """After each turn but the last stands what the template writes after it: its end if need be."""
     for row, record in enumerate(trajectories.record):
         tokens = trajectories.completions.row(row)
