@@ -301,6 +301,7 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
     contents = {body["messages"][0]["content"] for _, body in server.asked}
     assert contents == {f"{{completion}}{{nothing}}|{word}" for word in said}
     assert all(headers["Authorization"] == "Bearer s3cret" for headers, _ in server.asked)
+    assert all(headers["Accept-Encoding"] == "identity" for headers, _ in server.asked), "none grows unpacked"
     assert all((body["model"], body["temperature"]) == ("m", 0) for _, body in server.asked)
 
 
