@@ -1,5 +1,6 @@
 """What may be learned from, and how far searchers may run ahead, against formulas and small cases."""
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -180,6 +181,16 @@ def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_n
     assert given.slot_ends[FIRST] == 19, "1 and 10, which it left, then 13 and 16"
     given.arrive(np.array([0, 3, 6, 9, 12, 15, 18, 2, 5, 8, 11, 14, 17, 20]))
     assert given.overdue(4) == 0, "granted under the weights of step 5, it is not late"
+
+
+def test_a_grant_costs_the_same_with_many_searchers() -> None:
+    """2,048 requests among 1,024 searchers and 256 slots; asking all for each took five seconds."""
+    given = budget(CompletedRequests(), bound=3, searchers=1024, prompts=512, slots=256)
+    given.attend(range(FIRST, FIRST + 256))
+    began = time.process_time()
+    given.extend(0, ready=0, missing=0)
+    assert time.process_time() - began < 0.5
+    assert given.owed().total() == 2048 and max(given.owed().values()) == 2
 
 
 def test_a_second_answer_counts_for_nothing() -> None:

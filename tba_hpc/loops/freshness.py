@@ -7,6 +7,7 @@ from it. With ``train.reference: reset`` (TBA′), trajectories that an older re
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -262,22 +263,37 @@ class RolloutBudget:
         self._withdraw()
         steps = max(0, min(self._steps_ahead, self._last_step - step))
         requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
-        while requests > 0 and self.has_searchers:
-            request_id = self._next_request()
+        idle, debts = self._idle, self._debts()
+        while requests > 0 and debts:
+            _, first, owed, busy, places = debts[0]
+            request_id = self._next_request(places)
             place = self._place_of(request_id)
             if request_id in self._ahead:
                 self._ahead.discard(request_id)
             else:
                 self._open[request_id] = step
             self._owed[place] += 1
-            requests -= place not in self._silent and self._owed[place] > 0
+            if place not in idle:
+                heapq.heapreplace(debts, ((owed + 1) / busy, first, owed + 1, busy, places))
+                requests -= self._owed[place] > 0
         return self.end
 
-    def _next_request(self) -> int:
-        """Return the next request of the places that owe least, and raise their end past it."""
-        busy = {places: set(places) - self._idle for places in self._ends}
-        owed = {places: sum(map(self._owed.__getitem__, at)) / len(at) for places, at in busy.items() if at}
-        places = min(owed, key=owed.__getitem__)
+    def _debts(self) -> list[tuple[float, int, int, int, range]]:
+        """Return a heap of the places that share an end, those that owe least first.
+
+        An entry holds the requests owed per busy place, the first place, the requests owed, the number of
+        busy places, and all of these places.
+        """
+        idle, debts = self._idle, []
+        for places in self._ends:
+            owed = [self._owed[place] for place in places if place not in idle]
+            if owed:
+                debts.append((sum(owed) / len(owed), places.start, sum(owed), len(owed), places))
+        heapq.heapify(debts)
+        return debts
+
+    def _next_request(self, places: range) -> int:
+        """Return the next request of these places, and raise their end past it."""
         while True:
             request_id = self._ends[places]
             self._ends[places] += self._launch.places if len(places) == 1 else 1
