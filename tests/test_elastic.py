@@ -192,6 +192,7 @@ def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.Monk
 
 
 def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Attendance(run, run.config()).anybody(), "nor is there a folder of owners"
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     leases = [owners.take_lease(run, names) for _ in range(2)]
     assert list(owners.holders(run, names)) == names[:2]

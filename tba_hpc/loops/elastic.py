@@ -108,6 +108,8 @@ class Attendance:
         return self._there
 
     def _look(self) -> dict[str, Owner]:
+        if not self._run.owners.is_dir():
+            return {}
         return holders(self._run, self._names, now=clock(self._run))
 
 
