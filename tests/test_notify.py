@@ -161,6 +161,16 @@ def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path
     assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
 
 
+def test_a_start_that_nobody_saw_before_the_end_is_told_with_it(tmp_path: Path) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    told_of = notify.Notifier(run, no_job, since=now - 1)
+    with owned(run):
+        begin(run, now)
+        happen(run, now, "stopped")
+        told_of.leave()
+    assert [line.split(": ")[1].split(" at ")[0] for line in told(tmp_path)] == ["started", "stopped"]
+
+
 def test_an_alert_is_told_once_though_its_figure_changes(tmp_path: Path) -> None:
     run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
     begin(run, now)

@@ -395,7 +395,7 @@ def test_an_embedder_without_vectors_is_refused(tmp_path: Path, trigger: str) ->
 # --- The victim ---
 
 COLD = GeneratorSection(
-    completions_per_prompt=2, prompts_in_flight=2, temperature=1e-3, max_tokens=12, kv_cache_mb=16
+    completions_per_prompt=2, prompts_in_flight=2, temperature=0.01, max_tokens=12, kv_cache_mb=16
 )
 
 
@@ -406,9 +406,13 @@ def serve(path: Path) -> VllmVictim:
 
 @pytest.mark.engine
 def test_the_victim_answers_each_text_as_the_model_would(tmp_path: Path) -> None:
-    """At a temperature near 0, so that transformers' own greedy answer is known; some texts do not fit."""
+    """With logits so far apart that transformers' greedy answer is the likely one; some texts do not fit."""
     folder = make_random_model(tmp_path, tied=False, seed=3, context=64)
-    model, victim = load_policy(str(folder), "float32"), serve(folder)
+    model = load_policy(str(folder), "float32")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
+    model.save_pretrained(folder)
+    victim = serve(folder)
     texts = ["hello", "what?", "", "a long text " * 9, "x"]
     with ThreadPoolExecutor() as threads:  # as training groups and an evaluation may ask at the same time
         found = [answers for part in threads.map(victim.answers, (texts, texts[:1])) for answers in part]

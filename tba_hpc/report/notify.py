@@ -102,6 +102,7 @@ class Notifier:
         """Report the end of the run or of its job, once the launcher or the batch script ends."""
         self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
         self._monitor.update()
+        self._tell_of_start()
         self._tell_of_alerts()
         if self._monitor.last_event == "requeue":
             words = f"leaves its nodes at step {self._monitor.step}, to queue again"
