@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lab import remedies, staleness
+from lab import digits, remedies, replay_cost, second_task, staleness
 from lab.results import Spread
 from lab.runs import Options
 
@@ -55,3 +55,54 @@ def test_the_protocol_is_what_runs(tmp_path: Path) -> None:
         assert ("`score_centering: 32`" in line) == (config.train.score_centering == 32)
         log_z = getattr(config.train.objective, "log_z", None)
         assert log_z is None or f"`log_z: {log_z}`" in line
+
+
+def test_the_second_task_takes_the_two_best_the_worst_and_tb() -> None:
+    ends = dict(zip(remedies.ARMS, (0.5, 0.1, 0.6, 0.4, 0.3, 0.7, 0.2, 0.35), strict=True))
+    found = [{name: [run(end, end, end)] for name, end in ends.items()}] * 2
+    names = ["TB", "TB, equation 7", "TB, equation 7, centred", "TIS"]
+    assert second_task.chosen(found) == names
+
+
+def test_a_row_of_digits_by_hand() -> None:
+    problem = digits.Problem("3071", ("Turn", "Clip", "Echo", "Lead"))
+    assert problem.question == "Row 3071. Turn. Clip. Echo. Lead.\n"
+    assert problem.solution() == "0713;713;7133;77133;#### 77133" and problem.target == "77133"
+    undone = digits.Problem("3071", ("Turn", "Roll"))
+    assert undone.target == "3071" and {digits.split_of(row) for row in ("3071", "14", "41")} == {
+        "train",
+        "test",
+        "validation",
+    }
+    for split in ("train", "validation", "test"):
+        assert all(digits.split_of(problem.row) == split for problem in digits.draw(split, 50, 0))
+
+
+def test_replay_counts_what_it_sampled() -> None:
+    """32 completions a step against 128; 50 % is reached halfway between steps 100 and 200."""
+    figures = {"curve": [(0, 0.1), (100, 0.4), (200, 0.6)], "steps": 200}
+    figures |= {"seconds": {"generation": 100.0, "learning": 300.0, "evaluation": 50.0}}
+    rates = {1.25e-4: 31.2, 2.5e-4: 40.0}
+    ours, queued = (replay_cost.row(name, rates, [figures]) for name in ("m = .5", replay_cost.QUEUE))
+    assert ours["steps to 50%"] == queued["steps to 50%"] == Spread([150.0])
+    assert ours["samples to 50%"] == Spread([4800.0]) and queued["samples to 50%"] == Spread([19200.0])
+    assert ours["core-seconds to 50%"] == Spread([300.0])
+
+
+def test_the_protocol_of_replay_is_what_runs(tmp_path: Path) -> None:
+    protocol = (Path(replay_cost.__file__).with_suffix(".md")).read_text()
+    said = (
+        f"**{', '.join(map(str, replay_cost.SEEDS))}**",
+        f"**{', '.join(f'{rate:g}' for rate in replay_cost.RATES)}**",
+        f"**{replay_cost.STEPS}** steps",
+        f"**{replay_cost.TUNING_STEPS}** steps",
+        f"every **{replay_cost.LAG}**",
+        *(f"**{level:.0%}**".replace("%", " %") for level in replay_cost.LEVELS),
+    )
+    assert [text for text in said if text not in protocol] == []
+    for name, config in replay_cost.REPLAY_COST.arms(Options(tmp_path)).items():
+        (line,) = (line for line in protocol.splitlines() if line.startswith(f"| {name} |"))
+        size = config.train.prompts_per_step, config.train.completions_per_prompt
+        assert size == (replay_cost.GROUPS, replay_cost.COMPLETIONS)
+        fresh = replay_cost.GROUPS if name == replay_cost.QUEUE else replay_cost.FRESH_GROUPS
+        assert f"| {fresh} groups |" in line and (config.buffer.replay_limit is None) == (fresh == 2)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lab import asynchrony, pace, remedies, sparse, staleness
+from lab import asynchrony, pace, remedies, replay_cost, second_task, sparse, staleness
 from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
@@ -39,6 +39,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "staleness": staleness.EXACT,
     "staleness_arithmetic": staleness.ARITHMETIC,
     "remedies": remedies.REMEDIES,
+    "second_task": second_task.SECOND_TASK,
+    "replay_cost": replay_cost.REPLAY_COST,
     "replay_sparse": sparse.SHARE,
     "searchers": sparse.SEARCHERS,
 }
@@ -51,7 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "") + listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=EXPERIMENTS, metavar="NAME", help="one of the above")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default 0 1 2, with remedies 11 to 15")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="default 0 1 2; 11 and up where a protocol says so"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; fewer only to try it out")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="default runs/experiments")
     parser.add_argument(

@@ -31,6 +31,7 @@ from tba_hpc.config import Config, load_config
 from tba_hpc.config.variants import DecoupledPpo
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power, with_top_logprobs
+from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.packing import pack
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
@@ -64,6 +65,8 @@ class Run:
     overrides: as ``--set`` takes them. lag: k; data are k … 2k − 1 steps old after the first k steps, with 0
     they are fresh. every: steps between two evaluations, greedy, on so many validation ``problems``.
     published_proximal: whether decoupled PPO's π_prox is the policy published last, by a pass of its weights.
+    fresh_groups: groups that are sampled per step, for the replay buffer; None: as many as a step learns
+    from, once each.
     """
 
     overrides: tuple[str, ...] = ()
@@ -74,6 +77,7 @@ class Run:
     every: int = 25
     problems: int = 256
     published_proximal: bool = False
+    fresh_groups: int | None = None
 
     def config(self) -> Config:
         """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
@@ -151,7 +155,12 @@ class Lockstep:
             top=config.train.score_centering,
         )
         self._requests = training_requests(config, self._task, 0, CompletedRequests())
-        self._data = Queue(value_beta=config.train.value_beta)
+        beta = config.train.value_beta
+        self._data = (
+            Queue(value_beta=beta)
+            if run.fresh_groups is None
+            else ReplayBuffer(config.buffer, run.seed, value_beta=beta)
+        )
         self._published = (0, self._learner.publish())
 
     def step(self, step: int) -> dict[str, float]:
@@ -180,7 +189,8 @@ class Lockstep:
         """Generate for the steps until the next sync, under the weights of the sync before, then publish."""
         if self._run.lag == 0:
             self._publish(step)
-        groups = self._generate(self._train.prompts_per_step * max(1, self._run.lag))
+        fresh = self._run.fresh_groups or self._train.prompts_per_step
+        groups = self._generate(fresh * max(1, self._run.lag))
         self._data.merge(scored(groups, self._task, BehaviourReference()), step)
         self._publish(step)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
@@ -66,16 +66,16 @@ class Remedies:
         if len(options.seeds) > max(T_975):
             raise SystemExit(f"{len(options.seeds)} seeds are more than {max(T_975)}: give fewer")
         skill.MODEL.make()
-        tuned, rows, panels = self._tune(options), {}, {}
+        tuned, rows, panels = self.tune(options), {}, {}
         for lag in LAGS:
-            found = self._follow(lag, tuned, options)
+            found = self.follow(lag, tuned, options)
             rows[lag] = [row(lag, name, tuned[name, lag], found) for name in ARMS]
             curves = {(name, lag): [run["curve"] for run in runs] for name, runs in found.items()}
             panels[lag] = panel("pass@1, validation, %", lag, ARMS, curves)
             log.print(*rows[lag], sep="\n", style="dim")
         return _in_order(rows, panels)
 
-    def _tune(self, options: Options) -> dict[Key, dict[float, float]]:
+    def tune(self, options: Options) -> dict[Key, dict[float, float]]:
         """Pass@1 at the end of a shorter run with the tuning seed, %, by arm and lag, then by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         keys = [(name, lag) for lag, name in product(LAGS, ARMS)]
@@ -83,25 +83,36 @@ class Remedies:
         made = _made(wanted, options)
         return {key: {rate: end_of(made[key, rate]) for rate in RATES} for key in keys}
 
-    def _follow(
-        self, lag: int, tuned: Mapping[Key, Mapping[float, float]], options: Options
+    def follow(
+        self,
+        lag: int,
+        tuned: Mapping[Key, Mapping[float, float]],
+        options: Options,
+        *,
+        names: Collection[str] = tuple(ARMS),
+        task: tuple[str, ...] = (),
     ) -> dict[str, list[Figures]]:
-        """Figures of the runs of each arm at one lag, in the order of the seeds."""
+        """Figures of the runs of the named arms at one lag, in the order of the seeds.
+
+        task: overrides, for another task than that of the tuning.
+        """
         steps = options.steps or STEPS
         wanted = {
-            (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps)
-            for seed, name in product(options.seeds, ARMS)
+            (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps, task)
+            for seed, name in product(options.seeds, names)
         }
         made = _made(wanted, options)
-        return {name: [made[name, seed] for seed in options.seeds] for name in ARMS}
+        return {name: [made[name, seed] for seed in options.seeds] for name in names}
 
 
-def run_of(key: Key, rate: float, seed: int, steps: int) -> tuple[str, Run]:
-    """A run of an arm at a lag, with the arm's name."""
+def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] = ()) -> tuple[str, Run]:
+    """A run of an arm at a lag, with the arm's name. task: more overrides."""
     name, lag = key
     given = tuple(f"{key}={json.dumps(value)}" for key, value in ARMS[name].items())
     exact = name == DECOUPLED
-    return name, Run(overrides=given, lag=lag, rate=rate, seed=seed, steps=steps, published_proximal=exact)
+    return name, Run(
+        overrides=(*given, *task), lag=lag, rate=rate, seed=seed, steps=steps, published_proximal=exact
+    )
 
 
 def _made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
