@@ -614,6 +614,21 @@ def test_a_library_that_vllm_cannot_load_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "told").read_text() == f"Broken|{tmp_path}/libnuma.so.1: file too short\n"
 
 
+def _require_through(link: Path) -> None:
+    import vllm
+
+    vllm.__file__ = str(link / "vllm/__init__.py")
+    vllm_engine.require_kernels()
+
+
+def test_kernels_are_found_through_a_link(tmp_path: Path) -> None:
+    """As in a home that is a link to another file system: to load them again would end the process."""
+    (tmp_path / "site").symlink_to(Path(torch.__file__).parents[1])
+    process = ENGINES.fork(_require_through, tmp_path / "site")
+    process.join()
+    assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("name", ["served", "tempered"])
 def test_an_updated_engine_equals_a_fresh_one(name: str, request: pytest.FixtureRequest) -> None:
     """Bit for bit: nothing of other weights is left."""
