@@ -29,7 +29,8 @@ OF_RANKS = (
     *("pytest", "tba_hpc.learner.deepspeed_learner", "tba_hpc.runtime", "tba_hpc.report.page"),
     # What DeepSpeed and transformers import only for a learner, but for each.
     *("deepspeed.ops.op_builder.all_ops", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("deepspeed.moe.ep_repack", "transformers.models.llama.modeling_llama"),
+    *("deepspeed.moe.ep_repack", "deepspeed.module_inject.auto_ep_layer"),
+    *("transformers.models.llama.modeling_llama", "distutils.ccompiler", "distutils.unixccompiler"),
 )
 OF_ENGINES = (
     *("tba_hpc.engine.vllm_engine", "vllm.entrypoints.llm", "vllm.v1.engine.core"),
