@@ -1,12 +1,13 @@
 # What to type: `make quickstart` (teach a tiny model, see it learn); for work in progress `make check`, a few minutes;
 # before a change is handed in `make test`; `make nightly` for the rest of the tests, `make storm` for an hour of faults.
 # To install otherwise: docs/install.md. What is needed of the machine, tools/preflight.sh asks. SEED=1 for another run;
-# PYTHON=… for another interpreter than the newest suitable one; WORKERS=1 for one test after the other (of six at a
-# time four may compute, which fills two cores; the others wait for Slurm); TESTS='-m root' for some of the tests.
+# PYTHON=… for another interpreter than the newest suitable one; WORKERS=1 for one test after the other (four at a time
+# may compute, which fills two cores; root's others wait for Slurm); TESTS='-m root' for some of the tests, and
+# TESTS=--record-durations to write tests/durations.json, by which the longest start first.
 
 SHELL  := /bin/bash -o pipefail
 SEED   ?= 0
-WORKERS ?= 6
+WORKERS ?= $(if $(filter 0,$(shell id -u)),6,4)
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/tiny-model-seed$(SEED)

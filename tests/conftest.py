@@ -2,12 +2,14 @@
 
 import fcntl
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,17 +39,14 @@ EACH_BY_ITSELF = ("tests/system/", "tests/slurm/")
 TOGETHER = ("tests/slurm/test_cluster.py", "tests/slurm/test_status.py")
 """Files whose tests are shorter than the start of a cluster."""
 
-LONGEST_FIRST = (
-    "tests/slurm/test_storms.py",
-    "tests/slurm/test_training.py",
-    "tests/test_vllm_generator.py",
-    "tests/test_deepspeed_learner.py",
-    "tests/system/",
-    "tests/test_tiny_model.py",
-    "tests/test_lora.py",
-    "tests/test_gpu_tools.py",
-)
-"""They start in this order, so that in the end no worker waits long for another."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds that each scope took, for those that take over NOTED_SECONDS: the longest starts first.
+
+In the end no worker then waits long for another. To record them anew: ``make test TESTS=--record-durations``
+and ``make nightly TESTS=--record-durations``.
+"""
+
+NOTED_SECONDS = 5.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _mark_root(item)
         _mark_nightly(item)
     if hasattr(config, "workerinput"):
-        items.sort(key=_rank)
+        seconds = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: -seconds.get(_scope(item.nodeid), 0.0))
         items[:] = _interleaved(items)
 
 
@@ -65,11 +65,6 @@ def _mark_root(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.root("bringing up a Slurm cluster"))
     if (root := item.get_closest_marker("root")) and os.geteuid():
         item.add_marker(pytest.mark.skip(reason=f"needs root, for {root.args[0]}: pytest -m root"))
-
-
-def _rank(item: pytest.Item) -> int:
-    found = (i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start))
-    return next(found, len(LONGEST_FIRST))
 
 
 def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -153,12 +148,39 @@ def _turn(name: str) -> Iterator[None]:
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
+
+
+_taken: Counter[str] = Counter()
+"""Seconds of this run by scope, as the process knows them to which all workers report."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _taken[_scope(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Replace what is noted of the scopes that have run; others keep their place in the order."""
+    if session.config.getoption("record_durations") and not hasattr(session.config, "workerinput"):
+        noted = {k: v for k, v in json.loads(DURATIONS.read_text()).items() if k not in _taken}
+        noted |= {k: round(v) for k, v in _taken.items() if v > NOTED_SECONDS}
+        DURATIONS.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
     config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
 # --- Fixtures ---
+
+
+@pytest.fixture(scope="session", autouse=True)
+def notes_of_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tell forks.py where all workers find the servers of processes that one of them has started."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["TBA_TEST_FORKS"] = str(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(scope="session")

@@ -693,7 +693,7 @@ def test_a_snapshot_copies_little(trajectories: int) -> None:
 def test_what_no_step_has_touched_costs_nothing_to_look_for_used_up_ones() -> None:
     """Nor does a merge or an eviction of the oldest depend on how much is stored."""
     costs = []
-    for prompts in (100, 2_000):
+    for prompts in (50, 1_000):
         real = filled(prompts_with(prompts, completions=10), capacity=10 * prompts, replay_limit=1)
         fresh = [pack(prompts_with(2, completions=16, first_prompt=prompts + 2 * i)) for i in range(4)]
         real.merge(fresh[0], 1)
@@ -766,7 +766,7 @@ def lines_and_peak_bytes(work: Callable[[], object]) -> tuple[int, int]:
 def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored() -> None:
     """Twenty times the trajectories: neither more lines run nor larger arrays made."""
     costs = []
-    for prompts in (100, 2_000):
+    for prompts in (50, 1_000):
         items = prompts_with(prompts, completions=10)
         real = filled(items, capacity=200_000)
         real.merge(pack(items[: len(items) // 2]), 1)  # half of the prompts are recent

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from byte_tokenizer import ByteTokenizer, completion
+from forks import fork_engines
 from recorded import new_run
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -126,8 +127,12 @@ def test_right_and_ended_is_shown_where_it_differs(n: int, capsys: pytest.Captur
 
 
 @pytest.mark.engine
-def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_those_of_transformers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy answers token by token from transformers; their perplexity under the model itself."""
+    fork_engines(monkeypatch)
+    model = Path(__file__).parent / "data/tiny-model"
     settings = ["model.context_length=128", "generator.max_tokens=40"]
     settings += ["generator.kv_cache_mb=16", "generator.temperature=1.0"]
     target = find_target(str(model), config=None, task="arithmetic", overrides=settings, reference=str(model))

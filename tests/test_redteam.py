@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import fork_engines
 from tiny_models import make_random_model, make_tokenizer
 from transformers import (
     BertConfig,
@@ -405,8 +406,11 @@ def serve(path: Path) -> VllmVictim:
 
 
 @pytest.mark.engine
-def test_the_victim_answers_each_text_as_the_model_would(tmp_path: Path) -> None:
+def test_the_victim_answers_each_text_as_the_model_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With logits so far apart that transformers' greedy answer is the likely one; some texts do not fit."""
+    fork_engines(monkeypatch)
     folder = make_random_model(tmp_path, tied=False, seed=3, context=64)
     model = load_policy(str(folder), "float32")
     with torch.no_grad():

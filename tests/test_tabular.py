@@ -119,11 +119,19 @@ def test_with_another_log_z_data_that_nobody_adds_to_pull_towards_what_sampled_t
     assert total_variation(policy_PC, table.optimum(BETA)).max() > 0.02
 
 
+BOUNDS = [("policy", "none"), *(("behaviour", bound) for bound in ("none", "cap", "taper", "mask"))]
+OFTEN = {("policy", "none", 0), ("behaviour", "cap", 0), ("behaviour", "none", 2)}
+"""Cases of which `make test` has each value of log_z and centring, and one bound."""
+
+
 @pytest.mark.parametrize(
-    ("log_z", "bound"),
-    [("policy", "none"), *(("behaviour", bound) for bound in ("none", "cap", "taper", "mask"))],
+    ("log_z", "bound", "centring"),
+    [
+        pytest.param(*case, centring, marks=[] if (*case, centring) in OFTEN else pytest.mark.nightly)
+        for case in BOUNDS
+        for centring in (0, 2)
+    ],
 )
-@pytest.mark.parametrize("centring", [0, 2])
 def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(
     log_z: str, bound: str, centring: int
 ) -> None:

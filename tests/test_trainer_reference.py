@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -50,12 +49,18 @@ def by_searcher(model: Path, batch: TrajectoryBatch) -> np.ndarray:
     return np.concatenate(rows)
 
 
+LORA = {"rank": 4, "alpha": 8}
+
+
 @pytest.mark.parametrize(
     ("ranks", "stage", "budget", "reference", "lora"),
     [
         (1, 2, None, "frozen", None),
         (2, 1, None, "frozen", None),
-        *product([2], [3], [48], ["frozen", "reset"], [None, {"rank": 4, "alpha": 8}]),
+        (2, 3, 48, "frozen", None),
+        (2, 3, 48, "reset", LORA),
+        pytest.param(2, 3, 48, "frozen", LORA, marks=pytest.mark.nightly),
+        pytest.param(2, 3, 48, "reset", None, marks=pytest.mark.nightly),
     ],
 )
 def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forks import ENGINES, fork_engines
 from tiny_models import make_family_model, make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
@@ -32,7 +34,8 @@ from tba_hpc.core.types import (
     WeightLayout,
     WeightUpdate,
 )
-from tba_hpc.engine.engine_channel import EngineSettings
+from tba_hpc.engine import vllm_engine
+from tba_hpc.engine.engine_channel import Answer, EngineSettings
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
@@ -47,6 +50,14 @@ CONTEXT = 64
 SEQUENCES = 8
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_tokens=20)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Engines whose imports are there already."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_engines(patch)
+        yield
 
 
 class Served:
@@ -554,36 +565,38 @@ def test_samples_end_with_a_stop_string(
     assert ends.count(None) < len(ends) and (stop or "length" in reasons)
 
 
-REFUSED = """
-import json, sys
-from tba_hpc.engine import vllm_engine
-from tba_hpc.engine.engine_channel import EngineSettings
-
 class Told:
-    def send(self, answer):
-        print(type(answer).__name__, getattr(answer, "reason", ""), sep="|")
+    """Stands for the channel to a rank: each answer's kind and reason go to a file."""
 
-for settings in sys.argv[1:]:
-    try:
-        vllm_engine.build_or_refuse(Told(), EngineSettings.model_validate_json(settings))
-    except SystemExit:
-        pass
-"""
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def send(self, answer: Answer) -> None:
+        """Write a line."""
+        with self._path.open("a") as file:
+            print(type(answer).__name__, getattr(answer, "reason", ""), sep="|", file=file)
+
+
+def _build_each(asked: list[EngineSettings], told: Path) -> None:
+    for settings in asked:
+        with suppress(SystemExit):
+            vllm_engine.build_or_refuse(Told(told), settings)
 
 
 def test_settings_that_vllm_does_not_take_are_refused(tmp_path: Path) -> None:
     """A context that the model has not, and an argument that does not exist."""
     folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
 
-    def settings(context: int = CONTEXT, **arguments: str) -> str:
+    def settings(context: int = CONTEXT, **arguments: str) -> EngineSettings:
         model = ModelSection(path=str(folder), dtype="float32", context_length=context)
         section = GeneratorSection(kv_cache_mb=16, engine=arguments)
-        return EngineSettings(model=model, generator=section, seed=0).model_dump_json()
+        return EngineSettings(model=model, generator=section, seed=0)
 
-    asked = [settings(4 * CONTEXT), settings(qantization="fp8")]
-    done = subprocess.run([sys.executable, "-c", REFUSED, *asked], capture_output=True, text=True)
-    told = [line.split("|") for line in done.stdout.splitlines() if not line.startswith("Building")]
-    assert [name for name, _ in told] == ["Refused"] * 2, done.stderr
+    file = tmp_path / "told"
+    process = ENGINES.fork(_build_each, [settings(4 * CONTEXT), settings(qantization="fp8")], file)
+    process.join()
+    told = [line.split("|") for line in file.read_text().splitlines() if not line.startswith("Building")]
+    assert [name for name, _ in told] == ["Refused"] * 2
     wanted = ("max_model_len (256) is greater", "unexpected keyword argument 'qantization'")
     assert all(words in reason for words, (_, reason) in zip(wanted, told, strict=True)), told
 
@@ -592,11 +605,28 @@ def test_a_library_that_vllm_cannot_load_is_named(tmp_path: Path) -> None:
     """vLLM's own words for it were: '_OpNamespace' '_C' object has no attribute …"""
     (tmp_path / "libnuma.so.1").touch()  # the first that is found, and no library
     generator, model = GeneratorSection(), ModelSection(path="unread")
-    asked = EngineSettings(model=model, generator=generator, seed=0).model_dump_json()
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    command = [sys.executable, "-c", REFUSED, asked]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.stdout == f"Broken|{tmp_path}/libnuma.so.1: file too short\n", done.stderr
+    settings = EngineSettings(model=model, generator=generator, seed=0)
+    # In a new process: the loader of libraries reads its path when it starts.
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    call = f"test._build_each([test.EngineSettings(**{settings.model_dump()!r})], test.Path('told'))"
+    command = [sys.executable, "-c", f"import test_vllm_generator as test; {call}"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "told").read_text() == f"Broken|{tmp_path}/libnuma.so.1: file too short\n"
+
+
+def _require_through(link: Path) -> None:
+    import vllm
+
+    vllm.__file__ = str(link / "vllm/__init__.py")
+    vllm_engine.require_kernels()
+
+
+def test_kernels_are_found_through_a_link(tmp_path: Path) -> None:
+    """As in a home that is a link to another file system: to load them again would end the process."""
+    (tmp_path / "site").symlink_to(Path(torch.__file__).parents[1])
+    process = ENGINES.fork(_require_through, tmp_path / "site")
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("name", ["served", "tempered"])

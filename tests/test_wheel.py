@@ -1,4 +1,7 @@
-"""The wheel, used as people do who have no clone: in an environment of its own, in an empty folder."""
+"""The wheel, used as people do who have no clone: in an environment of its own, in an empty folder.
+
+It is built from what the image's definition copies, so that an image's package is whole, too.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,9 @@ from pathlib import Path
 from shlex import quote
 
 import pytest
+from test_images import lay_out
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tba_hpc", "configs", "slurm")
-"""What a wheel is built from."""
-
 CONFIG = "{run: {name: mine}, model: {path: org/model}, exchange: {transport: files}}\n"
 
 
@@ -27,9 +28,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     which is installed here as editable.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    source, environment = folder / "source", folder / "environment"
-    source.mkdir()  # setuptools leaves things behind where it builds
-    _do("cp", "--archive", *(REPOSITORY / name for name in SOURCES), source)
+    environment = folder / "environment"
+    source = lay_out(folder / "source")  # setuptools leaves things behind where it builds
     _do(*_pip("wheel"), "--no-build-isolation", "--wheel-dir", folder, source)
     _do(sys.executable, "-m", "venv", "--without-pip", environment)
     _do(

@@ -159,7 +159,7 @@ def require_kernels() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    folder = Path(str(vllm.__file__)).parent
+    folder = Path(str(vllm.__file__)).resolve().parent  # as the kernel names it, also through links
     loaded = Path("/proc/self/maps").read_bytes()
     if os.fsencode(f"{folder}/_C") in loaded:  # the name's end depends on the processor
         return

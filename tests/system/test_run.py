@@ -146,7 +146,8 @@ def flip_a_bit(path: Path) -> None:
 def test_stopped_by_ctrl_c_damaged_and_resumed(tmp_path: Path) -> None:
     """While ranks start, while they train, and in the last evaluation; the newest checkpoint is damaged.
 
-    The run is told late how long it is, and its searcher held, so that it is stopped where it should be.
+    The run is told late how long it is, and its searcher is held in the last evaluation, so that it is
+    stopped where it should be: only once the last weights are sent, which waits for a searcher.
     """
     process = start(tmp_path, "train.steps=100000")
     wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
@@ -169,14 +170,15 @@ def test_stopped_by_ctrl_c_damaged_and_resumed(tmp_path: Path) -> None:
     process = start(tmp_path, length)
     wait_for(lambda: steps_done(tmp_path) > stopped_at, process)
     (searcher,) = ranks(process, "search")
-    searcher.suspend()
     wait_for(lambda: "finished" in trainer_events(tmp_path), process)
+    searcher.suspend()  # its evaluation waits a second before each token
     process.send_signal(signal.SIGINT)
     with suppress(psutil.NoSuchProcess):  # mpiexec may have let it go on, and it is gone
         searcher.resume()
     code, out, err = finish(process)
     assert code == 0, out + err
     assert not run.finished and trainer_events(tmp_path)[-1] == "stopped"
+    assert "failed" not in [event["event"] for event in read_events(run)]
     assert f"stopped at step {steps}/{steps}; to resume: tba run {run.path}" in out
     assert (run.checkpoints / f"damaged-{folder.name}-1").is_dir()
     _, out, _ = finish(tba("status", run.path, "--once"))
