@@ -250,6 +250,15 @@ def test_what_is_meant_so_raises_no_alert(meant: Case) -> None:
     assert alerted(changes, scores, **sections) == []
 
 
+def test_answers_that_a_judge_could_not_judge_are_counted() -> None:
+    """In the last evaluation; a task without rewards has none for any answer."""
+    last = SOLVED[-1]
+    some = replace(last, graded=last.total - 3, rewards=float(last.correct), squares=float(last.correct))
+    (sentence,) = alerted({}, [*SOLVED[:-1], some])
+    assert sentence.startswith(f"3 of 128 answers of step {last.step} could not be judged: they count as wr")
+    assert alerted({}, [*SOLVED[:-1], replace(some, step=last.step - 1), last]) == []
+
+
 def test_a_single_wrong_answer_is_no_fall() -> None:
     before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
     after = Evaluation(split="validation", step=80, correct=0, total=1, tokens=9, truncated=0)

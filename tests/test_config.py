@@ -269,6 +269,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
             "replay_limit or reference=reset: raise it to at least 192",
         ),
+        (
+            "buffer={replay_limit: 1, capacity: 1727}",  # 9 steps of 8 groups of 24
+            "buffer.capacity=1727 would drop groups unused: a queue with exchange.max_staleness=8 and "
+            "train.prompts_per_step=8 may hold 72; raise the first to at least 1728, or lower another",
+        ),
         ("train.learning_rate.decay=[5, 1000]", "decay=[5, 1000] has no effect on a constant rate: leave it"),
         ("train.learning_rate.decay=[5, 10]", "decay=[5, 10] is no decay after train.learning_rate.warmup_"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
@@ -380,6 +385,8 @@ def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, .
         (("buffer.replay_limit=2",), {"exchange.max_staleness": None, "queue": False}),
         (("exchange.max_staleness=3",), {"queue": False}),
         (("exchange.max_staleness=3", "buffer.replay_limit=1"), {"queue": True}),
+        (("buffer={replay_limit: 1, capacity: 1728}",), {"buffer.capacity_per_prompt": 1728}),
+        (("buffer={replay_limit: 1, capacity_per_prompt: 48}",), {"buffer.capacity_per_prompt": 48}),
         # Log-probabilities are at the sampling temperature if the gradient needs it
         ((WARM,), {"model.logprob_temperature": 1}),
         ((WARM, "train.objective=online_dpo"), {"model.logprob_temperature": 1}),

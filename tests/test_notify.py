@@ -180,8 +180,24 @@ def test_an_alert_is_told_once_though_its_figure_changes(tmp_path: Path) -> None
             rows = [step(number, now, loss=1.0) for number in range(first, first + 20)]
             write(run.metrics_file("trainer"), [{**row, "train/skipped_steps": row["step"]} for row in rows])
             told_of.look()
+        notify.Notifier(run, no_job, since=now - 1, beside=True).look()  # of the next attempt
     alerts = [line for line in told(tmp_path) if line.startswith("alert ")]
     assert len(alerts) == 1 and f"| tba report {run.path}" in alerts[0]
+
+
+def test_an_alert_that_comes_back_after_an_hour_is_told_again(tmp_path: Path) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    begin(run, now)
+    write(
+        run.metrics_file("trainer"), [{**step(i, now, loss=1.0), "train/skipped_steps": i} for i in range(20)]
+    )
+    told_of = notify.Notifier(run, no_job, since=now - 1)
+    with owned(run):
+        told_of.look()
+        told_of._alerts = {key: seen - 3601 for key, seen in told_of._alerts.items()}
+        told_of.look()
+        told_of.look()
+    assert sum(line.startswith("alert ") for line in told(tmp_path)) == 2
 
 
 def test_the_heartbeat_ceases_with_the_run_and_when_it_falls_silent(

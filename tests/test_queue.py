@@ -37,13 +37,13 @@ def geometric(request_id: int, searcher: int) -> int:
     return int(LENGTHS[request_id])
 
 
-def config_of(bound: int, sync_every: int, *, searchers: int = 2, slots: int = 0, **buffer: object) -> Config:
-    """Four groups of two a step, by two searchers."""
+def config_of(bound: int, sync_every: int, *, searchers: int = 2, slots: int = 0) -> Config:
+    """Four groups of two a step, by two searchers, in a queue that has room for what it must hold."""
     return parse_config(
         {
             "model": {"path": "tiny"},
             "generator": {"completions_per_prompt": 2},
-            "buffer": buffer,
+            "buffer": {"capacity": 8 * (bound + 1), "initial_completions": 8, "replay_limit": 1},
             "train": {"prompts_per_step": 4, "completions_per_prompt": 2, "steps": 1000},
             "exchange": {"max_staleness": bound, "sync_every": sync_every},
             "launch": {"searchers": searchers, "elastic": slots},
@@ -61,8 +61,8 @@ class Flow:
     def __init__(self, config: Config, ticks_of: TicksOf) -> None:
         self.config, self._ticks_of = config, ticks_of
         self.ages, self.dropped = Counter[int](), 0
-        self._buffer = ReplayBuffer(config.buffer, 0, queue=config.queue)
-        self._freshness = Freshness(config, self._buffer)
+        self.buffer = ReplayBuffer(config.buffer, 0, queue=config.queue)
+        self._freshness = Freshness(config, self.buffer)
         self._freshness.begin(0, CompletedRequests())
         self._completed = CompletedRequests()
         self._random = np.random.default_rng(1)
@@ -120,17 +120,17 @@ class Flow:
             sealed = shard(searcher, answer[1], version=answer[2])
             self._completed.add(answer[1])
             self._freshness.arrive(sealed, self._step)
-            self._buffer.merge(sealed.trajectories, tick)
+            self.buffer.merge(sealed.trajectories, tick)
             self._evict()
 
     def _evict(self) -> None:
-        record = self._buffer._record()
+        record = self.buffer._record()
         new = ~np.isin(record["request_id"], record["request_id"][record["uses"] > 0])
         self.dropped += int((new & self._freshness.is_stale(record, self._step)).sum()) // 2
         self._freshness.evict_stale(self._step)
 
     def _learn(self) -> None:
-        batch = self._buffer.sample(self._step, groups=4, group_size=2)
+        batch = self.buffer.sample(self._step, groups=4, group_size=2)
         self.ages.update((self._step - batch.version_N[::2]).tolist())
         self._step += 1
         if self._step % self.config.exchange.sync_every == 0:
@@ -144,10 +144,11 @@ def test_a_queue_drops_nothing_whatever_takes_how_long(
     bound: int, sync_every: int, ticks_of: TicksOf
 ) -> None:
     """And nothing is older than the bound, which the oldest reach."""
-    queue = Flow(config_of(bound, sync_every, replay_limit=1), ticks_of).run()
+    queue = Flow(config_of(bound, sync_every), ticks_of).run()
     assert queue.config.queue
     assert queue.dropped == 0
     assert max(queue.ages) == bound and sum(queue.ages.values()) == 4 * STEPS
+    assert queue.buffer.evicted == 8 * STEPS, "what was used, and nothing for lack of room"
 
 
 @pytest.mark.parametrize("ticks_of", [quick_or_slow, geometric])
@@ -156,7 +157,8 @@ def test_a_queue_drops_nothing_whatever_takes_how_long(
 def test_nor_if_elastic_searchers_come_and_vanish(
     bound: int, sync_every: int, searchers: int, ticks_of: TicksOf
 ) -> None:
-    config = config_of(bound, sync_every, searchers=searchers, slots=3, replay_limit=1)
+    config = config_of(bound, sync_every, searchers=searchers, slots=3)
     queue = Flow(config, ticks_of).run()
     assert queue.dropped == 0
     assert max(queue.ages) <= bound and sum(queue.ages.values()) == 4 * STEPS
+    assert queue.buffer.evicted == 8 * STEPS

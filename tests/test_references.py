@@ -127,7 +127,8 @@ def test_after_the_last_step_nothing_is_reset_unless_the_run_goes_on(tmp_path: P
 
 def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_path: Path) -> None:
     """S = 12, K = 8, once: no more is learned from than was merged, and all of it leaves."""
-    config, run = make(tmp_path, train={}, exchange={}, buffer={"replay_limit": 1, "duplicates": "none"})
+    queue = {"replay_limit": 1, "duplicates": "none", "capacity": 432, "capacity_per_prompt": 432}
+    config, run = make(tmp_path, train={}, exchange={}, buffer=queue)
     go(run, searchers=2, sent=SIGKILL, nth=7)
     go(run, searchers=2)
     last = step_records(read_metrics(run.metrics_file("trainer")))[-1]

@@ -95,6 +95,21 @@ def test_an_initial_buffer_that_the_prompts_can_never_fill_is_refused(tmp_path: 
         refuse(81)
 
 
+def test_a_queue_that_cannot_hold_a_prompts_groups_is_refused(tmp_path: Path) -> None:
+    """Twelve groups of four prompts, asked in epochs, touch four epochs, so four may be of one prompt."""
+
+    def refuse(per_prompt: int) -> None:
+        buffer = {"initial_completions": 15, "capacity_per_prompt": per_prompt, "replay_limit": 1}
+        config = make_config(tmp_path, exchange={"max_staleness": 2}, buffer=buffer)
+        assert config.groups_ahead == 12 and config.generator.completions_per_prompt == 12
+        refuse_few_prompts(TabularTask(TABLE), config)
+
+    refuse(48)
+    sentence = "per_prompt=47 would drop groups unused: a queue of 12 groups may hold 4 of one"
+    with pytest.raises(ConfigError, match=sentence):
+        refuse(47)
+
+
 class Sampled(TabularTask):
     """Notes the rewards of every group, in order."""
 

@@ -429,6 +429,29 @@ def test_a_task_that_can_judge_nothing_ends_the_searcher(tmp_path: Path) -> None
         judge(tmp_path, Unjudged({0, 1, 2, 3}), 10)
 
 
+class Silent(TabularTask):
+    """Its judge answers for all prompts but one."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self._grades: list[float] = []
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Right, if there is a reward."""
+        self._grades = [math.nan if prompt.id == 2 else 1.0 for prompt in prompts]
+        return [grade == 1 for grade in self._grades]
+
+    def grades(self) -> list[float]:
+        """NaN for the one."""
+        return self._grades
+
+
+def test_an_answer_without_a_reward_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert [one.correct for one in judge(tmp_path, Silent(), 1)] == [True, True, False, True]
+    (told,) = [record.message for record in caplog.records if "grades()" in record.message]
+    assert told.startswith("grades() gave nan for test prompt 2; this one counts as wrong (0 like it before")
+
+
 class Numbered(TabularReference):
     """Gives every token the log-probability −step, so that an answer tells which reference it met."""
 

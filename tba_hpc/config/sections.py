@@ -240,9 +240,10 @@ class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m, the probability that a group comes from the most recent sync."""
     capacity_per_prompt: Count = 100
-    """Maximum trajectories per prompt; the oldest are evicted first."""
+    """Maximum trajectories per prompt; the oldest are evicted first. If unset: in a queue the capacity."""
     capacity: Count = 100_000
-    """Maximum trajectories in all; the oldest are evicted first."""
+    """Maximum trajectories in all; the oldest are evicted first. A queue needs room for
+    (exchange.max_staleness + 1) · train.prompts_per_step groups."""
     reward_temperature: Positive | None = 1.0
     """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: uniform, the
     default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
@@ -569,6 +570,12 @@ class Config(Section):
         return self.buffer.replay_limit is not None and self.exchange.max_staleness is not None
 
     @property
+    def groups_ahead(self) -> int:
+        """Number of groups that searchers may have ready for later steps, if staleness is bounded."""
+        assert self.exchange.max_staleness is not None, "without a bound there is no end"
+        return (self.exchange.max_staleness + 1) * self.train.prompts_per_step
+
+    @property
     def one_world(self) -> bool:
         """True if all ranks of a start form one MPI world."""
         return self.exchange.transport == "mpi" and self.launch.searchers > 0
@@ -581,15 +588,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_and_settle(self) -> Config:
         """Refuse a config that contradicts itself, then fill in keys left out that follow from others."""
+        queue = self.buffer.replay_limit == 1
+        if queue and "max_staleness" not in self.exchange.model_fields_set:
+            self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
         rules.check(self)
+        if self.queue and "capacity_per_prompt" not in self.buffer.model_fields_set:
+            self._fill("buffer", capacity_per_prompt=self.buffer.capacity)
         if self.model.logprob_temperature is None:
             sampled = self.train.objective.own_samples or self.train.score_centering
             self._fill("model", logprob_temperature=self.generator.temperature if sampled else 1.0)
         if self.train.zero_stage == 3:
             self._fill("model", compile=False)
-        queue = self.buffer.replay_limit == 1
-        if queue and "max_staleness" not in self.exchange.model_fields_set:
-            self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
         given = self.buffer.model_fields_set
         if self.on_policy and "duplicates" not in given:
             self._fill("buffer", duplicates=NoDuplicates())

@@ -185,3 +185,12 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
             f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
             "max_staleness, replay_limit or a reference that is reset each gives a step one group: lower it"
         )
+    if not config.queue:
+        return
+    groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
+    if buffer.capacity_per_prompt < (needed := groups * config.generator.completions_per_prompt):
+        raise ConfigError(
+            f"buffer.capacity_per_prompt={buffer.capacity_per_prompt} would drop groups unused: a queue of "
+            f"{count(config.groups_ahead, 'group')} may hold {groups} of one of the "
+            f"{count(prompts, 'training prompt')}; raise it to at least {needed}, or leave it out"
+        )

@@ -6,6 +6,7 @@ writes no files.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
@@ -46,6 +47,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # a rank's engine writes to a log, this one to the terminal
     "PYTHONWARNINGS": "ignore",
 }
+
+log = logging.getLogger(__name__)
 
 AHEAD = 2
 """Number of completions given to the engine per completion that it decodes at once."""
@@ -264,6 +267,8 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     prompts = [group.request.prompt for group in groups for _ in group.completions]
     correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
     grades = task.grades() if isinstance(task, Grading) else correct
+    if unjudged := int(np.count_nonzero(~np.isfinite(np.array(grades, float)))):
+        log.warning("%d of %d answers could not be judged, and count as wrong", unjudged, len(correct))
     return Judged(np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape))
 
 

@@ -328,6 +328,10 @@ class Scorer:
             self._unjudged.note(f"{call} {_end_of(error)}", error)
             return [(False, None)]
         self._unjudged.in_a_row = 0
+        for answer, (_, reward) in zip(answers, verdicts, strict=True):
+            if reward is not None and not math.isfinite(reward):
+                what = f"grades() gave {reward} for {request.split} prompt {answer.request.prompt.id}"
+                self._unjudged.note(what, None, counts=False)
         return verdicts
 
     def _graded(self, answers: list[Group]) -> list[tuple[bool, float | None]]:

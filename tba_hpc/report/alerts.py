@@ -240,6 +240,19 @@ def falling(view: View) -> Alert | None:
     )
 
 
+def unjudged_answers(view: View) -> Alert | None:
+    """Alert if the last evaluation counts answers as wrong that have no reward, where others have one."""
+    last = view.by_step[-1] if view.by_step else None
+    if last is None or not 0 < last.graded < last.total:
+        return None
+    return _alert(
+        f"{last.total - last.graded} of {last.total} answers of step {last.step} could not be judged",
+        key="task.reward",
+        why="they count as wrong, so the score is too low",
+        remedy="see the searchers' logs for what the judge or the environment said",
+    )
+
+
 def _fall_of_score(view: View) -> str:
     """Say if an evaluation is below an earlier one by 15 points and by three standard errors.
 
@@ -504,7 +517,7 @@ def idle_searchers(view: View) -> Alert | None:
 
 
 RULES = (
-    *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, nan_groups),
+    *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, nan_groups, unjudged_answers),
     *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )

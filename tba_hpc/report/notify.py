@@ -26,6 +26,7 @@ import psutil
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core import web
 from tba_hpc.core.wording import printable
+from tba_hpc.report.alerts import Alert
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state
 from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 RUN_CHECK_SECONDS = 15.0
 """Pause between two checks of the run, s."""
+
+QUIET_SECONDS = 3600.0
+"""Time for which an alert must have been gone to be told of again, s."""
 
 SEND_SECONDS = 10.0
 """Timeout of a message, s."""
@@ -72,17 +76,20 @@ def require_addresses(config: Config) -> None:
 class Notifier:
     """Sender of messages about what has changed in a run since the last check.
 
-    queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported.
+    queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
+    an earlier attempt had such a process, too, which has told of the alerts that stand now.
     """
 
-    def __init__(self, run: RunDir, queue: Queue, since: float) -> None:
+    def __init__(self, run: RunDir, queue: Queue, since: float, *, beside: bool = False) -> None:
         self._run, self._queue, self._since = run, queue, since
         self._monitor = RunMonitor(run, queue)
         self._notify = self._monitor.config.run.notify
-        self._told: set[str] = set()
+        self._alerts: dict[str, float] = {}  # when each was last seen, by key, on the monotonic clock
         self._attempt, self._beat = "", -math.inf
         self._monitor.update()
         now, events = run_state(self._monitor), self._monitor.events
+        if beside:
+            self._new_alerts()
         self._state = now.state if now.over and not (events and events[-1]["time"] >= since) else ""
 
     def look(self) -> RunState:
@@ -120,11 +127,17 @@ class Notifier:
             self._send("start", f"{how} at step {self._monitor.step} of {steps}", self._command("status"))
 
     def _tell_of_alerts(self) -> None:
+        for alert in self._new_alerts():
+            self._send("alert", f"alert: {alert.short}", self._command("report"))
+
+    def _new_alerts(self) -> list[Alert]:
+        """Note the alerts that stand, and return those that did not within QUIET_SECONDS."""
+        now, new = time.monotonic(), []
         for alert in self._monitor.alerts:
-            key = alert.short.rpartition(": ")[2]
-            if key not in self._told:  # the figure in a standing alert changes with every check
-                self._told.add(key)
-                self._send("alert", f"alert: {alert.short}", self._command("report"))
+            key = alert.short.rpartition(": ")[2]  # the figure in a standing alert changes with every check
+            new += [alert] if now - self._alerts.get(key, -math.inf) > QUIET_SECONDS else []
+            self._alerts[key] = now
+        return new
 
     def _tell_of(self, now: RunState) -> None:
         state = now.state if now.over else "silent" if self._monitor.is_silent else ""
@@ -200,7 +213,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see _wait_with_signals
-    notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS)
+    notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS, beside=beside)
     while not asked.is_set():
         with suppress(OSError):  # a file server that is away for a while
             if notifier.look().state == "finished":
