@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_hpc.config import BufferSection, TrainSection
+from tba_hpc.config import parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.loops.publish_schedule import PublishSchedule
 from tba_hpc.loops.step_log import StepLog
 from tba_hpc.run.metrics import MetricsWriter, Record, read_metrics
 
@@ -28,8 +30,10 @@ BATCH = batch_of([1, 1], [1, 1])
 
 
 def new_log(folder: Path) -> StepLog:
-    metrics = MetricsWriter(folder / "trainer.jsonl")
-    return StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
+    config = parse_config({"model": {"path": "a"}})
+    buffer = ReplayBuffer(config.buffer, 0)
+    schedule = PublishSchedule(config, Freshness(config, buffer), 0)
+    return StepLog(config.train, buffer, MetricsWriter(folder / "trainer.jsonl"), schedule)
 
 
 def record_of(

@@ -11,6 +11,7 @@ from tba_hpc.core import schedules
 from tba_hpc.core.batch import staleness
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import TrajectoryBatch
+from tba_hpc.loops.publish_schedule import PublishSchedule
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 WARMUP_STEPS = 5
@@ -22,26 +23,19 @@ class StepLog:
     """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``reference``, ``learn`` and
     ``checkpoint``.
 
-    version: of the last published weights, optimizer steps. publishes: number so far. late: steps taken
-    while a publish was put off. longest_step: seconds, without waits and checkpoints.
+    late: steps taken while a publish was put off. longest_step: seconds, without waits and checkpoints.
     """
 
     train: TrainSection
     buffer: ReplayBuffer
     metrics: MetricsWriter
-    version: int = field(kw_only=True)
-    publishes: int = 0
+    schedule: PublishSchedule
     late: int = 0
     longest_step: float = 0.0
     clock: Clock = field(default_factory=Clock)
     _steps: int = 0
     _wall: float = 0.0  # since the warm-up
     _learning: float = 0.0  # seconds of _wall spent in the learner
-
-    def published(self, version: int) -> None:
-        """Note that weights of ``version`` were published."""
-        self.version = version
-        self.publishes += 1
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
         """Write the record of ``step`` (from 0), which learned from ``batch``; return its wall time, s.
@@ -50,6 +44,7 @@ class StepLog:
         """
         wall, spent = self.clock.wall, self.clock.reset()
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
+        self.late += self.schedule.put_off
         self.longest_step = max(self.longest_step, own)
         lag, reward_BK = staleness(batch, step), batch.reward_N.reshape(-1, batch.group_size)
         self.metrics.log(
@@ -67,10 +62,10 @@ class StepLog:
                 "time/step_seconds": wall,
                 "time/learn_seconds": spent["learn"],
                 "time/reference_seconds": spent.get("reference"),
-                "sync/version": self.version,
+                "sync/version": self.schedule.version,
                 "sync/publish_stall_seconds": spent.get("publish"),
                 "sync/late": self.late,
-                "sync/publishes": self.publishes,
+                "sync/publishes": self.schedule.publishes,
                 "buffer/size": len(self.buffer),
                 "buffer/prompts": self.buffer.prompts,
                 "buffer/added": self.buffer.added,

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from tba_hpc.core.batch import with_reference_power
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import Learner, TrainerExchange
 from tba_hpc.core.prompts import CompletedRequests
-from tba_hpc.core.types import Publication, Split, TrajectoryBatch
+from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger, state_event
+from tba_hpc.loops.publish_schedule import PublishSchedule
 from tba_hpc.loops.saving import Saving
 from tba_hpc.loops.step_log import StepLog
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState
@@ -60,16 +61,13 @@ class Trainer:
     replays: bool = False
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of new completions, on the monotonic clock
-    _published: Publication | None = None  # published with the current weights of the searchers
-    _put_off: bool = False
-    _evaluated: int = field(init=False)  # step of the last evaluation, or the attempt's first step
 
     def __post_init__(self, saved: TrainerState) -> None:
         self.job_end += time.monotonic() - time.time()  # a changed system clock then does no harm
-        self._evaluated = self.state.step
         self._freshness = Freshness(self.config, self.buffer, replays=self.replays)
         self._merger = Merger(self.buffer, self.completed, self._freshness, self.metrics)
-        self._step_log = StepLog(self.config.train, self.buffer, self.metrics, version=self.state.step)
+        self._schedule = PublishSchedule(self.config, self._freshness, self.state.step)
+        self._step_log = StepLog(self.config.train, self.buffer, self.metrics, self._schedule)
         self._saving = Saving(
             self.config,
             self.checkpoints,
@@ -84,23 +82,19 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step; True if it is reached, False if stopped before. Either way all is saved.
 
-        Consumes shards. Produces weights, references, checkpoints and metrics. After the initial buffer is
-        filled it does not wait while shards keep arriving. Exceptions are bounded staleness or uses, a reset
-        reference and a resume. The searchers' shards end every wait. For what follows the last step see
-        ``ending``.
+        After the initial buffer is filled the loop does not wait while shards keep arriving. Exceptions are
+        bounded staleness or uses, a reset reference and a resume. The searchers' shards end every wait. For
+        what follows the last step see ``ending``.
         """
         self._update_reference()  # even if no step is left to take
         self._freshness.begin(self.step, self.completed)
         while not self._finished and not self.stopping:
-            self._update_reference()
-            self._collect()  # shards of the previous round belong to its sync
-            if self._publish_if_due():
-                self._collect()
-            if not self._wait_for_data():
+            self._publish()
+            if not self._collect():
                 break
             batch = self._sample()
             self._learn(batch)
-            self._save_if_due()
+            self._save()
         self._save_last()
         return self._finished
 
@@ -126,40 +120,25 @@ class Trainer:
 
     # --- Publish ---
 
-    @property
-    def _publish_is_due(self) -> bool:
-        """True every k steps; at once for a new reference, or if searchers need a larger budget to go on."""
-        return (
-            self._published is None
-            or self._put_off
-            or self.step >= self._published.version + self.config.exchange.sync_every
-            or self._freshness.reference != self._published.reference
-            or self._freshness.exhausted(self.step)
-        )
+    def _publish(self) -> None:
+        """Publish if that is due. Shards that the previous round brought belong to its sync."""
+        self._update_reference()
+        self._merge_arrived()
+        if self.publish_if_due():
+            self._merge_arrived()
 
-    def _publish_if_due(self) -> bool:
-        """Publish if that is due, and return whether it began; it is put off while a round is under way."""
-        return self._publish_is_due and self.publish(evaluate=self._split_to_evaluate)
+    def publish_if_due(self) -> bool:
+        """Begin to publish the current weights if that is due; return whether it began.
 
-    def publish(self, *, evaluate: Split | None) -> bool:
-        """Begin to publish the current weights; False while a round is under way, to be tried again later."""
+        While a round is under way it does not, and is to be tried again.
+        """
+        if not self._schedule.due(self.step):
+            return False
         with self._step_log.clock("publish"):
-            publication = self._freshness.publication(self.step, evaluate=evaluate, published=time.time())
+            publication = self._schedule.publication(self.step)
             started = self.exchange.publish(publication, self.learner.write_weights)
-        self._put_off = not started  # the budget already counts on what it grants
-        if started:
-            self._published = publication
-            self._evaluated = self.step if evaluate else self._evaluated
-            self._step_log.published(self.step)
+        self._schedule.note(publication, started=started)
         return started
-
-    @property
-    def _split_to_evaluate(self) -> Split | None:
-        """Split to evaluate now: test before training, then validation every ``evaluate.every`` steps."""
-        every = self.config.evaluate.every
-        if self._published is None:
-            return "test" if self.step == 0 else None
-        return "validation" if self.step // every > self._evaluated // every else None
 
     def _update_reference(self) -> None:
         """Make the policy the reference if that is due; evict what older references scored."""
@@ -170,25 +149,7 @@ class Trainer:
 
     # --- Collect ---
 
-    def _collect(self) -> None:
-        """Merge the shards that have arrived, evict what is stale, and note whether any completion was new.
-
-        During the initial filling only a larger buffer counts as new. Completions may just push out others
-        of their prompt, and would do so for ever if the other prompts have no more.
-        """
-        self._freshness.note_visitors(self.visitors)
-        shards = self.exchange.collect()
-        for shard in shards:
-            self._freshness.arrive(shard, self.step)
-        added, held, filling = self.state.added, len(self.buffer), self._freshness.filling(self.step)
-        self.state = self._merger.merge(self.state, shards, sync=self._step_log.version)
-        if len(self.buffer) > held if filling else self.state.added > added:
-            self._last_arrival = time.monotonic()
-            if filling:
-                self.log_event("filling")
-        self.state = self._merger.evict_stale(self.state)
-
-    def _wait_for_data(self) -> bool:
+    def _collect(self) -> bool:
         """Wait until the buffer has what the next step needs; False if the run must stop instead.
 
         Raises ExchangeError after a timeout without new shards if there is no searcher left to wait for.
@@ -199,16 +160,33 @@ class Trainer:
                 log.info("step %d waits for a new shard", self.step)
                 self.log_event("waiting")
             while self._freshness.missing(self.step) and not self.stopping:
-                if not self._publish_if_due():
+                if not self.publish_if_due():
                     self.exchange.gather()
-                self._collect()
+                self._merge_arrived()
                 self._saving.note()
                 if time.monotonic() - max(since, self._last_arrival) > self._timeout:
                     self._freshness.exclude_unresponsive(self.step, self._timeout)
                     since = time.monotonic()
                 time.sleep(POLL_SECONDS)
-        self._step_log.late += self._publish_is_due
         return not self.stopping
+
+    def _merge_arrived(self) -> None:
+        """Merge the shards that have arrived, evict what is stale, and note whether any completion was new.
+
+        During the initial filling only a larger buffer counts as new. Completions may just push out others
+        of their prompt, and would do so for ever if the other prompts have no more.
+        """
+        self._freshness.note_visitors(self.visitors)
+        shards = self.exchange.collect()
+        for shard in shards:
+            self._freshness.arrive(shard, self.step)
+        added, held, filling = self.state.added, len(self.buffer), self._freshness.filling(self.step)
+        self.state = self._merger.merge(self.state, shards, sync=self._schedule.version)
+        if len(self.buffer) > held if filling else self.state.added > added:
+            self._last_arrival = time.monotonic()
+            if filling:
+                self.log_event("filling")
+        self.state = self._merger.evict_stale(self.state)
 
     @property
     def _timeout(self) -> float:
@@ -220,7 +198,7 @@ class Trainer:
         """Keep the exchange going after the last step."""
         self.exchange.gather()
 
-    # --- Sample, step, checkpoint ---
+    # --- Sample ---
 
     def _sample(self) -> TrajectoryBatch:
         train = self.config.train
@@ -236,6 +214,8 @@ class Trainer:
         with self._step_log.clock("reference"):
             return self.learner.reference_logprobs(batch, self._freshness.reference)
 
+    # --- Learn ---
+
     def _learn(self, batch: TrajectoryBatch) -> None:
         """Take one optimizer step on the batch, and write its record."""
         train, step = self.config.train, self.step
@@ -248,7 +228,9 @@ class Trainer:
         seconds = self._step_log.write(step, batch, learned)
         self.state = replace(self.state, step=step + 1, train_seconds=self.state.train_seconds + seconds)
 
-    def _save_if_due(self) -> None:
+    # --- Save ---
+
+    def _save(self) -> None:
         """Save every ``checkpoint.every`` steps, except the last, which ``_save_last`` saves."""
         self._saving.note()
         if self._saving.due(self.step):
