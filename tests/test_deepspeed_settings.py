@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
 import torch
 from deepspeed import DeepSpeedConfig
 
-from tba_hpc.config import Config, parse_config
+from tba_hpc.config import DEEPSPEED_SETTINGS, Config, ConfigError, parse_config
 from tba_hpc.learner.deepspeed_settings import deepspeed_settings
 from tba_hpc.learner.hf_model import use_tensor_cores
 
@@ -22,6 +27,19 @@ def test_deepspeed_reads_both() -> None:
     assert read.zero_config.allgather_bucket_size == 500 and read.zero_config.stage == 2
     assert read.gradient_clipping == 1.0 and read.bfloat16_config.enabled
     assert not read.timers_config.enabled
+
+
+def test_every_setting_that_may_be_added_is_one_that_deepspeed_reads() -> None:
+    sources = Path(deepspeed.__file__).parent.rglob("con*.py")  # config.py and constants.py
+    text = "".join(source.read_text() for source in sources)
+    assert [
+        name for name in (*DEEPSPEED_SETTINGS, "wall_clock") if not re.search(rf"""["']{name}["']""", text)
+    ] == ["wall_clock"]
+
+
+def test_a_misspelt_setting_is_refused_when_the_config_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"^train.deepspeed.wall_clock_breakdow is not a setting to add: "):
+        config_with("wall_clock_breakdow=true")
 
 
 def test_a_cpu_computes_as_before() -> None:

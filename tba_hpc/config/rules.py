@@ -65,6 +65,14 @@ OWN_DEEPSPEED_SETTINGS = {
 }
 """Settings of DeepSpeed, or sections of them, that train.deepspeed may not hold, with what decides them."""
 
+DEEPSPEED_SETTINGS = (
+    *("zero_optimization", "aio", "activation_checkpointing", "communication_data_type", "compile"),
+    *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "disable_allgather"),
+    *("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown", "timers", "dump_state"),
+    *("steps_per_print", "log_level", "disable_python_gc", "tensorboard", "csv_monitor", "wandb", "comet"),
+)
+"""Top-level settings of DeepSpeed that train.deepspeed may hold; DeepSpeed ignores what it does not know."""
+
 UNTEMPERED = ((0, 1.0),)
 
 
@@ -255,11 +263,17 @@ def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``settings``. Raises ValueError if train.deepspeed holds a setting that another key decides."""
+    """Return ``settings``. Raises ValueError for one that another key decides, or that is not known."""
     for key in flat(settings):
         for name, owner in OWN_DEEPSPEED_SETTINGS.items():
             if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
                 raise ValueError(f"train.deepspeed.{key} is decided by {owner}: leave it out")
+    for key in settings:
+        if key not in DEEPSPEED_SETTINGS:
+            known = ", ".join(DEEPSPEED_SETTINGS)
+            raise ValueError(
+                f"train.deepspeed.{key} is not a setting to add: leave it out, or use one of {known}"
+            )
     return settings
 
 
