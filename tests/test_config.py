@@ -269,11 +269,6 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
             "replay_limit or reference=reset: raise it to at least 192",
         ),
-        (
-            "buffer={replay_limit: 1, capacity: 1727}",  # 9 steps of 8 groups of 24
-            "buffer.capacity=1727 would drop groups unused: a queue with exchange.max_staleness=8 and "
-            "train.prompts_per_step=8 may hold 72; raise the first to at least 1728, or lower another",
-        ),
         ("train.learning_rate.decay=[5, 1000]", "decay=[5, 1000] has no effect on a constant rate: leave it"),
         ("train.learning_rate.decay=[5, 10]", "decay=[5, 10] is no decay after train.learning_rate.warmup_"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
@@ -510,7 +505,7 @@ def test_each_key_says_whether_a_resume_may_change_it() -> None:
     keys = differences(config, parse_config({"model": {"path": "b"}})).keys()
     assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
     may = ("train.steps", "train.learning_rate.decay", "checkpoint.keep", "evaluate.test_prompts", "run.root")
-    assert all(map(may_change, (*may, "launch.timeout_seconds", "launch.searchers")))
+    assert all(map(may_change, (*may, "launch.timeout_seconds", "launch.searchers", "buffer.capacity")))
     never = ("run.seed", "train.learning_rate.peak", "train.zero_stage", "train.adam_betas.first")
     assert not any(map(may_change, (*never, "task.options.victim", "model.dtype", "no.such", "train", "")))
 

@@ -11,7 +11,7 @@ import pytest
 from lab.tabular import TabularTask
 from test_loops import TABLE, TrainerParts, make_config, make_searcher
 
-from tba_hpc.config import Config, ConfigError
+from tba_hpc.config import Config, ConfigError, may_change
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import refuse_few_prompts
 from tba_hpc.core.types import Completion, Prompt
@@ -96,10 +96,14 @@ def test_an_initial_buffer_that_the_prompts_can_never_fill_is_refused(tmp_path: 
 
 
 def test_a_queue_that_cannot_hold_a_prompts_groups_is_refused(tmp_path: Path) -> None:
-    """Twelve groups of four prompts, asked in epochs, touch four epochs, so four may be of one prompt."""
+    """Twelve groups of four prompts, asked in epochs, touch four epochs, so four may be of one prompt.
 
-    def refuse(per_prompt: int) -> None:
+    The rule is of a start alone: a run that breaks it can still be looked at, and resumed with more room.
+    """
+
+    def refuse(per_prompt: int, capacity: int = 144) -> None:
         buffer = {"initial_completions": 15, "capacity_per_prompt": per_prompt, "replay_limit": 1}
+        buffer["capacity"] = capacity
         config = make_config(tmp_path, exchange={"max_staleness": 2}, buffer=buffer)
         assert config.groups_ahead == 12 and config.generator.completions_per_prompt == 12
         refuse_few_prompts(TabularTask(TABLE), config)
@@ -108,6 +112,10 @@ def test_a_queue_that_cannot_hold_a_prompts_groups_is_refused(tmp_path: Path) ->
     sentence = "per_prompt=47 would drop groups unused: a queue of 12 groups may hold 4 of one"
     with pytest.raises(ConfigError, match=sentence):
         refuse(47)
+    sentence = "capacity=143 would drop groups unused: .*max_staleness=2 and .* may hold 12; .* at least 144"
+    with pytest.raises(ConfigError, match=sentence):
+        refuse(48, capacity=143)
+    assert may_change("buffer.capacity") and may_change("buffer.capacity_per_prompt")
 
 
 class Sampled(TabularTask):

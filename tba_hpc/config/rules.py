@@ -219,12 +219,6 @@ def _of_the_buffer(config: Config) -> Iterator[str]:
             "{buffer.capacity} cannot hold the {train.prompts_per_step} groups that a step needs with "
             f"max_staleness, replay_limit or reference=reset: raise it to at least {needed}"
         )
-    if config.queue and buffer.capacity < (needed := config.groups_ahead * sampled):
-        yield (
-            "{buffer.capacity} would drop groups unused: a queue with {exchange.max_staleness} and "
-            f"{{train.prompts_per_step}} may hold {config.groups_ahead}; raise the first to at least "
-            f"{needed}, or lower another"
-        )
     given = buffer.model_fields_set if config.on_policy else ()
     bias = "would bias the gradient of {train.objective} in an on-policy run: leave it out, or set it to"
     if "duplicates" in given and buffer.deduplicate:

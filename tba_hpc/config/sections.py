@@ -239,9 +239,9 @@ class GeneratorSection(Section):
 class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m, the probability that a group comes from the most recent sync."""
-    capacity_per_prompt: Count = 100
+    capacity_per_prompt: MayChange[Count] = 100
     """Maximum trajectories per prompt; the oldest are evicted first. If unset: in a queue the capacity."""
-    capacity: Count = 100_000
+    capacity: MayChange[Count] = 100_000
     """Maximum trajectories in all; the oldest are evicted first. A queue needs room for
     (exchange.max_staleness + 1) · train.prompts_per_step groups."""
     reward_temperature: Positive | None = 1.0

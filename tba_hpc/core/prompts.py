@@ -170,7 +170,10 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError if the prompts are too few for the initial buffer, or for a step's groups."""
+    """Raise ConfigError if the prompts are too few for the initial buffer, or for a step's groups.
+
+    Likewise if the buffer is a queue that may be too full for what the searchers sample.
+    """
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt
     if config.exchange.max_staleness is None and room < buffer.initial_completions:
@@ -185,12 +188,23 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
             f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
             "max_staleness, replay_limit or a reference that is reset each gives a step one group: lower it"
         )
-    if not config.queue:
-        return
+    if config.queue:
+        _refuse_a_small_queue(config, prompts)
+
+
+def _refuse_a_small_queue(config: Config, prompts: int) -> None:
+    """Raise ConfigError if groups could be evicted before a step has learned from them."""
+    buffer, size = config.buffer, config.generator.completions_per_prompt
+    if buffer.capacity < (needed := config.groups_ahead * size):
+        raise ConfigError(
+            f"buffer.capacity={buffer.capacity} would drop groups unused: a queue with "
+            f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step={config.train.prompts_per_step} may "
+            f"hold {config.groups_ahead}; raise the first to at least {needed}, or lower another"
+        )
     groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
-    if buffer.capacity_per_prompt < (needed := groups * config.generator.completions_per_prompt):
+    if buffer.capacity_per_prompt < (needed := groups * size):
         raise ConfigError(
             f"buffer.capacity_per_prompt={buffer.capacity_per_prompt} would drop groups unused: a queue of "
             f"{count(config.groups_ahead, 'group')} may hold {groups} of one of the "
-            f"{count(prompts, 'training prompt')}; raise it to at least {needed}, or leave it out"
+            f"{count(prompts, 'training prompt')}; raise it to at least {needed}"
         )
