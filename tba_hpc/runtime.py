@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -39,7 +40,7 @@ from tba_hpc.core.prompts import (
     refuse_long_prompts,
     training_requests,
 )
-from tba_hpc.core.types import Publication, Request, Shard, Split, WeightLayout
+from tba_hpc.core.types import Publication, Request, Split, WeightLayout
 from tba_hpc.engine.hf_backend import make_backend
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import (
@@ -51,7 +52,6 @@ from tba_hpc.exchange.hdf5_shards import (
     write_arrays,
 )
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange
 from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import end_imports, explained, led, placed
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
@@ -63,6 +63,7 @@ from tba_hpc.loops.elastic import (
     leaving_at_once,
 )
 from tba_hpc.loops.ending import end_run
+from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import merge_pending
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
 from tba_hpc.loops.restoring import restore, trainer_metrics, verify_checkpoints
@@ -74,7 +75,7 @@ from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.background import in_background
 from tba_hpc.run.bounded_output import bound_output
 from tba_hpc.run.checkpoints import Checkpoints
-from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import insist
 from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
@@ -112,7 +113,7 @@ def train(run: RunDir, index: int | None) -> None:
     with placed(run, "trainer", index) as (config, placement):
         # Runs while libraries and model are loaded: checksums release Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
-        learner = _learner(run, config, placement.index, config.launch.trainers)
+        learner = make_learner(run, config, placement.index, config.launch.trainers)
         if verified:
             verified.result()
             with tracked(run, config):
@@ -122,7 +123,7 @@ def train(run: RunDir, index: int | None) -> None:
                 _follow(placement, learner)
 
 
-def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
+def make_learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
     """Build a rank of the trainer's group, whose ranks meet in a folder of this attempt."""
     folder = run.attempt / "rendezvous"
     folder.mkdir(exist_ok=True)
@@ -132,11 +133,29 @@ def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearne
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore the last checkpoint, train, and bring the run to its end."""
     end_imports()
+    open_exchange = partial(_open_trainer, run, config, placement, learner.layout)
+    with leading(run, config, learner, open_exchange) as trainer:
+        finished = trainer.run()
+        end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=trainer.exchange)
+
+
+@contextmanager
+def leading(
+    run: RunDir,
+    config: Config,
+    learner: Learner,
+    open_exchange: Callable[[Progress], TrainerExchange],
+    *,
+    freshness: type[Freshness] = Freshness,
+) -> Iterator[Trainer]:
+    """Yield the trainer that goes on from the newest checkpoint. Until the end signals ask it to stop.
+
+    open_exchange: opens the trainer's end of an exchange, given how far the run is.
+    """
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)
     state = merge_pending(config, pending, saved, metrics)
-    progress = Progress(saved.completed, state.cursors)
-    exchange = _open_trainer(run, config, placement, learner.layout, progress)
+    exchange = open_exchange(Progress(saved.completed, state.cursors))
     note_at_work(run)
     if saved.folder:  # only now, since the other ranks follow only once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # cut short; the learner still has the initial weights
@@ -149,11 +168,12 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         kept_share=config.exchange.keep_shards,
     )
     with StopFlag() as stop:
-        trainer = Trainer(
+        yield Trainer(
             config,
             learner=learner,
             exchange=exchange,
             buffer=saved.buffer,
+            freshness=freshness(config, saved.buffer),
             completed=saved.completed,
             state=state,
             saved=saved.state,
@@ -163,58 +183,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             visitors=Attendance(run, config).at_work,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
-        finished = trainer.run()
-        end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
     checkpoints.finish_pruning(PRUNING_SECONDS)
-
-
-def replay(
-    run: RunDir,
-    config: Config,
-    recording: Recording,
-    read: Callable[[ShardKey], Shard],
-    learner: Learner | None = None,
-) -> bool:
-    """Train in this process on recorded shards from the newest checkpoint; return whether it was finished.
-
-    learner: None for DeepSpeed's with one rank. If the shards are used up before the last step, the model is
-    exported as it is.
-    """
-    verify_checkpoints(run)
-    if learner is None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks: more threads sum in another order
-        learner = _learner(run, config, 0, 1)
-    saved, metrics = restore(run, config), trainer_metrics(run)
-    state = merge_pending(config, (), saved, metrics)
-    if saved.folder:
-        learner.load(saved.folder)
-    exchange = ReplayExchange(recording, read, state.cursors)
-    with StopFlag() as stop:
-        trainer = Trainer(
-            config,
-            learner=learner,
-            exchange=exchange,
-            buffer=saved.buffer,
-            completed=saved.completed,
-            state=state,
-            saved=saved.state,
-            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
-            metrics=metrics,
-            stop_asked=lambda: stop.is_set,
-            replays=True,
-        )
-        exchange.step = lambda: trainer.step
-        finished = trainer.run()
-        if exchange.stop_requested:
-            log.warning("the recorded shards are used up: the replay ends at step %d", trainer.step)
-        trainer.log_event("finished" if finished else "stopped")
-        if not stop.is_set:
-            learner.export(run.export)
-    learner.close()
-    metrics.close()
-    if finished:
-        run.mark_finished()
-    return finished
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:

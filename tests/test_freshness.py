@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tba_hpc.commands.replay import Unhurried
 from tba_hpc.config import FIRST_ELASTIC, Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError
@@ -363,7 +364,7 @@ def test_too_many_steps_without_a_shard_make_one_missing(monkeypatch: pytest.Mon
     slow = Freshness(config_of(exchange={"sync_every": 4}), ReplayBuffer(config.buffer, 0))
     slow.begin(0, CompletedRequests())
     assert [slow.missing(step) for step in (3, 4)] == [0, 1], "whole syncs"
-    never = Freshness(config, ReplayBuffer(config.buffer, 0), replays=True)
+    never = Unhurried(config, ReplayBuffer(config.buffer, 0))
     never.begin(10, CompletedRequests())
     assert never.missing(1000) == 0
 

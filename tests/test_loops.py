@@ -23,6 +23,7 @@ import pytest
 from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask, total_variation
 from lab.tabular_learner import TabularLearner
 
+from tba_hpc.commands.replay import Unhurried
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange, Write
@@ -41,6 +42,7 @@ from tba_hpc.core.types import (
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_arrays, read_shard, write_arrays
 from tba_hpc.loops.ending import publish_last
+from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import merge_pending
 from tba_hpc.loops.online_evaluation import LONGEST_TEXT, OnlineEvaluator
 from tba_hpc.loops.restoring import Restored
@@ -109,7 +111,7 @@ class TrainerParts:
         *,
         pending: Iterable[Shard] = (),
         job_end: float = math.inf,
-        replays: bool = False,
+        freshness: type[Freshness] = Freshness,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
         self.buffer = ReplayBuffer(self.config.buffer, 0, queue=self.config.queue)
@@ -127,6 +129,7 @@ class TrainerParts:
             learner=self.learner,
             exchange=exchange,
             buffer=self.buffer,
+            freshness=freshness(self.config, self.buffer),
             completed=completed,
             state=merged,
             saved=state,
@@ -134,7 +137,6 @@ class TrainerParts:
             metrics=metrics,
             stop_asked=stop_asked,
             job_end=job_end,
-            replays=replays,
         )
 
     def file_exchange(
@@ -384,7 +386,7 @@ def test_a_publish_that_is_put_off_stays_due(tmp_path: Path) -> None:
     run = RunDir.create(config)
     exchange = ReplayExchange(_sealed(config, run, 2), 0)
     trainer = TrainerParts(config, run).build(exchange)
-    trainer._freshness.begin(0, trainer.completed)
+    trainer.freshness.begin(0, trainer.completed)
     due, begun = trainer._schedule.due, trainer.state
     assert trainer.publish_if_due()
     assert not due(0), "the first weights are out, and searchers have all that is missing"
@@ -513,7 +515,7 @@ def test_a_replay_that_is_resumed_waits_for_no_shard(tmp_path: Path) -> None:
     shards, reached = _sealed(config, run, 1), [False]
     assert not TrainerParts(config, run).build(Slow(shards), lambda: _losses_reach(run, 3, reached)).run()
     resumed = Slow(shards, published=1)
-    assert TrainerParts(config, run).build(resumed, replays=True).run() and resumed.looks == 0
+    assert TrainerParts(config, run).build(resumed, freshness=Unhurried).run() and resumed.looks == 0
 
 
 # --- Stop ---

@@ -24,8 +24,7 @@ from test_loops import (
     make_searcher,
 )
 
-from tba_hpc import runtime
-from tba_hpc.commands.replay import read_recorded, replay_config
+from tba_hpc.commands.replay import read_recorded, replay_config, train_on
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
@@ -106,7 +105,7 @@ def again(
     run = RunDir.create(config)
     run.begin_attempt()
     learner = TabularLearner(TABLE, config.train)
-    return run, learner, runtime.replay(run, config, change(recording), read, learner)
+    return run, learner, train_on(run, config, change(recording), read, learner)
 
 
 def steps_of(run: RunDir) -> list[dict[str, Any]]:

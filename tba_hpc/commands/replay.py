@@ -7,20 +7,29 @@ taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba_hpc import runtime
 from tba_hpc.config import Config, ConfigError, differences, parse_config, value_text
+from tba_hpc.core.ports import Learner
+from tba_hpc.core.prompts import Progress
 from tba_hpc.core.schedules import laid_out_for
-from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.replay_exchange import RecordedShards, Recording, ReplayExchange
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.track.follow import tracked
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import owned
+
+log = logging.getLogger(__name__)
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Keys that determined the shards; a replay cannot change them."""
@@ -55,8 +64,54 @@ def replay(
         write_atomic(run.path / NOTE, note)
         run.begin_attempt()
         with tracked(run, config):
-            runtime.replay(run, config, recording, read)
+            train_on(run, config, recording, read)
     return run, config
+
+
+class Unhurried(Freshness):
+    """Freshness of a replay, whose shards come when they came: no step waits for one it can do without."""
+
+    def starved(self, step: int) -> bool:
+        """False: no shard is missed."""
+        return False
+
+    def overdue(self, step: int) -> int:
+        """0: no request is waited for."""
+        return 0
+
+
+def train_on(
+    run: RunDir,
+    config: Config,
+    recording: Recording,
+    read: Callable[[ShardKey], Shard],
+    learner: Learner | None = None,
+) -> bool:
+    """Train in this process on recorded shards from the newest checkpoint; return whether it was finished.
+
+    learner: None for DeepSpeed's with one rank. If the shards are used up before the last step, the model is
+    exported as it is. Nobody evaluates it.
+    """
+    verify_checkpoints(run)
+    if learner is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks: more threads sum in another order
+        learner = runtime.make_learner(run, config, 0, 1)
+
+    def opened(progress: Progress) -> ReplayExchange:
+        return ReplayExchange(recording, read, progress.cursors, step=lambda: trainer.step)
+
+    with runtime.leading(run, config, learner, opened, freshness=Unhurried) as trainer:
+        finished = trainer.run()
+        if trainer.exchange.stop_requested:
+            log.warning("the recorded shards are used up: the replay ends at step %d", trainer.step)
+        trainer.log_event("finished" if finished else "stopped")
+        if not trainer.stop_asked():
+            learner.export(run.export)
+    learner.close()
+    trainer.metrics.close()
+    if finished:
+        run.mark_finished()
+    return finished
 
 
 def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:

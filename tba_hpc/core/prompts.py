@@ -198,8 +198,9 @@ def _refuse_a_small_queue(config: Config, prompts: int) -> None:
     if buffer.capacity < (needed := config.groups_ahead * size):
         raise ConfigError(
             f"buffer.capacity={buffer.capacity} would drop groups unused: a queue with "
-            f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step={config.train.prompts_per_step} may "
-            f"hold {config.groups_ahead}; raise the first to at least {needed}, or lower another"
+            f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step="
+            f"{config.train.prompts_per_step} may hold {config.groups_ahead}; raise the first to at least "
+            f"{needed}, or lower another"
         )
     groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
     if buffer.capacity_per_prompt < (needed := groups * size):

@@ -103,7 +103,7 @@ def _of_behaviour(shard: Shard) -> Shard:
 
 
 class ReplayExchange:
-    """TrainerExchange that replays a recording. Set ``step``, which returns the trainer's step, first.
+    """TrainerExchange that replays a recording. step: returns the trainer's step.
 
     If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
     the next arrival comes early. If nothing is left, a stop is requested. cursors: shards before these
@@ -111,7 +111,12 @@ class ReplayExchange:
     """
 
     def __init__(
-        self, recording: Recording, read: Callable[[ShardKey], Shard], cursors: Mapping[int, int]
+        self,
+        recording: Recording,
+        read: Callable[[ShardKey], Shard],
+        cursors: Mapping[int, int],
+        *,
+        step: Callable[[], int],
     ) -> None:
         merged = {key for one in recording.arrivals for key in one.shards if key[1] < cursors.get(key[0], 0)}
         self._left = [one for one in recording.arrivals if not merged.issuperset(one.shards)][::-1]
@@ -119,7 +124,7 @@ class ReplayExchange:
         self._read = read
         self._version = -1
         self._waits = False
-        self.step: Callable[[], int] = lambda: 0
+        self._step = step
 
     def publish(self, publication: Publication, write: Write) -> bool:
         """Note the version; return False if the recorded run postponed it. Nobody gets the weights."""
@@ -141,7 +146,7 @@ class ReplayExchange:
         return [self._read(key) for key in due]
 
     def _is_due(self, arrival: Arrival) -> bool:
-        now = self.step()
+        now = self._step()
         return arrival.step < now or (arrival.step == now and arrival.sync <= self._version)
 
     @property

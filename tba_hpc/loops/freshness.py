@@ -29,15 +29,10 @@ STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
 
 
 class Freshness:
-    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``.
+    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``."""
 
-    replays: whether recorded shards arrive at their recorded steps. No step then waits for a shard that it
-    can do without.
-    """
-
-    def __init__(self, config: Config, buffer: ReplayBuffer, *, replays: bool = False) -> None:
+    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
         self._config = config
-        self._replays = replays
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
         self._fed: int | None = 0  # step at which the last shard arrived; None: none since the resume
@@ -100,19 +95,18 @@ class Freshness:
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         wanted = self._config.train.prompts_per_step if self._config.selective else 0
-        return max(wanted - self._groups, int(self.starved(step)), self._overdue(step))
+        return max(wanted - self._groups, int(self.starved(step)), self.overdue(step))
 
-    def _overdue(self, step: int) -> int:
+    def overdue(self, step: int) -> int:
         """Number of requests that a queue must wait for; 0 if groups are drawn at random."""
-        waits = self._config.queue and not self._replays
-        return self._budget.overdue(step) if self._budget and waits else 0
+        return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
         """Tell whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
 
-        False in a replay, or if no searcher may issue a request.
+        False if no searcher may issue a request.
         """
-        if self._replays or (self._budget is not None and not self._owed.total()):
+        if self._budget is not None and not self._owed.total():
             return False
         limit = max(STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA * self._config.exchange.sync_every)
         return self._fed is None or step - self._fed >= limit
@@ -179,7 +173,7 @@ class Freshness:
             return shortage, f"see the searchers' logs, or {remedy}{or_add}"
         if self._config.selective and self._groups < wanted:
             shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
-        elif overdue := self._overdue(step):
+        elif overdue := self.overdue(step):
             shortage = f"lacks {count(overdue, 'group')} that would be too stale after step {step}"
         elif self._fed is None:
             shortage = "got no shard since the run was resumed"

@@ -42,8 +42,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    visitors: returns the numbers of the elastic searchers at work. replays: see Freshness. job_end: time of
-    the job's end, unix seconds.
+    visitors: returns the numbers of the elastic searchers at work. job_end: time of the job's end, unix
+    seconds.
     """
 
     config: Config
@@ -51,6 +51,7 @@ class Trainer:
     learner: Learner
     exchange: TrainerExchange
     buffer: ReplayBuffer
+    freshness: Freshness
     completed: CompletedRequests
     state: TrainerState
     saved: InitVar[TrainerState]
@@ -58,15 +59,13 @@ class Trainer:
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
     visitors: Callable[[], set[int]] = set
-    replays: bool = False
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of new completions, on the monotonic clock
 
     def __post_init__(self, saved: TrainerState) -> None:
         self.job_end += time.monotonic() - time.time()  # a changed system clock then does no harm
-        self._freshness = Freshness(self.config, self.buffer, replays=self.replays)
-        self._merger = Merger(self.buffer, self.completed, self._freshness, self.metrics)
-        self._schedule = PublishSchedule(self.config, self._freshness, self.state.step)
+        self._merger = Merger(self.buffer, self.completed, self.freshness, self.metrics)
+        self._schedule = PublishSchedule(self.config, self.freshness, self.state.step)
         self._step_log = StepLog(self.config.train, self.buffer, self.metrics, self._schedule)
         self._saving = Saving(
             self.config,
@@ -87,7 +86,7 @@ class Trainer:
         what follows the last step see ``ending``.
         """
         self._update_reference()  # even if no step is left to take
-        self._freshness.begin(self.step, self.completed)
+        self.freshness.begin(self.step, self.completed)
         while not self._finished and not self.stopping:
             self._publish()
             if not self._collect():
@@ -142,7 +141,7 @@ class Trainer:
 
     def _update_reference(self) -> None:
         """Make the policy the reference if that is due; evict what older references scored."""
-        if self._freshness.update_reference(self.step) and self._freshness.reference == self.step:
+        if self.freshness.update_reference(self.step) and self.freshness.reference == self.step:
             self.checkpoints.export_reference(self.step, self.learner)
             self.log_event("reset")
         self.state = self._merger.evict_stale(self.state)
@@ -156,16 +155,16 @@ class Trainer:
         """
         with self._step_log.clock("wait"):
             since = time.monotonic()
-            if self._freshness.starved(self.step):
+            if self.freshness.starved(self.step):
                 log.info("step %d waits for a new shard", self.step)
                 self.log_event("waiting")
-            while self._freshness.missing(self.step) and not self.stopping:
+            while self.freshness.missing(self.step) and not self.stopping:
                 if not self.publish_if_due():
                     self.exchange.gather()
                 self._merge_arrived()
                 self._saving.note()
                 if time.monotonic() - max(since, self._last_arrival) > self._timeout:
-                    self._freshness.exclude_unresponsive(self.step, self._timeout)
+                    self.freshness.exclude_unresponsive(self.step, self._timeout)
                     since = time.monotonic()
                 time.sleep(POLL_SECONDS)
         return not self.stopping
@@ -176,11 +175,11 @@ class Trainer:
         During the initial filling only a larger buffer counts as new. Completions may just push out others
         of their prompt, and would do so for ever if the other prompts have no more.
         """
-        self._freshness.note_visitors(self.visitors)
+        self.freshness.note_visitors(self.visitors)
         shards = self.exchange.collect()
         for shard in shards:
-            self._freshness.arrive(shard, self.step)
-        added, held, filling = self.state.added, len(self.buffer), self._freshness.filling(self.step)
+            self.freshness.arrive(shard, self.step)
+        added, held, filling = self.state.added, len(self.buffer), self.freshness.filling(self.step)
         self.state = self._merger.merge(self.state, shards, sync=self._schedule.version)
         if len(self.buffer) > held if filling else self.state.added > added:
             self._last_arrival = time.monotonic()
@@ -212,7 +211,7 @@ class Trainer:
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
         """Compute logprobs under the current reference, which is the right one for the whole batch."""
         with self._step_log.clock("reference"):
-            return self.learner.reference_logprobs(batch, self._freshness.reference)
+            return self.learner.reference_logprobs(batch, self.freshness.reference)
 
     # --- Learn ---
 
