@@ -286,12 +286,11 @@ ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objecti
 OBJECTIVES = choices(TrainSection.model_fields["objective"].annotation)
 OWN_SAMPLES = [name for name, section in OBJECTIVES.items() if section.own_samples]
 KNOWN = {
-    "own_samples": {"oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
-    "policy_gradient": {"rloo", "proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
-    "pairs": {"online_dpo"},
+    "own_samples": {"oapl", "rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
+    "policy_gradient": {"rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
     "tapered": {"trajectory_balance", "tba_prime"},
     "takes_bound": {"trajectory_balance", "tba_prime", "oapl", "rloo", OWN},
-    "weighs_kl": {"trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", OWN},
+    "weighs_kl": {"trajectory_balance", "tba_prime", "oapl", "rloo", "grpo", OWN},
 }
 """Properties of the published objectives, from their papers; others may have them, too."""
 WARM = "generator.temperature=0.7"
@@ -331,7 +330,7 @@ def test_an_objective_has_the_properties_that_were_published(what: str) -> None:
         *(
             (
                 (f"train.objective={name}", "train.ratio_bound=taper"),
-                f"ratio_bound=taper is not for .*={name}, {'a loss of' if section.pairs else 'which bounds'}",
+                f"ratio_bound=taper is not for .*={name}, which bounds",
             )
             for name, section in OBJECTIVES.items()
             if not section.takes_bound
@@ -382,7 +381,6 @@ def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, .
         (("exchange.max_staleness=3", "buffer.replay_limit=1"), {"queue": True}),
         # Log-probabilities are at the sampling temperature if the gradient needs it
         ((WARM,), {"model.logprob_temperature": 1}),
-        ((WARM, "train.objective=online_dpo"), {"model.logprob_temperature": 1}),
         ((WARM, "model.logprob_temperature=0.5"), {"model.policy_temperature": 0.5}),
         *(((WARM, f"train.objective={name}"), {"model.logprob_temperature": 0.7}) for name in OWN_SAMPLES),
         # OAPL

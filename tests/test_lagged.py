@@ -88,7 +88,7 @@ BOUNDED = {"ratio_bound": {"name": "cap", "cap": 1.1}}
 
 @pytest.mark.parametrize(
     "train",
-    [{"objective": name} for name in ("trajectory_balance", "rloo", "grpo", "online_dpo")]
+    [{"objective": name} for name in ("trajectory_balance", "rloo", "grpo")]
     + [{"objective": "tba_prime", **BOUNDED}],
 )
 def test_an_objective_sees_it_in_place_of_what_came(train: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tba_hpc.config import ConfigError, TrainSection, parse_config
+from tba_hpc.config import ConfigError, TrainSection
 from tba_hpc.config.variants import (
     OWN,
     BinaryKl,
@@ -29,22 +29,19 @@ from tba_hpc.config.variants import (
     RatioBound,
     RatioCap,
     RatioTaper,
-    SequenceMask,
     choices,
 )
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
-from tba_hpc.objectives.policy_gradient import decoupled_ppo, proximal_rloo, rloo
-from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.policy_gradient import decoupled_ppo, rloo
 from tba_hpc.objectives.ratio_bounds import bounded, weights
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES = tuple(OBJECTIVES)
 SECTIONS = choices(TrainSection.model_fields["objective"].annotation)
-PAIRS = [name for name in NAMES if SECTIONS[name].pairs]
 MASKS = (IcePop(band=(0.8, 1.3)), Dppo(limit=0.02), BinaryKl(limit=0.01))
-BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), *MASKS, RatioTaper(), SequenceMask(limit=0.05))
+BOUNDS: tuple[RatioBound, ...] = (RatioCap(cap=1.2), *MASKS, RatioTaper())
 NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
 MAX_TOKENS = 8
 
@@ -127,8 +124,9 @@ def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
 
 def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
     """The loss of the objective of ``train``, from its definition."""
-    name = train.objective.name
-    keys = {"ratio_clip": None, "baseline_shift": 0.0, "log_z": None, **train.objective.model_dump()}
+    name = train.objective.name.rpartition(":")[2]
+    keys = {"ratio_clip": 0.2, "baseline_shift": 0.0, "log_z": None, **train.objective.model_dump()}
+    keys |= keys.get("options", {})
     clip, shift, log_z_of = keys["ratio_clip"], keys["baseline_shift"], keys["log_z"]
     total = torch.zeros((), dtype=torch.float64)
     many, size = groups.reward_BK.shape
@@ -203,7 +201,7 @@ def test_every_objective_has_a_section_and_a_function() -> None:
 
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_normaliser_divides_each_completions_sum(name: str, normaliser: LossNormaliser) -> None:
     """Against the gradient of its sum alone: that of each row, times 1, 1/its tokens, 1/their mean, 1/8."""
     groups = random_groups(5, 4)
@@ -226,20 +224,13 @@ def test_by_default_an_objective_is_normalised_as_it_was_published() -> None:
     assert set(own.values()) == {"sum"}
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_pair_of_completions_has_no_tokens_to_normalise(name: str) -> None:
-    train = {"objective": name, "loss_normaliser": "max_tokens"}
-    with pytest.raises(ConfigError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
-        parse_config({"model": {"path": "model"}, "train": train})
-
-
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
         *((name, {}) for name in NAMES),
         *product(("trajectory_balance", "tba_prime"), [{"log_z": "policy"}, {"log_z": "none"}]),
-        *product(("proximal_rloo", "grpo", "dr_grpo", "decoupled_ppo"), [{"ratio_clip": 0.1}]),
-        *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
+        *product(("grpo", "dr_grpo", "decoupled_ppo"), [{"ratio_clip": 0.1}]),
+        *product(("rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
         ("gspo", {"ratio_clip": (0.1, 0.2)}),
     ],
 )
@@ -331,7 +322,6 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
     [
         ("tba_prime", 9.0),
         ("rloo", 53 - math.log(2)),  # 2 − (24 − log 2) and 1 + 30: each less the other
-        ("proximal_rloo", 53 - math.log(2)),
         ("grpo", 0.5 / (math.sqrt(0.5) + 1e-4)),
         ("dr_grpo", 0.5),
         ("gspo", 0.5 / (math.sqrt(0.5) + 1e-4)),
@@ -361,21 +351,13 @@ def test_metrics_are_of_whole_completions(name: str, advantage: float) -> None:
         ("rloo", {"bound": Dppo()}, 1 / 3),  # A < 0 for 1/4 and 8: only the first has been pushed down
         ("rloo", {"bound": BinaryKl()}, 1 / 2),
         ("rloo", {"bound": RatioTaper()}, 0.0),  # A < 0 for the first, whose ratio is 2
-        ("rloo", {"bound": SequenceMask()}, 0.0),
         ("topr", {}, 0.0),  # A > 0 for the first, and the second is as likely as ever
         ("gspo", {}, 0.5),
-        ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below
     ],
 )
 def test_clip_share_is_what_a_limit_acts_on(name: str, limits: dict[str, Any], share: float) -> None:
     """Of three tokens, ratios 1/4, 8, 1, or of two completions, ratios 2 and 1."""
-    groups = two_completions()
-    if (
-        name == "proximal_rloo"
-    ):  # whose advantage is negative for the first, so that only 1/2 would be clipped
-        policy = groups.policy_BKL.detach() - math.log(4) * tensor([[0, 1, 0], [0, 0, 0]])
-        groups = replace(groups, policy_BKL=policy.requires_grad_())
-    found = objective_of(name, **limits)(groups, 1.0).metrics["clip_share"]
+    found = objective_of(name, **limits)(two_completions(), 1.0).metrics["clip_share"]
     assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
 
 
@@ -447,7 +429,7 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
     """TB's is −[(r − r̄) − β(KL − KL̄)] per log-probability and row, without any 1/β.
 
     That is mean-baseline REINFORCE on the KL-regularised reward. TBA′ without a ratio has the same on data of
-    any age. RLOO has K/(K−1) of it on its own samples, and so has proximal RLOO, whose ratio is 1 there.
+    any age. RLOO has K/(K−1) of it on its own samples.
     """
     stale = random_groups(4, 7)
     kl = (stale.logprob_BK - stale.ref_logprob_BK).detach()
@@ -459,8 +441,7 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
         torch.testing.assert_close(gradient(to_the_letter, stale, beta), wanted, rtol=1e-9, atol=1e-12)
 
     fresh = random_groups(4, 7, stale=0)
-    for objective in (rloo, partial(proximal_rloo, ratio_clip=0.2)):
-        torch.testing.assert_close(gradient(objective, fresh, beta), wanted * 7 / 6, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient(rloo, fresh, beta), wanted * 7 / 6, rtol=1e-9, atol=1e-12)
     for objective, log_z, bound in product(
         (trajectory_balance, tba_prime), ("policy", "behaviour"), (RatioCap(), *BOUNDS[1:])
     ):
@@ -540,9 +521,6 @@ def by_hand(bound: RatioBound, row: list[tuple[float, float]], *, down: bool) ->
             return [(min(cap, ratio), ratio > cap) for ratio in ratios]
         case RatioTaper():
             return [(min(1.0, whole) if down else 1.0, down and whole < 1)] * len(row)
-        case SequenceMask(limit=limit):
-            acts = down and -math.log(whole) / len(row) > limit
-            return [(float(not acts), acts)] * len(row)
         case IcePop(band=(low, high)):
             acting = [not low <= ratio <= high for ratio in ratios]
         case Dppo(limit=limit):
@@ -726,22 +704,6 @@ def test_a_group_without_advantage_or_ratio_is_masked_nowhere() -> None:
     assert second_moment_mask(torch.ones(2, 3, 4), nothing, 0.04).all()
 
 
-# --- Preferences ---
-
-
-def test_online_dpo_prefers_nothing_where_all_rewards_are_the_same() -> None:
-    groups = random_groups(2, 4)
-    even = replace(groups, reward_BK=torch.tensor([[1.0] * 4, [0.0, 1.0, 1.0, 0.0]], dtype=torch.float64))
-    slope = gradient(online_dpo, even, 0.1)
-    assert not slope[0].any()
-    assert [bool(row.any()) for row in slope[1]] == [True, True, False, False]
-    output = online_dpo(even, 0.1)
-    assert output.metrics["ties"].item() == 0.5
-    other = online_dpo(part(even, slice(1, 2)), 0.1)
-    assert output.loss.item() == pytest.approx(other.loss.item() / 2)  # what prefers nothing adds 0
-    assert output.metrics["margin"].item() == pytest.approx(other.metrics["margin"].item() / 2)
-
-
 # --- Data that the policy or the reference would hardly have sampled ---
 
 
@@ -843,6 +805,24 @@ def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: str)
     loss = objective_of(name, **keys)(stale, beta).loss
     (pull,) = torch.autograd.grad(loss, logits)
     assert (pull.norm() < 1e-12) == (name in ("trajectory_balance", "tba_prime"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("online_dpo", {}), ("proximal_rloo", {}), ("proximal_rloo", {"ratio_clip": 0.1})]
+)
+def test_the_example_losses_agree_with_their_formulas(
+    name: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/examples")
+    objective, beta = objective_of(f"losses:{name}", options=options), 0.3
+    groups, exact = random_groups(5, 4), random_groups(5, 4)
+    wanted = by_loops(train_of(f"losses:{name}", options=options), exact, beta)
+    (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
+    torch.testing.assert_close(objective(groups, beta).loss, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(objective, groups, beta), slope, rtol=1e-12, atol=1e-12)
+    assert objective(far_groups(1e4, torch.float32, spread=False), beta).loss.isfinite()
+    even = replace(groups, reward_BK=torch.ones(5, 4, dtype=torch.float64))
+    assert gradient(objective, even, beta).any() == (name == "proximal_rloo")  # DPO prefers nothing there
 
 
 def test_the_documents_example_is_an_objective() -> None:

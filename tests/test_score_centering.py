@@ -182,7 +182,6 @@ def test_a_config_switches_it_on() -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"train.objective": "online_dpo"}, "is not for train.objective=online_dpo, a loss of pairs"),
         (
             {"train.objective": "dr_grpo"},
             "is not for train.objective=dr_grpo, which bounds stale data itself",

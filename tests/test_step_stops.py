@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 SECTIONS = [
     *({"objective": name} for name in OBJECTIVES),
-    *({"ratio_bound": bound} for bound in ("cap", "icepop", "dppo", "binary_kl", "taper", "mask")),
+    *({"ratio_bound": bound} for bound in ("cap", "icepop", "dppo", "binary_kl", "taper")),
     {"objective": {"name": "grpo", "second_moment_limit": 0.04}},
     {"reference": "lagged"},
     *({"score_centering": 2, "ratio_bound": bound} for bound in ("none", "cap", "taper")),

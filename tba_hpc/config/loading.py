@@ -14,7 +14,7 @@ from tba_hpc.config import shipped
 from tba_hpc.config.plain_yaml import read_yaml, write_yaml
 from tba_hpc.config.rules import flat
 from tba_hpc.config.sections import MAY_CHANGE, Config, RewardSection
-from tba_hpc.config.variants import choices
+from tba_hpc.config.variants import OWN, choices
 
 
 class ConfigError(ValueError):
@@ -145,6 +145,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     if problem["type"].startswith("union_tag"):
         assert section is not None, "the union is a field of it"
         names_of = ", ".join(choices(section.model_fields[names[-1]].annotation))
+        names_of = names_of.replace(OWN, f"{OWN} of your own (docs/own-task.md)")
         given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
         return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
     rule = problem["msg"][0].lower() + problem["msg"][1:]

@@ -145,13 +145,10 @@ def _of_the_loss(config: Config) -> Iterator[str]:
     train, objective, reference = config.train, config.train.objective, config.train.reference
     given = {"ratio_bound": train.ratio_bound != Unbounded(), "score_centering": train.score_centering > 0}
     for key in (key for key, asked in given.items() if asked and not objective.takes_bound):
-        why = "a loss of pairs" if objective.pairs else "which bounds stale data itself"
         yield (
-            f"{{train.{key}}} is not for {{train.objective}}, {why}: leave it out, or use another "
-            "objective, such as trajectory_balance or rloo"
+            f"{{train.{key}}} is not for {{train.objective}}, which bounds stale data itself: leave it out, "
+            "or use another objective, such as trajectory_balance or rloo"
         )
-    if objective.pairs and train.normaliser != "sum":
-        yield "{train.loss_normaliser} has no meaning for {train.objective}, a loss of pairs: leave it out"
     if isinstance(objective, Oapl) and not isinstance(reference, BehaviourIsReference):
         yield (
             "{train.reference} is not for {train.objective}, which learns against the sampling weights: "

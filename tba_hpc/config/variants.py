@@ -48,17 +48,15 @@ class ObjectiveSection(Section):
     """A loss over whole groups.
 
     policy_gradient: it is unbiased only on completions as the policy sampled them. own_samples:
-    log-probabilities and samples must be of one policy. takes_bound: it can use train.ratio_bound, as it
-    neither limits stale data itself nor compares pairs. tapered: train.ratio_bound defaults to taper. pairs:
-    it compares two completions, so it has no tokens to normalise. weighs_kl: it weighs the reward against the
-    KL to the reference. normaliser: divisor of the published loss.
+    log-probabilities and samples must be of one policy. takes_bound: it can use train.ratio_bound, as it does
+    not limit stale data itself. tapered: train.ratio_bound defaults to taper. weighs_kl: it weighs the reward
+    against the KL to the reference. normaliser: divisor of the published loss.
     """
 
     policy_gradient: ClassVar[bool] = False
     own_samples: ClassVar[bool] = False
     takes_bound: ClassVar[bool] = True
     tapered: ClassVar[bool] = False
-    pairs: ClassVar[bool] = False
     weighs_kl: ClassVar[bool] = True
     normaliser: ClassVar[LossNormaliser] = "sum"
 
@@ -105,14 +103,6 @@ class Rloo(Shifted):
     """REINFORCE with a leave-one-out baseline."""
 
 
-class ProximalRloo(Shifted):
-    takes_bound = False
-    name: Literal["proximal_rloo"] = "proximal_rloo"
-    """RLOO under PPO's clip."""
-    ratio_clip: Fraction = 0.2
-    """ε: the gradient stops where π_θ/π_behaviour leaves 1 ± ε."""
-
-
 class ClippedTokens(PolicyGradient):
     takes_bound = False
     ratio_clip: Fraction = 0.2
@@ -156,13 +146,6 @@ class Topr(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["topr"] = "topr"
     """REINFORCE with negatives weighted by min(1, π_θ/π_behaviour) of the completion."""
-
-
-class OnlineDpo(ObjectiveSection):
-    pairs = True
-    takes_bound = weighs_kl = False
-    name: Literal["online_dpo"] = "online_dpo"
-    """DPO on the best and the worst completion of a group."""
 
 
 class OwnObjective(ObjectiveSection):
@@ -218,13 +201,6 @@ class BinaryKl(RatioWeighted):
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
     """Weight completions that are pushed down by min(1, π_θ/π_behaviour) (TOPR)."""
-
-
-class SequenceMask(Section):
-    name: Literal["mask"] = "mask"
-    """Skip completions that are pushed down and have become unlikely (OPSM)."""
-    limit: Positive = 0.5
-    """Mean log π_behaviour/π_θ above which such completions are skipped, nats per token."""
 
 
 # --- References ---
@@ -322,19 +298,17 @@ ObjectiveChoice = Annotated[
     | Annotated[TbaPrime, Tag("tba_prime")]
     | Annotated[Oapl, Tag("oapl")]
     | Annotated[Rloo, Tag("rloo")]
-    | Annotated[ProximalRloo, Tag("proximal_rloo")]
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[DrGrpo, Tag("dr_grpo")]
     | Annotated[DecoupledPpo, Tag("decoupled_ppo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Topr, Tag("topr")]
-    | Annotated[OnlineDpo, Tag("online_dpo")]
     | Annotated[OwnObjective, Tag(OWN)],
     Discriminator(_kind),
     _by_name("trajectory_balance"),
 ]
 RatioBound = Annotated[
-    Unbounded | RatioCap | IcePop | Dppo | BinaryKl | RatioTaper | SequenceMask,
+    Unbounded | RatioCap | IcePop | Dppo | BinaryKl | RatioTaper,
     Discriminator("name"),
     _by_name("none"),
 ]

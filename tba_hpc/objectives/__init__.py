@@ -14,8 +14,7 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, Record
 from tba_hpc.objectives.diagnostics import figures, moments
 from tba_hpc.objectives.lagged import with_lagged_reference
 from tba_hpc.objectives.own import own_objective
-from tba_hpc.objectives.policy_gradient import decoupled_ppo, dr_grpo, grpo, gspo, proximal_rloo, rloo, topr
-from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.policy_gradient import decoupled_ppo, dr_grpo, grpo, gspo, rloo, topr
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
@@ -26,13 +25,11 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "tba_prime": tba_prime,
     "oapl": oapl,
     "rloo": rloo,
-    "proximal_rloo": proximal_rloo,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
     "topr": topr,
-    "online_dpo": online_dpo,
 }
 """Objectives by the name of their config variant, whose other keys are their keyword arguments."""
 

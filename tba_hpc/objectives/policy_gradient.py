@@ -1,4 +1,4 @@
-"""Policy-gradient baselines for trajectory balance: RLOO, GRPO, their proximal forms, GSPO and TOPR.
+"""Policy-gradient baselines for trajectory balance: RLOO, GRPO, Dr. GRPO, decoupled PPO, GSPO and TOPR.
 
 They are correct on-policy, or nearly on-policy.
 
@@ -41,20 +41,6 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
-
-
-def proximal_rloo(
-    groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
-) -> ObjectiveOutput:
-    """RLOO under PPO's clip, as used for asynchronous RLHF (arXiv 2410.18252).
-
-    The loss is the mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A). ρ is π_θ/π_behaviour of the whole
-    completion, constant beyond MAX_LOG_RATIO nats; A is as in ``rloo``. Metrics: those of ``rloo``, and
-    clip_share (share of completions whose clipped term is the lower one).
-    """
-    advantage_BK = _kl_advantage(groups, beta) - baseline_shift
-    surrogate_BK, acts_BK = clipped(groups.ratio_BK, advantage_BK, ratio_clip, ratio_clip)
-    return _output(groups, -surrogate_BK, advantage_BK, clip_share=acts_BK.double().mean())
 
 
 def grpo(

@@ -19,7 +19,6 @@ from tba_hpc.config.variants import (
     RatioBound,
     RatioCap,
     RatioTaper,
-    SequenceMask,
     Unbounded,
 )
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
@@ -85,10 +84,6 @@ def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tenso
             ratio_BK1 = groups.ratio_BK.detach()[:, :, None]
             acts = down_BK1 & (ratio_BK1 < 1)
             return torch.where(acts, ratio_BK1, 1.0), acts
-        case SequenceMask(limit=limit):
-            drift_BK1 = -(groups.log_weight_BK / groups.tokens_BK)[:, :, None]
-            acts = down_BK1 & (drift_BK1 > limit)
-            return (~acts).to(drift_BK1.dtype), acts
         case IcePop() | Dppo() | BinaryKl():
             acts = _masked(bound, groups, slope_BKL)
             return ratio_BKL * ~acts, acts
