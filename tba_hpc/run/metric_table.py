@@ -59,8 +59,6 @@ STEP = {
     ),
     "train/residual": Metric("objective's", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
-    "train/margin": Metric("nats", "mean of β times the preferred completion's margin (online DPO)"),
-    "train/ties": Metric("share", "groups without a preferred completion (online DPO)"),
     "train/log_z": Metric("nats", "estimated log Z, mean over groups"),
     "train/value": Metric("reward", "V̂ of the completions' requests, mean over completions (OAPL)"),
     "train/reward": _curve("reward", "mean reward of the batch"),
