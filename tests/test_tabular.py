@@ -125,8 +125,12 @@ OFTEN = {("policy", "none", 0), ("behaviour", "cap", 0), ("behaviour", "none", 2
 
 
 @pytest.mark.parametrize(
-    ("log_z", "bound"),
-    [("policy", "none"), *(("behaviour", bound) for bound in ("none", "cap", "taper"))],
+    ("log_z", "bound", "centring"),
+    [
+        pytest.param(*case, centring, marks=[] if (*case, centring) in OFTEN else pytest.mark.nightly)
+        for case in BOUNDS
+        for centring in (0, 2)
+    ],
 )
 def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(
     log_z: str, bound: str, centring: int

@@ -22,7 +22,8 @@ def proximal_rloo(groups, beta, *, ratio_clip=0.2):
     """RLOO under PPO's clip (arXiv 2410.18252): −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) of each completion.
 
     ρ is π_θ/π_behaviour. A is R less the mean R of the others in the group, R = r − β·log(π_behaviour/π_ref).
-    Set ``train.ratio_bound: none``, because the clip already limits stale data.
+    Set ``train.ratio_bound: none``, because the clip already limits stale data, and
+    ``model.logprob_temperature`` to ``generator.temperature``.
     """
     shaped_BK = groups.reward_BK - beta * (groups.behaviour_logprob_BK - groups.ref_logprob_BK)
     others_BK = (shaped_BK.sum(1, keepdim=True) - shaped_BK) / (shaped_BK.shape[1] - 1)
