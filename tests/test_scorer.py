@@ -376,10 +376,10 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
     for group in answers("train", 0, task.prompts("train")):
         scorer.submit(group)
     sums = Sums()
-    while sums["groups"] < 4:
+    while sums.groups < 4:
         sums = sum((scored.sums for scored in scorer.finished()), sums)
     scorer.close()
-    assert sums["compared"] == compared and bool(sums["own"]) == bool(compared)
+    assert sums.compared == compared and bool(sums.own) == bool(compared)
 
 
 class Unjudged(TabularTask):
@@ -498,7 +498,7 @@ def test_what_waits_is_scored_together_and_by_the_reference_that_was_wanted(tmp_
     reference.opened.set()
     results = scorer.close()
     assert reference.calls == [(0, 1), (0, 5), (3, 2)]
-    assert sum(one.sums["asked"] for one in results) == sum(one.sums["groups"] for one in results) == 8
+    assert sum(one.sums.asked for one in results) == sum(one.sums.groups for one in results) == 8
     (shard,) = [one.shard for one in results if one.shard]
     assert shard.trajectories.record["reference"].tolist() == [0] * 6 + [3] * 2
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -13,24 +14,57 @@ from tba_hpc.core.types import Group
 from tba_hpc.run.metrics import Value
 
 
-class Sums(dict[str, float]):
-    """Sums by name over scored groups. A missing name is 0; ``+`` adds two; ``figures`` are logged.
+@dataclass(slots=True)
+class Sums:
+    """Sums over scored groups; ``+`` adds two, and ``figures`` are logged."""
 
-    Over groups with a reward: groups; flat: groups whose rewards are all the same; completions; truncated:
-    completions that the token limit ended; tokens: of completions; environment: tokens that the policy did
-    not sample; turns, calls, failed_calls: in all completions; reward; reward/NAME: its part NAME, if it is
-    a sum. own, logprob: sampled tokens of requests that are not tempered, and their log π_behaviour, nats.
-    compared, kl: completions among these with a reference, and their log π_behaviour − log π_ref, nats.
-    checked, gap: tokens whose logprob was computed by two programs under the same weights, and the sum of
-    the absolute differences, nats.
-    Over all groups: asked, reward_seconds: groups given to the task, and the time that it took; rejected:
-    completions set aside because their reward is not finite, or because the task's code raised;
-    seal_seconds. About the searcher: generated: sampled tokens; load_seconds: of the last load of weights;
-    propagation_seconds: from the publication of these weights until they are in use.
-    """
+    # Over all groups
+    asked: int = 0
+    """Groups given to the task."""
+    reward_seconds: float = 0.0
+    """Time that the task took, s."""
+    rejected: int = 0
+    """Completions set aside because their reward is not finite, or because the task's code raised."""
+    seal_seconds: float = 0.0
 
-    def __missing__(self, name: str) -> float:
-        return 0
+    # Over groups with a reward
+    groups: int = 0
+    flat: int = 0
+    """Groups whose rewards are all the same."""
+    completions: int = 0
+    truncated: int = 0
+    """Completions that the token limit ended."""
+    tokens: int = 0
+    environment: int = 0
+    """Tokens that the policy did not sample."""
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """The summands of the reward, by name."""
+
+    # Over their sampled tokens, unless the request was tempered
+    own: int = 0
+    logprob: float = 0.0
+    """log π_behaviour, nats."""
+    compared: int = 0
+    """Completions with a reference."""
+    kl: float = 0.0
+    """log π_behaviour − log π_ref of these, nats."""
+
+    # Over tokens whose log-probability was computed by two programs under the same weights
+    checked: int = 0
+    gap: float = 0.0
+    """Absolute differences, nats."""
+
+    # Of the searcher
+    generated: int = 0
+    """Sampled tokens."""
+    load_seconds: float = 0.0
+    """Duration of the last load of weights, s."""
+    propagation_seconds: float = 0.0
+    """Time from the publication of these weights until they were in use, s."""
 
     @classmethod
     def of(
@@ -62,13 +96,12 @@ class Sums(dict[str, float]):
             calls=sum(completion.calls for completion in completions),
             failed_calls=sum(completion.failed_calls for completion in completions),
             reward=_total(np.asarray(rewards)),
-            **{f"reward/{name}": float(sum(values)) for name, values in (parts or {}).items()},
+            parts={name: float(sum(values)) for name, values in (parts or {}).items()},
         )
         if not tempered:
-            sums |= {"own": len(behaviour), "logprob": _total(behaviour)}
+            sums.own, sums.logprob = len(behaviour), _total(behaviour)
             if ref_logprobs is not None:
-                kl = sums["logprob"] - _total(_sampled(group, ref_logprobs))
-                sums |= {"compared": len(rewards), "kl": kl}
+                sums.compared, sums.kl = len(rewards), sums.logprob - _total(_sampled(group, ref_logprobs))
         return sums
 
     @classmethod
@@ -79,30 +112,31 @@ class Sums(dict[str, float]):
         there = np.concatenate([_sampled(group, rows) for group, rows in pairs])
         return cls(checked=len(here), gap=_total(np.abs(here - there)))
 
-    def __add__(self, other: Mapping[str, float]) -> Sums:
+    def __add__(self, other: Sums) -> Sums:
         """Return the sums over the groups of both."""
-        return Sums({name: self[name] + other.get(name, 0) for name in {**self, **other}})
+        names = [one.name for one in fields(self) if one.name != "parts"]
+        parts = {
+            name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in self.parts | other.parts
+        }
+        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in names}, parts=parts)
 
     def figures(self) -> dict[str, Value]:
         """Return a record's figures; None where there is nothing to take a mean of."""
         return {
-            "search/groups": self["groups"],
-            "search/trajectories": self["completions"],
-            "search/reward": self._mean("reward", "completions"),
-            "search/truncated_share": self._mean("truncated", "completions"),
-            "search/kl": self._mean("kl", "compared"),
-            "search/entropy": _mean(-self["logprob"], self["own"]),
-            "search/flat_groups": self._mean("flat", "groups"),
-            "search/length": _mean(self["tokens"] - self["environment"], self["completions"]),
-            "search/environment_share": self._mean("environment", "tokens"),
-            "search/turns": self._mean("turns", "completions"),
-            "search/failed_calls": self._mean("failed_calls", "calls"),
-            "search/engine_gap": self._mean("gap", "checked"),
-            **{f"search/{name}": self._mean(name, "completions") for name in self if "/" in name},
+            "search/groups": self.groups,
+            "search/trajectories": self.completions,
+            "search/reward": _mean(self.reward, self.completions),
+            "search/truncated_share": _mean(self.truncated, self.completions),
+            "search/kl": _mean(self.kl, self.compared),
+            "search/entropy": _mean(-self.logprob, self.own),
+            "search/flat_groups": _mean(self.flat, self.groups),
+            "search/length": _mean(self.tokens - self.environment, self.completions),
+            "search/environment_share": _mean(self.environment, self.tokens),
+            "search/turns": _mean(self.turns, self.completions),
+            "search/failed_calls": _mean(self.failed_calls, self.calls),
+            "search/engine_gap": _mean(self.gap, self.checked),
+            **{f"search/reward/{name}": _mean(total, self.completions) for name, total in self.parts.items()},
         }
-
-    def _mean(self, total: str, count: str) -> float | None:
-        return _mean(self[total], self[count])
 
 
 def _sampled(group: Group, rows: Sequence[np.ndarray]) -> np.ndarray:

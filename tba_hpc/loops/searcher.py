@@ -87,8 +87,8 @@ class Searcher:
         if self.generator.loading:
             return
         if self._awaited and self.generator.version == self._awaited.version:
-            self._tally["load_seconds"] = self.generator.load_seconds
-            self._tally["propagation_seconds"] = max(0.0, time.time() - self._awaited.published)
+            self._tally.load_seconds = self.generator.load_seconds
+            self._tally.propagation_seconds = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
             self.weights_in_use()
         if self.evaluator.busy:
@@ -159,7 +159,7 @@ class Searcher:
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or judged for the evaluation that asked for it."""
-        self._tally["generated"] += sum(int(completion.action_T.sum()) for completion in group.completions)
+        self._tally.generated += sum(int(completion.action_T.sum()) for completion in group.completions)
         if group.request.split == "train":
             self.scorer.submit(group)
         else:
@@ -170,8 +170,8 @@ class Searcher:
         """Offer sealed shards to the trainer."""
         for scored in results:
             self._tally += scored.sums
-            self._rejected += int(scored.sums["rejected"])
-            self._set_aside += int(scored.sums["asked"] - scored.sums["groups"])
+            self._rejected += scored.sums.rejected
+            self._set_aside += scored.sums.asked - scored.sums.groups
             if shard := scored.shard:
                 # If the file is lost this proves that it was acknowledged; ``tba audit`` reads it.
                 self.metrics.log(
@@ -213,19 +213,19 @@ class Searcher:
         self.metrics.log(
             {
                 "search/version": self.generator.version,
-                "search/tokens": sums["generated"],
-                "search/tokens_per_second": sums["generated"] / seconds,
+                "search/tokens": sums.generated,
+                "search/tokens_per_second": sums.generated / seconds,
                 **sums.figures(),
-                "search/reward_seconds": sums["reward_seconds"] / sums["asked"] if sums["asked"] else None,
+                "search/reward_seconds": sums.reward_seconds / sums.asked if sums.asked else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
-                "search/reward_share": sums["reward_seconds"] / seconds,
+                "search/reward_share": sums.reward_seconds / seconds,
                 "search/recompute_share": getattr(self.generator, "recompute_share", 0.0),
                 "search/rebuilds": self.generator.rebuilds,
                 "search/nan_groups": getattr(self.generator, "nan_groups", 0),
-                "search/seal_share": sums["seal_seconds"] / seconds,
+                "search/seal_share": sums.seal_seconds / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
-                "search/load_seconds": sums["load_seconds"] or None,
-                "search/propagation_seconds": sums["propagation_seconds"] or None,
+                "search/load_seconds": sums.load_seconds or None,
+                "search/propagation_seconds": sums.propagation_seconds or None,
                 "search/pending_shards": self.exchange.pending,
                 "search/rejected": self._rejected,
             }
