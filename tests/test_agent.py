@@ -178,6 +178,45 @@ print(1.5 * (answer.choices[0].message.content == "3"))
     )
 
 
+def test_a_call_that_json_cannot_write_is_malformed(stage: Callable[..., Stage]) -> None:
+    code = f"""{RAW}
+tool = {{"type": "function", "function": {{"name": "f", "parameters": {{"type": "object"}}}}}}
+said = [user("Go.")]
+for turn in range(4):
+    said += [say(*said, tools=[tool]), user("?")]
+print(sum("tool_calls" in message for message in said))
+"""
+    call = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'
+    lines = [call % "NaN", call % "-1e999", "[f(a={1})]", call % "1e9"]
+    (one,) = stage(code, lines, {}).play().completions
+    assert (one.reward, one.calls, one.failed_calls, one.turns) == (1.0, 4, 3, 4)
+
+
+def test_the_last_request_sent_again_gets_the_same_answer(stage: Callable[..., Stage]) -> None:
+    """Clients send it again if the connection is lost, before the answer or after it."""
+    code = f"""{RAW}
+import socket
+def lose(*messages):
+    body = json.dumps({{"messages": messages}}).encode()
+    port = int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port)) as lost:
+        lost.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n")
+        lost.sendall(b"Content-Type: application/json\\r\\n")
+        lost.sendall(b"Authorization: Bearer %b\\r\\n" % os.environ["OPENAI_API_KEY"].encode())
+        lost.sendall(b"Content-Length: %d\\r\\n\\r\\n%b" % (len(body), body))
+
+lose(user("Go."))
+first = [ask(user("Go.")) for _ in range(3)]
+said = [user("Go."), first[0]["choices"][0]["message"], user("?")]
+second = [ask(*said) for _ in range(2)]
+print(len({{json.dumps(answer) for answer in first}}), len({{answer["id"] for answer in second}}))
+print(float(first[1:] == first[:-1] and second[0] == second[1] != first[0]))
+"""
+    made = stage(code, ["a", "b"], {})
+    (one,) = made.play().completions
+    assert (one.reward, one.turns, len(made.script.requests)) == (1.0, 2, 2)
+
+
 def test_a_turn_comes_as_one_chunk_and_ends_where_the_program_wants(stage: Callable[..., Stage]) -> None:
     code = """
 from openai import OpenAI
@@ -251,7 +290,10 @@ BAD = {
     "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
     "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
     "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "does not continue the one before"),
-    "asks again": ("ask(user('Go.')); ask(user('Go.'))", "does not continue the one before"),
+    "asks otherwise again": (
+        "ask(user('Go.')); ask(user('Go.'), max_tokens=9)",
+        "does not continue the one before",
+    ),
     "edits what was said": (
         "a = say(user('Go.')); ask(user('Go.'), {**a, 'content': 'No.'}, user('?'))",
         "does not continue the one before",

@@ -79,15 +79,15 @@ class ProgramSession:
     def ask(self, body: Body) -> Future[Body]:
         """Take a request; return its answer. This call and the answer may raise RefusedError.
 
-        If the same request is sent again before it is answered, both get the same answer.
+        The last request, sent again, gets the same answer: clients do so if the connection is lost.
         """
         if self._over:
             raise RefusedError(self._over)
         asked = Asked.of(body, self.request.sampling, train=self.request.split == "train")
+        if asked == self.asked:
+            return self._answer
         messages = [message.plain for message in asked.messages]
         waits = self.asked is not None and not self._answer.done()
-        if waits and (messages, asked.tools) == (self._messages, self.asked and self.asked.tools):
-            return self._answer
         known = self._known
         goes_on = not self.asked or (asked.tools == self.asked.tools and len(messages) > len(known))
         if waits or not goes_on or messages[: len(known)] != known:

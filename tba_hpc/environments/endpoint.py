@@ -32,6 +32,9 @@ LARGEST_BODY = 16 << 20
 OPEN_FILES = 1 << 16
 """Descriptors that a searcher asks for, if its limit is lower and may be raised."""
 
+CALL_SECONDS = 60.0
+"""Longest wait for a call in the server's thread, s."""
+
 
 class Endpoint:
     """Server in a thread of its own.
@@ -48,16 +51,20 @@ class Endpoint:
         self._listener.setblocking(False)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
         self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the server's thread, which lives as long as the server; return its result."""
+        """Call ``function`` in the server's thread, which lives as long as the server; return its result.
+
+        Raises TimeoutError or RuntimeError if the server is closing.
+        """
 
         async def called() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(called(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(CALL_SECONDS)
 
     def close(self) -> None:
         """End all sessions, and the server."""
@@ -67,7 +74,6 @@ class Endpoint:
         self._thread.join(5)
 
     def _run(self) -> None:
-        self._serving = self._loop.create_task(self._serve())
         try:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._serving)

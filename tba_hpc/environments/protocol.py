@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
@@ -127,13 +128,10 @@ def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
     thought, _, said = text.rpartition("</think>")
     found = parse_calls(said) if asked.tools else []
     calls = [
-        {
-            "id": f"call{number + place:05d}",  # some templates want nine characters
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
+        # Some templates want nine characters.
+        {"id": f"call{number + place:05d}", "type": "function", "function": function}
         for place, call in enumerate(found)
-        if isinstance(call, Call)
+        if isinstance(call, Call) and (function := _function(call))
     ]
     message: dict[str, Any] = {"role": "assistant", "content": said}
     if calls:
@@ -142,6 +140,14 @@ def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
     if thought:
         message["reasoning_content"] = thought.removeprefix("<think>").strip()
     return message, len(found) - len(calls)
+
+
+def _function(call: Call) -> dict[str, str] | None:
+    """Return a call's function, or None if JSON has no word for its arguments: NaN, 1e999, a Python set."""
+    with suppress(ValueError, TypeError, RecursionError):
+        call.name.encode()
+        return {"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)}
+    return None
 
 
 def completion(message: Message, *, cut: bool, prompt_tokens: int, tokens: int) -> Body:
