@@ -23,6 +23,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.launch import slurm, slurm_queue, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
+from tba_hpc.report.notify import require_addresses
 from tba_hpc.run import modules
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.changes import create as create_run
@@ -95,6 +96,7 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     config, split = order.resolve(site)
     if order.config not in found:
         found[order.config] = _warnings(config, split, site, order)
+    require_addresses_of_job(config, site)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
@@ -103,6 +105,13 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     split = split if is_done(run, config) else choose_sides(split, site)
     warnings = [*found[order.config], *remarks]
     return Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
+
+
+def require_addresses_of_job(config: Config, site: Site) -> None:
+    """Raise ConfigError if the job will lack an address of run.notify; only its ``setup`` may bring one."""
+    if not site.setup:
+        own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
+        require_addresses(config, os.environ | own)
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Event
 
@@ -57,11 +57,11 @@ BOOT_SECONDS = 2.0
 LOG = "notify.log"
 
 
-def require_addresses(config: Config) -> None:
+def require_addresses(config: Config, environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if a variable that ``run.notify`` names is not set, or holds no address."""
     for key in ("webhook_variable", "heartbeat_variable"):
         name = getattr(config.run.notify, key)
-        address = os.environ.get(name, "").strip() if name else "https://"
+        address = environment.get(name, "").strip() if name else "https://"
         if not address:
             raise ConfigError(
                 f"run.notify.{key}={name} is not set in the environment: export it where the run is started"
