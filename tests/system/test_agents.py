@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from tiny_models import make_family_model
 
+from tba_hpc.report.audit import audit
 from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 
 from .test_conversations import CONFIG, SAMPLES, STEPS, TEMPLATE, TURNS, assert_kept_token_exact
-from .test_run import assert_whole, finish, tba
+from .test_run import START_SECONDS, assert_whole, finish, steps_done, tba, wait_for
 
 pytestmark = pytest.mark.system
+
+NAME = "agent-seed0"
 
 GAME = """
 import json, sys
@@ -56,8 +62,19 @@ def say(messages):
 """
 
 
+def programs(folder: Path) -> list[psutil.Process]:
+    """The agents of runs in a folder that are alive."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(Path(word).name == "my_agent.py" and str(folder) in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
 @pytest.mark.nightly
-def test_a_run_learns_from_a_program_token_by_token(tmp_path: Path) -> None:
+def test_a_run_learns_from_a_program_token_by_token_and_survives_its_death(tmp_path: Path) -> None:
+    """A SIGKILL of launcher and ranks leaves no program behind; the resumed run loses and doubles nothing."""
     model = make_family_model(tmp_path / "model", "qwen2")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "my_agent.py").write_text(GAME)
@@ -68,10 +85,19 @@ def test_a_run_learns_from_a_program_token_by_token(tmp_path: Path) -> None:
     task: dict[str, Any] = {"name": "agent", "train_file": "rows.jsonl", "options": options}
     (tmp_path / "echo.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {"name": "agent"}, "task": task}))
     words = ["run", "echo.yaml", "--set", f"model.path={model}", "--set", f"run.root={tmp_path}"]
+    process = tba(*words, folder=tmp_path)
+    wait_for(lambda: steps_done(tmp_path, NAME) >= 2 and bool(programs(tmp_path)), process)
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + START_SECONDS
+    while programs(tmp_path):
+        assert time.monotonic() < end, programs(tmp_path)
+        time.sleep(0.1)
     code, out, err = finish(tba(*words, folder=tmp_path))
     assert code == 0, out + err
-    run = RunDir.open(tmp_path / "agent-seed0")
+    run = RunDir.open(tmp_path / NAME)
     assert_whole(run, STEPS, SAMPLES)
+    assert audit(run).attempts == 2
     assert (run.modules / "my_client.py").read_text() == QUICK
     searched = read_metrics(run.metrics_file("searcher", 0))
     assert max(series(searched, "search/turns")) > 1.2 and not max(series(searched, "search/rejected"))
