@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 from tiny_models import make_random_model
@@ -584,6 +585,40 @@ def test_a_program_that_runs_too_long_or_dies_is_killed_with_its_session(own: Pa
         time.sleep(0.01)
     answers = program(own, "time.sleep(600)", seconds=0.2)([({}, "a")])
     assert answers == pytest.approx([math.nan], nan_ok=True)
+
+
+def test_what_programs_started_ends_with_a_killed_process(tmp_path: Path) -> None:
+    """Also if they began a session of their own; their folders are removed, too."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from tba_hpc.tasks.program import Confined
+program = (
+    "import subprocess, time; subprocess.Popen(['sleep', '100'], start_new_session=True); "
+    "open('ready', 'w').close(); time.sleep(100)"
+)
+made = Confined([sys.executable, "-c", program], b"", seconds=100, memory_mb=999)
+while not list(Path({str(folder)!r}).glob("*/ready")): time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+    variables = {**os.environ, "TMPDIR": str(folder)}
+    assert subprocess.run([sys.executable, "-c", code], env=variables, timeout=60).returncode == -9
+    deadline = time.monotonic() + 20
+    while (left := left_below(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def left_below(folder: Path) -> list[object]:
+    """What is in the folder, and the processes whose temporary files belong below it."""
+    left: list[object] = [*folder.iterdir()]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR", "").startswith(f"{folder}/"):
+                left.append(process)
+    return left
 
 
 def test_a_program_that_forks_for_ever_is_killed_to_the_last_child(own: Path) -> None:

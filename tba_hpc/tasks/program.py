@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -52,8 +54,50 @@ except OSError as error:
     sys.exit(f"cannot start {sys.argv[6]}: {error.strerror}")
 """
 
+# What programs have started does not end with them if this process is killed: another one looks after that.
+KEEPER = """
+import glob, os, shutil, sys
+sys.stdin.read()
+for _ in range(3):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as variables:
+                if f"TMPDIR={sys.argv[1]}".encode() in variables.read():
+                    os.kill(int(pid), 9)
+        except OSError:
+            pass
+for folder in glob.glob(glob.escape(sys.argv[1]) + "*"):
+    shutil.rmtree(folder, ignore_errors=True)
+"""
+
 
 Process = subprocess.Popen[bytes]
+
+
+class Keeper:
+    """Process that kills the programs of this one, with all that they started, once this one has ended.
+
+    It finds them by their environment's TMPDIR, then removes their folders. It starts with the first program.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._prefix = f"tba-program-{secrets.token_hex(8)}-"
+
+    def prefix(self) -> str:
+        """Return the beginning of the names of the programs' folders, once the process is there."""
+        with self._lock:
+            if self._process is None:
+                words = [sys.executable, "-I", "-S", "-c", KEEPER, f"{tempfile.gettempdir()}/{self._prefix}"]
+                quiet = subprocess.DEVNULL
+                self._process = subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+                )
+        return self._prefix
+
+
+_keeper = Keeper()
 
 
 class ProgramError(RuntimeError):
@@ -130,7 +174,7 @@ class Confined:
             asked.write(text)
             asked.seek(0)
             folder = files.enter_context(
-                tempfile.TemporaryDirectory(prefix="tba-program-", ignore_cleanup_errors=True)
+                tempfile.TemporaryDirectory(prefix=_keeper.prefix(), ignore_cleanup_errors=True)
             )
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             self.process = start(
