@@ -108,7 +108,7 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
 
 
 def require_addresses_of_job(config: Config, site: Site) -> None:
-    """Raise ConfigError if the job will lack an address of run.notify; only ``setup`` and ``modules`` may bring one."""
+    """Raise ConfigError if the job will lack an address of run.notify, unless the site's shell may set it."""
     if not (site.setup or site.modules):
         own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
         require_addresses(config, os.environ | own)
