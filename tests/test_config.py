@@ -303,6 +303,18 @@ def test_an_objective_has_the_properties_that_were_published(what: str) -> None:
     assert {name for name, section in OBJECTIVES.items() if getattr(section, what)} & known == KNOWN[what]
 
 
+def test_keys_of_other_systems_are_named_together() -> None:
+    theirs = {"num_iterations": 2, "beta": 0.1, "trainer": {"optim": {"lr": 1e-6}}, "x": 1}
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"model": {"path": "model"}, **theirs})
+    assert str(refused.value) == (
+        "unknown config key 'num_iterations': TRL's num_iterations is buffer.replay_limit, "
+        "beta is train.beta; "
+        "prime-rl's trainer.optim.lr is train.learning_rate.peak here, and docs/coming-from.md says what "
+        "differs"
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

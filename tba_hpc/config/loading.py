@@ -135,7 +135,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     names, section = _place(problem["loc"], model)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
-        found = _elsewhere(names, problem["input"]) if model is Config else ""
+        found = _foreign(error) if model is Config and _elsewhere(names, problem["input"]) else ""
         return f"unknown {noun} key {key!r}{found or _nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
@@ -181,8 +181,22 @@ def elsewhere() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _elsewhere(names: list[str], value: object) -> str:
-    """Return the end of an error that names our key for an unknown one, or "" if no other system has it.
+def _foreign(error: ValidationError) -> str:
+    """Return the end of an error that names our keys for all unknown ones that another system has."""
+    unknown = [problem for problem in error.errors() if problem["type"] == "extra_forbidden"]
+    found = [_elsewhere(_place(problem["loc"], Config)[0], problem["input"]) for problem in unknown]
+    named: dict[str, dict[str, str]] = {}
+    for system, theirs, ours in filter(None, found):
+        named.setdefault(system, {})[theirs] = ours
+    of_each = (
+        f"{system}'s " + ", ".join(f"{theirs} is {ours}" for theirs, ours in keys.items())
+        for system, keys in named.items()
+    )
+    return f": {'; '.join(of_each)} here, and docs/coming-from.md says what differs"
+
+
+def _elsewhere(names: list[str], value: object) -> tuple[str, str, str] | None:
+    """Return a system that has an unknown key, its name there, and our key; None if no other system has it.
 
     names: path of the unknown key. value: its value, whose keys are looked up, too.
     """
@@ -190,8 +204,8 @@ def _elsewhere(names: list[str], value: object) -> str:
     for system, about in elsewhere().items():
         for theirs, ours, _ in about["keys"]:
             if theirs == names[-1] or any(path.startswith(f"{theirs}.") for path in given):
-                return f": {system}'s {theirs} is {ours} here, and docs/coming-from.md says what differs"
-    return ""
+                return system, theirs, ours
+    return None
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
