@@ -130,8 +130,12 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
-    """Explain the first problem of a pydantic error in a sentence: value, rule, remedy. noun: whose keys."""
-    problem = error.errors()[0]
+    """Explain a problem of a pydantic error in a sentence: value, rule, remedy. noun: whose keys.
+
+    It is the first unknown key, since another may be missing for it, or else the first problem.
+    """
+    problems = error.errors()
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     names, section = _place(problem["loc"], model)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
