@@ -304,14 +304,16 @@ def test_an_objective_has_the_properties_that_were_published(what: str) -> None:
 
 
 def test_keys_of_other_systems_are_named_together() -> None:
-    theirs = {"num_iterations": 2, "beta": 0.1, "trainer": {"optim": {"lr": 1e-6}}, "x": 1}
+    """Those of a section, too: verl's and prime-rl's lie deep."""
+    of_rollout = {"rollout": {"n": 8, "temperature": 1.0}}
+    theirs = {"num_iterations": 2, "beta": 0.1, "actor_rollout_ref": of_rollout, "x": 1}
     with pytest.raises(ConfigError) as refused:
-        parse_config({"model": {"path": "model"}, **theirs})
+        parse_config(theirs)
     assert str(refused.value) == (
         "unknown config key 'num_iterations': TRL's num_iterations is buffer.replay_limit, "
-        "beta is train.beta; "
-        "prime-rl's trainer.optim.lr is train.learning_rate.peak here, and docs/coming-from.md says what "
-        "differs"
+        "beta is train.beta; verl's actor_rollout_ref.rollout.n is generator.completions_per_prompt and "
+        "train.completions_per_prompt, actor_rollout_ref.rollout.temperature is generator.temperature "
+        "here, and docs/coming-from.md says what differs"
     )
 
 

@@ -64,6 +64,14 @@ def test_the_second_task_takes_the_two_best_the_worst_and_tb() -> None:
     assert second_task.chosen(found) == names
 
 
+def test_the_second_task_has_room_for_every_answer(tmp_path: Path) -> None:
+    """No command makes a row longer by more than a digit; a token is a character or more."""
+    longest = digits.Problem("0" * digits.LENGTH[1], ("Echo",) * digits.STEPS[1]).solution()
+    configs = second_task.SECOND_TASK.arms(Options(tmp_path))
+    assert configs.keys() == remedies.ARMS.keys()
+    assert {config.generator.max_tokens > len(longest) for config in configs.values()} == {True}
+
+
 def test_a_row_of_digits_by_hand() -> None:
     problem = digits.Problem("3071", ("Turn", "Clip", "Echo", "Lead"))
     assert problem.question == "Row 3071. Turn. Clip. Echo. Lead.\n"
@@ -90,7 +98,7 @@ def test_replay_counts_what_it_sampled() -> None:
 
 
 def test_the_protocol_of_replay_is_what_runs(tmp_path: Path) -> None:
-    protocol = (Path(replay_cost.__file__).with_suffix(".md")).read_text()
+    protocol = Path(replay_cost.__file__).with_suffix(".md").read_text()
     said = (
         f"**{', '.join(map(str, replay_cost.SEEDS))}**",
         f"**{', '.join(f'{rate:g}' for rate in replay_cost.RATES)}**",

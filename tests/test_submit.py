@@ -7,8 +7,7 @@ from shlex import quote
 import pytest
 
 from tba_hpc.commands.order import Order, again
-from tba_hpc.commands.submit import _left_out, _short_time, require_addresses_of_job
-from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.commands.submit import _left_out, _short_time
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
@@ -64,18 +63,3 @@ def test_a_time_that_is_short_for_a_start_is_said_so() -> None:
     (finding,) = _short_time(Site(time="5", signal_seconds=60))
     assert finding.sentence.startswith("time=5 leaves only 180 s to start engines and train: ask for more")
     assert _short_time(Site(time="10", signal_seconds=60)) == []
-
-
-def test_an_address_that_the_job_would_lack_is_refused_at_the_login_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = parse_config({"model": {"path": "x"}, "run": {"notify": {"webhook_variable": "A_HOOK"}}})
-    lacks = r"run\.notify\.webhook_variable=A_HOOK is not set in the environment: export it"
-    with pytest.raises(ConfigError, match=lacks):
-        require_addresses_of_job(config, Site())
-    require_addresses_of_job(config, Site(setup=("source ~/secrets",)))
-    require_addresses_of_job(config, Site(environment={"A_HOOK": "https://hooks.example/x"}))
-    monkeypatch.setenv("THEIRS", "https://hooks.example/x")
-    require_addresses_of_job(config, Site(environment={"A_HOOK": "$THEIRS"}))
-    monkeypatch.setenv("A_HOOK", "https://hooks.example/x")
-    require_addresses_of_job(config, Site())

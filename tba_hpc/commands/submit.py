@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.facts import Facts, Finding, login_python, refuse, warning
+from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, refuse, warning
 from tba_hpc.checks.lists import SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.order import Order, again, last_job, script_of
@@ -94,9 +94,10 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     """Check an order. found: warnings by config, so that several seeds of a config need one check."""
     site = order.load_site()
     config, split = order.resolve(site)
+    if not (site.setup or site.modules):  # which may set any variable
+        require_addresses(config, job_environment(site))
     if order.config not in found:
         found[order.config] = _warnings(config, split, site, order)
-    require_addresses_of_job(config, site)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
@@ -105,13 +106,6 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     split = split if is_done(run, config) else choose_sides(split, site)
     warnings = [*found[order.config], *remarks]
     return Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
-
-
-def require_addresses_of_job(config: Config, site: Site) -> None:
-    """Raise ConfigError if the job will lack an address of run.notify, unless the site's shell may set it."""
-    if not (site.setup or site.modules):
-        own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
-        require_addresses(config, os.environ | own)
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:

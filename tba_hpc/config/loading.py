@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from tba_hpc.config import shipped
 from tba_hpc.config.plain_yaml import read_yaml, write_yaml
@@ -139,7 +141,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     names, section = _place(problem["loc"], model)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
-        found = _foreign(error) if model is Config and _elsewhere(names, problem["input"]) else ""
+        found = _foreign(problems) if model is Config and _elsewhere(names, problem["input"]) else ""
         return f"unknown {noun} key {key!r}{found or _nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
@@ -185,31 +187,32 @@ def elsewhere() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _foreign(error: ValidationError) -> str:
+def _foreign(problems: Sequence[ErrorDetails]) -> str:
     """Return the end of an error that names our keys for all unknown ones that another system has."""
-    unknown = [problem for problem in error.errors() if problem["type"] == "extra_forbidden"]
-    found = [_elsewhere(_place(problem["loc"], Config)[0], problem["input"]) for problem in unknown]
-    named: dict[str, dict[str, str]] = {}
-    for system, theirs, ours in filter(None, found):
-        named.setdefault(system, {})[theirs] = ours
-    of_each = (
-        f"{system}'s " + ", ".join(f"{theirs} is {ours}" for theirs, ours in keys.items())
-        for system, keys in named.items()
-    )
-    return f": {'; '.join(of_each)} here, and docs/coming-from.md says what differs"
+    ours: dict[str, list[str]] = {}
+    for problem in problems:
+        if problem["type"] == "extra_forbidden":
+            for system, keys in _elsewhere(_place(problem["loc"], Config)[0], problem["input"]).items():
+                ours.setdefault(system, []).extend(keys)
+    named = "; ".join(f"{system}'s {', '.join(keys)}" for system, keys in ours.items())
+    return f": {named} here, and docs/coming-from.md says what differs"
 
 
-def _elsewhere(names: list[str], value: object) -> tuple[str, str, str] | None:
-    """Return a system that has an unknown key, its name there, and our key; None if no other system has it.
+def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
+    """Return a system that has an unknown key, and for each of its keys there which one is ours; or nothing.
 
     names: path of the unknown key. value: its value, whose keys are looked up, too.
     """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
-        for theirs, ours, _ in about["keys"]:
-            if theirs == names[-1] or any(path.startswith(f"{theirs}.") for path in given):
-                return system, theirs, ours
-    return None
+        found = [
+            f"{theirs} is {ours}"
+            for theirs, ours, _ in about["keys"]
+            if theirs == names[-1] or any(path.startswith(f"{theirs}.") for path in given)
+        ]
+        if found:
+            return {system: found}
+    return {}
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:

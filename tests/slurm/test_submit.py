@@ -536,6 +536,22 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: lis
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_address_that_the_job_would_lack_is_asked_for_at_once(
+    cluster: Cluster, tmp_path: Path, files: list[str]
+) -> None:
+    """The site's environment counts, and its setup may set any variable."""
+    notify = ("--set", "run.notify.webhook_variable=NO_HOOK")
+    refused = tba("submit", *files, *notify)
+    assert refused.returncode == 2 and not cluster.run("squeue", "-h")
+    assert "run.notify.webhook_variable=NO_HOOK is not set in the environment" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+    site = tmp_path / "site.yaml"
+    plain = site.read_text()
+    for seed, more in enumerate(("environment: {NO_HOOK: 'https://hooks.example/x'}", "setup: ['true']")):
+        site.write_text(plain.replace("}", f", {more}}}"))
+        assert tba("submit", *files, *notify, "--set", f"run.seed={seed}").returncode == 0, more
+
+
 def test_without_slurm_it_says_so_and_offers_the_local_way(
     tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

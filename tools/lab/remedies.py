@@ -80,8 +80,8 @@ class Remedies:
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         keys = [(name, lag) for lag, name in product(LAGS, ARMS)]
         wanted = {(key, rate): run_of(key, rate, TUNING_SEED, steps) for key, rate in product(keys, RATES)}
-        made = _made(wanted, options)
-        return {key: {rate: end_of(made[key, rate]) for rate in RATES} for key in keys}
+        found = made(wanted, options)
+        return {key: {rate: end_of(found[key, rate]) for rate in RATES} for key in keys}
 
     def follow(
         self,
@@ -101,8 +101,8 @@ class Remedies:
             (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps, task)
             for seed, name in product(options.seeds, names)
         }
-        made = _made(wanted, options)
-        return {name: [made[name, seed] for seed in options.seeds] for name in names}
+        found = made(wanted, options)
+        return {name: [found[name, seed] for seed in options.seeds] for name in names}
 
 
 def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] = ()) -> tuple[str, Run]:
@@ -115,7 +115,7 @@ def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] =
     )
 
 
-def _made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
+def made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
     """Figures of the wanted runs: read if the runs are finished, else measured now on two cores."""
     return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
 

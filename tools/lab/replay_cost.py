@@ -11,7 +11,8 @@ from typing import Any
 
 from lab import skill
 from lab.curves import Curve, time_to
-from lab.lockstep_model import Run, figures_of
+from lab.lockstep_model import Run
+from lab.remedies import made
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options
 from lab.staleness import TUNING_SEED, Figures, best_rate, end_of
@@ -50,14 +51,14 @@ class ReplayCost:
         skill.MODEL.make()
         shorter, steps = min(TUNING_STEPS, options.steps or STEPS), options.steps or STEPS
         tried = {key: run_of(*key, TUNING_SEED, shorter) for key in product(ARMS, RATES)}
-        ends = {key: end_of(run) for key, run in _made(tried, options).items()}
+        ends = {key: end_of(run) for key, run in made(tried, options).items()}
         tuned = {name: {rate: ends[name, rate] for rate in RATES} for name in ARMS}
         wanted = {
             (name, seed): run_of(name, best_rate(tuned[name]), seed, steps)
             for seed, name in product(options.seeds, ARMS)
         }
-        made = _made(wanted, options)
-        found = {name: [made[name, seed] for seed in options.seeds] for name in ARMS}
+        runs = made(wanted, options)
+        found = {name: [runs[name, seed] for seed in options.seeds] for name in ARMS}
         series = [Series(name, [by_samples(name, run) for run in found[name]]) for name in ARMS]
         panel = Panel("completions sampled", "pass@1, validation", series)
         return Result([row(name, tuned[name], found[name]) for name in ARMS], [panel], NOTES)
@@ -71,11 +72,6 @@ def run_of(name: str, rate: float, seed: int, steps: int) -> tuple[str, Run]:
         given += ["exchange.max_staleness=null"]  # else the buffer would be a queue
         fresh = FRESH_GROUPS
     return name, Run(overrides=tuple(given), lag=LAG, rate=rate, seed=seed, steps=steps, fresh_groups=fresh)
-
-
-def _made(wanted: Mapping[Any, tuple[str, Run]], options: Options) -> dict[Any, Figures]:
-    """Figures of the wanted runs: read if the runs are finished, else measured now on two cores."""
-    return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
 
 
 def samples_per_step(name: str) -> int:

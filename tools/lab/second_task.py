@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from lab import digits
+from lab import digits, skill
 from lab.remedies import ARMS, RATES, REMEDIES, SEEDS, STEPS, row, run_of
 from lab.results import Result
 from lab.runs import Options
@@ -29,7 +29,7 @@ class SecondTask:
     def measure(self, options: Options) -> Result:
         """Choose the arms by the first comparison, which lies beside this one or is measured first."""
         first = Options(options.folder.parent / "remedies", SEEDS)
-        REMEDIES.measure(first)
+        skill.MODEL.make()
         digits.make()
         tuned = REMEDIES.tune(first)
         names = chosen([REMEDIES.follow(lag, tuned, first) for lag in LAGS])
