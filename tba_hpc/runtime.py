@@ -148,7 +148,7 @@ def leading(
     *,
     freshness: type[Freshness] = Freshness,
 ) -> Iterator[Trainer]:
-    """Yield the trainer that goes on from the newest checkpoint. Until the end signals ask it to stop.
+    """Yield the trainer that goes on from the newest checkpoint, which signals meanwhile ask to stop.
 
     open_exchange: opens the trainer's end of an exchange, given how far the run is.
     """

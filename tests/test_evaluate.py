@@ -26,7 +26,7 @@ from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
-from tba_hpc.evaluate.measure import Judged, Result, assess, samplings
+from tba_hpc.evaluate.measure import Judged, Result, assess, judge, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import pass_at_k, passes, wilson
@@ -267,3 +267,20 @@ def test_the_mean_reward_is_that_of_the_answers_which_have_one() -> None:
     reward = Judged(correct_PN, grade_PN).reward
     assert reward and reward.value == pytest.approx((0.75 + 0.25) / 2)
     assert Judged(correct_PN, correct_PN.astype(float)).reward is None
+
+
+class Judging(Lenient):
+    """Cannot judge the second of two answers."""
+
+    def grades(self) -> list[float]:
+        """Return the rewards of the last call."""
+        return [1.0, math.nan]
+
+
+def test_answers_that_cannot_be_judged_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    request = Request(Prompt(0, np.zeros(3, np.int32), "7"), 0, 2, Sampling(0.0, 1.0, 12))
+    group = Group(request, (completion("#### 7"), completion("well")), np.zeros((2, 2), np.int32))
+    for task, told in ((Judging, ["1 of 2 answers could not be judged, and count as wrong"]), (Lenient, [])):
+        caplog.clear()
+        judge(task(ByteTokenizer()), [group])
+        assert caplog.messages == told
