@@ -62,12 +62,13 @@ class Remedies:
         return {name: run_of((name, LAGS[0]), RATES[0], SEEDS[0], STEPS)[1].config() for name in ARMS}
 
     def measure(self, options: Options) -> Result:
-        """Run all rates with the tuning seed, then the best rates with the other seeds, lag by lag."""
+        """Lag by lag, run all rates with the tuning seed, then the best rates with the other seeds."""
         if len(options.seeds) > max(T_975):
             raise SystemExit(f"{len(options.seeds)} seeds are more than {max(T_975)}: give fewer")
         skill.MODEL.make()
-        tuned, rows, panels = self.tune(options), {}, {}
+        rows, panels = {}, {}
         for lag in LAGS:
+            tuned = self.tune(lag, options)
             found = self.follow(lag, tuned, options)
             rows[lag] = [row(lag, name, tuned[name, lag], found) for name in ARMS]
             curves = {(name, lag): [run["curve"] for run in runs] for name, runs in found.items()}
@@ -75,10 +76,10 @@ class Remedies:
             log.print(*rows[lag], sep="\n", style="dim")
         return _in_order(rows, panels)
 
-    def tune(self, options: Options) -> dict[Key, dict[float, float]]:
+    def tune(self, lag: int, options: Options) -> dict[Key, dict[float, float]]:
         """Pass@1 at the end of a shorter run with the tuning seed, %, by arm and lag, then by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
-        keys = [(name, lag) for lag, name in product(LAGS, ARMS)]
+        keys = [(name, lag) for name in ARMS]
         wanted = {(key, rate): run_of(key, rate, TUNING_SEED, steps) for key, rate in product(keys, RATES)}
         found = made(wanted, options)
         return {key: {rate: end_of(found[key, rate]) for rate in RATES} for key in keys}

@@ -31,7 +31,7 @@ class SecondTask:
         first = Options(options.folder.parent / "remedies", SEEDS)
         skill.MODEL.make()
         digits.make()
-        tuned = REMEDIES.tune(first)
+        tuned = {key: rates for lag in LAGS for key, rates in REMEDIES.tune(lag, first).items()}
         names = chosen([REMEDIES.follow(lag, tuned, first) for lag in LAGS])
         rows, panels = [], []
         for lag in LAGS:
