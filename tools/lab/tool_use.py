@@ -1,9 +1,10 @@
 """A tiny model that answers sums at a guess, and one time in ten by a calculator, learns to use it.
 
-    python tools/lab/tool_use.py --seeds 0 1 2 [--set exchange.max_staleness=0 …]
+    python tools/lab/tool_use.py --seeds 0 1 2 [--program] [--set exchange.max_staleness=0 …]
 
 A Llama of 0.25 M parameters is taught from scratch to answer mostly with any number, else to call the
 tool and copy its result. Then ``tba run tools/lab/tool_use.yaml`` goes on; printed are the runs' summaries.
+With --program the conversations are led by a program, ``calculator_agent.py``, instead of an environment.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
 )
 """The model knows its tools already: they are not described to it."""
+
+PROGRAM = (
+    "task.name=agent",
+    "task.reward={}",
+    f"task.options={{command: [python, {Path(__file__).with_name('calculator_agent.py')}]}}",
+    *("generator.completions_per_prompt=8", "train.completions_per_prompt=8"),
+    *("buffer.initial_completions=64", "train.steps=40"),
+)
+"""Overrides with which a program leads the conversations: fewer of them, since each starts a process."""
 
 TOOL_SHARE = 0.1
 STEPS = 1500
@@ -113,11 +123,13 @@ def main() -> None:
     """Print a line of JSON per seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--program", action="store_true", help="conversations are led by a program")
     parser.add_argument("--name", default="tool-use")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
+    overrides = [*(PROGRAM if arguments.program else ()), *arguments.overrides]
     for seed in arguments.seeds:
-        print(json.dumps(run(seed, arguments.name, arguments.overrides)))
+        print(json.dumps(run(seed, arguments.name, overrides)))
 
 
 if __name__ == "__main__":

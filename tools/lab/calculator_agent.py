@@ -1,0 +1,59 @@
+"""An agent that is a program: it asks the model for a sum, calculates when asked to, and prints the reward.
+
+It has no library but Python's own, so that an episode's start costs as little as a program can.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+
+TURNS = 3
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def said(messages: list[dict[str, object]]) -> dict[str, object]:
+    """The model's next message."""
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def calculate(arguments: str) -> str:
+    """The sum of two numbers, or what is wrong with the call."""
+    try:
+        a, b = json.loads(arguments)["expression"].split("+")
+        return str(int(a) + int(b))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "error: give expression as a+b"
+
+
+def main() -> None:
+    """One episode."""
+    row = json.loads(sys.stdin.readline())
+    messages: list[dict[str, object]] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(TURNS):
+        message = said(messages)
+        calls = message.get("tool_calls") or []
+        if not calls:
+            break
+        messages.append(message)
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": calculate(call["function"]["arguments"])}
+            for call in calls
+        ]
+    print(float((message.get("content") or "").strip() == row["answer"]))
+
+
+if __name__ == "__main__":
+    main()
