@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,7 @@ import pytest
 from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.types import Request, Sampling
+from tba_hpc.core.types import Completion, Request, Sampling
 from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.run.listeners import owner
@@ -241,6 +242,115 @@ print(len(chunks[0].choices[0].delta.content) + len(last.message.content))
     ]
 
 
+def sequences(made: Stage, one: Completion) -> list[list[tuple[bool, str]]]:
+    """Parts of each further sequence as ``Stage.pieces`` returns them, after those of the first."""
+    ends = [*np.flatnonzero(one.begin_T).tolist(), len(one.tokens)]
+    spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return [made.pieces(replace(one, tokens=one.tokens[s], logprobs=one.logprobs[s])) for s in spans]
+
+
+def test_a_sub_agent_is_a_sequence_of_its_own_and_its_caller_goes_on(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """Named rewards get the turn that was sampled last, which is not at the completion's end."""
+    code = f"""{RAW}
+main = [user("Go.")]
+main.append(say(*main))
+sub = [{{"role": "system", "content": "Help."}}, user("Part.")]
+sub += [say(*sub), user("More.")]
+sub.append(say(*sub))
+main.append(user(sub[-1]["content"]))
+answer = ask(*main)
+print(answer["usage"]["prompt_tokens"])
+"""
+    (tmp_path / "my_text.py").write_text("def text(completion, prompt): return len(completion)")
+    made = stage(code, ["ab", "cdefg", "xyz"], {}, reward="my_text:text")
+    group = made.play()
+    (one,) = group.completions
+    head, end = "<|im_start|>assistant\n", "<|im_end|>"
+    assert sequences(made, one) == [
+        [
+            (True, f"ab{end}"),
+            (False, f"\n<|im_start|>user\ncdefg{end}\n{head}"),
+            (True, f"cdefg{end}"),
+        ],
+        [
+            (False, f"<|im_start|>system\nHelp.{end}\n<|im_start|>user\nPart.{end}\n{head}"),
+            (True, f"ab{end}"),
+            (False, f"\n<|im_start|>user\nMore.{end}\n{head}"),
+            (True, f"cdefg{end}"),
+        ],
+    ]
+    assert (one.turns, one.finish_reason) == (4, "stop")
+    assert made.task.rewards(group.request.prompt, [one]) == [len("cdefg")]
+    asked = [request.prompt.tokens.tolist() for request in made.script.requests]
+    (begin,) = np.flatnonzero(one.begin_T).tolist()
+    main, sub = [*group.request.prompt.tokens, *one.tokens[:begin]], one.tokens[begin:].tolist()
+    assert [main[: len(asked[0])], main[: len(asked[3])]] == [asked[0], asked[3]]
+    assert [sub[: len(asked[1])], sub[: len(asked[2])]] == asked[1:3]
+    assert made.script.requests[3].sampling.max_tokens == 400 - len(one.tokens) + len(one.last_turn)
+
+
+def test_a_request_goes_on_where_it_repeats_most(stage: Callable[..., Stage]) -> None:
+    """Of three sequences that begin alike; one with other tools, or an edited answer, begins anew."""
+    code = f"""{RAW}
+first = [user("Go."), say(user("Go."))]
+again = say(user("Go."), max_tokens=9)
+longer = [*first, user("?")]
+longer.append(say(*longer))
+longest = [*longer, user("!")]
+say(*longest)
+say(*longest, tools=[{{}}])
+edited = [user("Go."), {{"role": "assistant", "content": "No."}}, user("?")]
+edited.append(say(*edited))
+say(*edited, user("Well?"))
+print(1)
+"""
+    made = stage(code, ["a", "b", "c"], {})
+    (one,) = made.play(max_tokens=2000).completions
+    found = sequences(made, one)
+    said = [[text.removesuffix("<|im_end|>") for mine, text in parts if mine] for parts in found]
+    assert said == [["a"], ["a", "b", "c"], ["c"], ["b", "c"]]
+    assert "Tools:" in found[2][0][1] and "No.<|im_end|>" in found[3][0][1]
+    assert one.turns == 7 and one.reward == 1.0
+
+
+def test_requests_at_the_same_time_are_answered_one_after_the_other(stage: Callable[..., Stage]) -> None:
+    code = f"""{RAW}
+from concurrent.futures import ThreadPoolExecutor
+say(user("Go."))
+with ThreadPoolExecutor(3) as pool:
+    said = list(pool.map(lambda letter: say(user(letter))["content"], "xyz"))
+print(float(said == ["So."] * 3))
+"""
+    (one,) = stage(code, ["So."], {}).play().completions
+    assert (one.reward, one.turns, np.count_nonzero(one.begin_T)) == (1.0, 4, 3)
+
+
+def test_limits_hold_for_all_sequences_together(stage: Callable[..., Stage]) -> None:
+    """Every sequence after the first counts with its prompt, so that none is longer than the limit."""
+    minds = f"{RAW}\nfor word in 'abcdef': say(user(word))"
+    (one,) = stage(minds, ["So."], {}, max_turns=3).play().completions
+    assert (one.finish_reason, one.turns, one.reward) == ("turns", 3, 0.0)
+    made = stage(minds, ["So."], {})
+    (whole,) = made.play().completions
+    length = int(np.flatnonzero(whole.begin_T)[2])  # of the first three
+    (one,) = made.play(max_tokens=length + 1).completions
+    assert (one.finish_reason, one.turns, len(one.tokens), one.reward) == ("length", 3, length, 0.0)
+
+
+def test_a_program_may_want_no_tool_called(stage: Callable[..., Stage]) -> None:
+    """The tools stay in the prompt, so that the conversation goes on; a call is then a text."""
+    code = f"""{RAW}
+tool = {{"type": "function", "function": {{"name": "f", "parameters": {{"type": "object"}}}}}}
+first = say(user("Go."), tools=[tool], tool_choice="none")
+second = say(user("Go."), first, user("?"), tools=[tool])
+print(float("tool_calls" not in first and "f" in first["content"] and "tool_calls" in second))
+"""
+    (one,) = stage(code, ['<tool_call>{"name": "f"}</tool_call>'], {}).play().completions
+    assert (one.reward, one.calls, one.turns, one.begin_T.any()) == (1.0, 1, 2, False)
+
+
 def test_thoughts_are_apart_and_text_after_a_stop_is_left_out(stage: Callable[..., Stage]) -> None:
     code = f"""{RAW}
 message = say(user("Go."), stop="STOP")
@@ -289,19 +399,6 @@ BAD = {
     "floods": ("ask(user('Go.'))\nwhile True: print('x' * 1000)", "File too large"),
     "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
     "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
-    "begins anew": ("ask(user('Go.')); ask(user('Once more.'))", "does not continue the one before"),
-    "asks otherwise again": (
-        "ask(user('Go.')); ask(user('Go.'), max_tokens=9)",
-        "does not continue the one before",
-    ),
-    "edits what was said": (
-        "a = say(user('Go.')); ask(user('Go.'), {**a, 'content': 'No.'}, user('?'))",
-        "does not continue the one before",
-    ),
-    "changes its tools": (
-        "a = say(user('Go.')); ask(user('Go.'), a, user('b'), tools=[{}])",
-        "with the same tools",
-    ),
     "takes another way": ("ask(user('Go.'), temperature=0.5)", "status 1"),
     "has another beginning": (
         "ask(user(f'Go. {os.getpid()}')); print(1)",

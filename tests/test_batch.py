@@ -10,7 +10,7 @@ import safetensors.numpy as wire
 from tba_hpc.config import ConfigError, may_change, parse_config
 from tba_hpc.core.batch import Part, balance, from_arrays, plan, staleness, take_groups, to_arrays
 from tba_hpc.core.batch import rows_of as batch_rows
-from tba_hpc.core.types import LIVE_RECORD, RECORD, Ragged, TrajectoryBatch, offsets_of, token_ages
+from tba_hpc.core.types import BEGIN, LIVE_RECORD, RECORD, Ragged, TrajectoryBatch, offsets_of, token_ages
 from tba_hpc.objectives import RecordedGroups
 
 
@@ -233,6 +233,24 @@ def test_micro_batches_by_hand(share: bool, split: list[list[int]]) -> None:
     assert [rows.tolist() for rows in first.micro_batches] == split
     assert [rows.tolist() for rows in second.micro_batches] == [[4, 5, 6, 7]]
     assert (first.groups.tolist(), second.groups.tolist()) == ([0], [1])
+
+
+def test_padding_of_further_sequences_counts() -> None:
+    """Prompts of 2; the first of four completions of 9 has three sequences, of 7, 2 and 2 tokens."""
+    batch = batch_of(np.full(4, 2), np.full(4, 9), 2, np.random.default_rng(0))
+    batch.logprobs[[5, 7]] = BEGIN
+    assert [
+        rows.tolist() for rows in plan(batch, **ONE, budget=33, share_prompts=False)[0].micro_batches
+    ] == [
+        [0],
+        [1],
+    ]
+    assert len(plan(batch, **ONE, budget=44, share_prompts=False)[0].micro_batches) == 1  # four of 11
+    shared = plan(batch, **ONE, budget=20, share_prompts=True)
+    assert [[rows.tolist() for rows in part.micro_batches] for part in shared] == [[[0, 1]], [[2, 3]]]
+
+
+ONE = {"rank": 0, "ranks": 1}
 
 
 def test_micro_batches_are_bounded_by_what_attention_reads_of_shared_prompts() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,20 @@ from tiny_models import FAMILIES, make_family_model, make_random_model
 
 from tba_hpc.config import Config, TrainSection, parse_config
 from tba_hpc.config.variants import LossNormaliser
-from tba_hpc.core.batch import with_top_logprobs
+from tba_hpc.core.batch import plan, take_groups, with_top_logprobs
+from tba_hpc.core.packing import Layout
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.types import TOP_LOGPROBS, TrajectoryBatch
+from tba_hpc.core.types import BEGIN, TOP_LOGPROBS, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner import deepspeed_learner
 from tba_hpc.learner.deepspeed_learner import (
     DeepSpeedLearner,
     _replacing,
+    _Work,
 )
-from tba_hpc.learner.hf_model import load_policy, load_tokenizer
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
+from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import OBJECTIVES, make_objective
 from tba_hpc.run.checkpoints import (
     Checkpoints,
@@ -245,6 +249,43 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     plain = cache(lambda case: Plain(model(case.tied), case))
     whole = cache(lambda case: run(folder / str(case), case.config(model(case.tied)), WHOLE))
     return Runs(folder, model, plain, whole)
+
+
+@pytest.mark.parametrize("layout", ["padded", "rectangle"])
+@pytest.mark.parametrize("budget", [None, 30])
+def test_sequences_of_an_episode_are_computed_as_by_themselves(
+    tmp_path: Path, layout: Layout, budget: int | None
+) -> None:
+    batch = make_batch(1)
+    given = np.flatnonzero(~batch.action_T)
+    batch.logprobs[given[::2]] = BEGIN
+    model = load_policy(str(make_random_model(tmp_path, tied=False)), "float32")
+    parts = plan(batch, rank=0, ranks=1, budget=budget, share_prompts=layout == "padded")
+    work = [_Work.of(part, batch, layout) for part in parts]
+    assert sum(len(part.passes) for part in work) > (budget is not None)
+    with torch.no_grad():
+        for part, packed in zip(parts, work, strict=True):
+            groups = take_groups(batch, part.groups)
+            found_T = np.full(len(groups.logprobs), np.nan)
+            for one in packed.passes:
+                found_T[one.place_A] = PolicyLogprobs(model)(upload(one, torch.device("cpu"))).numpy()
+            np.testing.assert_allclose(found_T, _by_themselves(model, groups), atol=1e-5)
+
+
+def _by_themselves(model: torch.nn.Module, batch: TrajectoryBatch) -> np.ndarray:
+    """Log-probabilities of sampled tokens, each sequence a pass of its own; NaN elsewhere."""
+    found_T = np.full(len(batch.logprobs), np.nan)
+    for row, (start, end) in enumerate(pairwise(batch.completions.offsets.tolist())):
+        begins = [start, *(start + np.flatnonzero(batch.begin_T[start:end])).tolist(), end]
+        before = batch.prompts.row(batch.record["prompt_row"][row])
+        for first, last in pairwise(begins):
+            tokens = np.concatenate([before, batch.completions.values[first:last]]).astype(np.int64)
+            logprobs = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1).numpy()
+            for place in first + np.flatnonzero(batch.action_T[first:last]):
+                at = len(before) + place - first
+                found_T[place] = logprobs[at - 1, tokens[at]]
+            before = before[:0]
+    return found_T
 
 
 def nightly(*cases: Case) -> list[Any]:

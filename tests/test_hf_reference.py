@@ -1,5 +1,6 @@
 """Reference log-probabilities against the textbook computation: softmax over the whole sequence."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tba_hpc.config import Dtype, ModelSection
 from tba_hpc.core.types import (
+    BEGIN,
     Completion,
     Group,
     Prompt,
@@ -83,6 +85,25 @@ def test_groups_are_computed_together_as_by_themselves(
     for group, rows in zip(groups, found, strict=True):
         for row, expected in zip(rows, _expected(model, group), strict=True):
             np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_sequences_of_an_episode_are_computed_as_by_themselves(model: PreTrainedModel) -> None:
+    """Three sequences, and a single one with the same tokens, as many of which are given."""
+    group = _group([20, 20])
+    tokens, prompt = group.completions[0].tokens, group.request.prompt.tokens
+    single, several = np.zeros((2, 20), np.float32)
+    single[[6, 7, 13, 14]] = several[[7, 14]] = np.nan
+    several[[6, 13]] = BEGIN
+    completions = tuple(Completion(tokens, logprobs, "stop") for logprobs in (single, several))
+    alone, together = HfReference(model, PLAIN).logprobs(replace(group, completions=completions))
+    sampled_T = completions[0].action_T
+    np.testing.assert_allclose(
+        alone[sampled_T], _textbook(model, prompt, tokens)[sampled_T], atol=1e-5, rtol=0
+    )
+    np.testing.assert_allclose(together[:6], alone[:6], atol=1e-5, rtol=0)
+    for start, end in ((6, 13), (13, 20)):
+        expected = _textbook(model, tokens[start : start + 2], tokens[start + 2 : end])
+        np.testing.assert_allclose(together[start + 2 : end], expected, atol=1e-5, rtol=0)
 
 
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:

@@ -85,6 +85,28 @@ def test_tokens_of_an_environment_are_read_and_not_asked_about() -> None:
     assert packed.sampled_A.tolist() == [1, 3, 4] and packed.place_A.tolist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize("layout", ["padded", "varlen", "rectangle"])
+def test_a_further_sequence_is_a_row_of_its_own(layout: Layout) -> None:
+    """Two answers to the prompt 7 8; before the last two tokens of the first, and in 6 | 5, one begins."""
+    rows = [np.array([7, 8, 1, 2, 3, 4]), np.array([7, 8, 5, 6, 5])]
+    action_T = np.array([True, True, False, True, True, False, True])
+    begin_T = np.array([False, False, True, False, False, True, False])
+    numbers = np.array([2, 2]), np.array([0, 0])
+    packed = pack(Ragged.from_rows(rows, np.int32), *numbers, action_T, layout, begin_T=begin_T)
+    assert packed.sampled_A.tolist() == [1, 2, 4, 5, 5]
+    assert packed.place_A.tolist() == [0, 1, 3, 4, 6]
+    if layout == "rectangle":
+        assert packed.tokens.tolist() == [[7, 8, 1, 2], [3, 4, 0, 0], [7, 8, 5, 0], [6, 5, 0, 0]]
+        assert packed.before_A.tolist() == [1, 2, 4, 9, 12]
+        return
+    assert packed.tokens.tolist() == [[7, 8, 1, 2, 3, 4, 5, 6, 5]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert packed.before_A.tolist() == [1, 2, 4, 1, 7]
+    if layout == "varlen":
+        assert packed.attention.query_ends.tolist() == [0, 4, 6, 7, 9]
+        assert packed.attention.key_S.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8]
+
+
 def attended(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Attention over the row of ``ROWS``, and its gradients; four heads, two of keys and values."""
     monkeypatch.setattr(shared_prompts, "varlen_attn", lower_right_attention)

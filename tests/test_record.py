@@ -12,6 +12,7 @@ from tba_hpc.config import BufferSection
 from tba_hpc.core.batch import from_arrays, plan, to_arrays
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import (
+    BEGIN,
     FINISH_REASONS,
     LIVE_RECORD,
     PER_TOKEN,
@@ -89,6 +90,7 @@ def random_trajectories(random: np.random.Generator, likeliest: int = 3) -> Traj
     prompts = Ragged.from_rows([random.integers(0, 99, 3) for _ in range(GROUPS)], np.int32)
     completions = Ragged.from_rows([random.integers(0, 99, random.integers(1, 9)) for _ in record], np.int32)
     logprobs, ref_logprobs = random.random((2, len(completions.values)), np.float32)
+    logprobs[completions.offsets[1:-1:2] - 1] = BEGIN
     top = np.zeros((len(logprobs), likeliest), TOP_LOGPROBS)
     top["token"], top["logprob"] = random.integers(0, 99, top.shape), random.random(top.shape)
     return Trajectories(record, prompts, completions, logprobs, ref_logprobs, top)

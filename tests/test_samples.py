@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from tba_hpc import cli
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sampling
+from tba_hpc.core.types import BEGIN, BEHAVIOUR, Completion, Group, Prompt, Request, Sampling
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
 from tba_hpc.report.samples.select import Query, run_tokenizer, sealed_shards, select
-from tba_hpc.report.samples.show import pieces, print_samples, shade, write_page
+from tba_hpc.report.samples.show import SEQUENCE, pieces, print_samples, shade, write_page
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.pruning import prune
@@ -209,6 +209,29 @@ def test_a_conversation_shows_who_gave_what(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", run, select(run, Query(), BYTES.decode), BYTES.decode)
     shades = [shade for _, shade, _ in Page((tmp_path / "page.html").read_text()).tokens]
     assert shades == [*["up2"] * 4, *["environment"] * 2, "up2"]
+
+
+def test_where_a_sequence_begins_is_shown(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    tokens = np.frombuffer(b"ab?c!Sub:d", np.uint8).astype(np.int32)
+    logprobs = np.full(10, -0.5, np.float32)
+    logprobs[[2, 6, 7, 8]], logprobs[5] = np.nan, BEGIN
+    request = Request(Prompt(0, BYTES.encode("ask"), ""), 0, 1, Sampling(1.0, 1.0, 50))
+    writer = ShardWriter(run, 0)
+    group = Group(request, (Completion(tokens, logprobs, "stop"),), np.zeros((1, 2), np.int32))
+    writer.append(group, [1.0], [logprobs])
+    writer.seal()
+    (sample,) = select(run, Query(), BYTES.decode).samples
+    who, said = zip(*sample.segments, strict=True)
+    assert who == ("policy", "environment", "policy", "sequence", "policy")
+    assert said == ("ab", "?", "c!", "Sub:", "d") and sample.log_ratio == 0.0
+    with redirect_stdout(out := StringIO()):
+        print_samples(select(run, Query(), BYTES.decode))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[lines.index("  c!") + 1 :][:3] == [SEQUENCE, "      Sub:", "  d"]
+    write_page(tmp_path / "page.html", run, select(run, Query(), BYTES.decode), BYTES.decode)
+    said = "".join(text for text, *_ in Page((tmp_path / "page.html").read_text()).tokens)
+    assert said == f"ab?c!\n{SEQUENCE}\nSub:d"
 
 
 class Page(HTMLParser):

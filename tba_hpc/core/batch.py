@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.packing import cut
 from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch
 
 
@@ -65,7 +66,7 @@ def plan(
     A micro-batch has at most ``budget`` tokens, padding included. None allows as many as the largest group
     has, or ``enough`` if that is more. With ``share_prompts`` there is no padding, and a group's completions
     share its prompt. Attention then reads that prompt once per completion, at most READS times the budget
-    in all.
+    in all. Otherwise a trajectory of several sequences may exceed the budget by their padding, by itself.
 
     Groups that exceed the budget come first, in one part of several micro-batches; ranks with fewer of them
     add smaller groups. Each further part is one micro-batch of whole groups. These have about equal tokens
@@ -74,9 +75,11 @@ def plan(
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
 
+    sequences_N, longest_N = _sequences(batch)
+
     def tokens(rows: np.ndarray) -> int:
         if not share_prompts:
-            return len(rows) * int(length_N[rows].max())
+            return int(sequences_N[rows].sum() * longest_N[rows].max())
         return int(completion_N[rows].sum() + batch.prompt_length_N[np.unique(rows // size) * size].sum())
 
     rows_BK = np.arange(len(batch)).reshape(-1, size)
@@ -105,6 +108,15 @@ def plan(
     deal = partial(_dealt, tokens_B) if share_prompts else np.array_split  # neighbours need little padding
     wholes = _packed([share[split:] for share in shares], deal, fit)[rank]
     return parts + [Part(groups, (rows_BK[groups].ravel(),)) for groups in wholes]
+
+
+def _sequences(batch: TrajectoryBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many sequences each trajectory has, and the tokens of the longest of them, int64 [N]."""
+    if not batch.begin_T.any():
+        return np.ones(len(batch), np.int64), batch.length_N
+    sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
+    first_N = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+    return np.bincount(row), np.maximum.reduceat(sequences.lengths, first_N)
 
 
 def _packed(

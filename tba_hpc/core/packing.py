@@ -83,14 +83,20 @@ def pack(
     action_T: np.ndarray,
     layout: Layout,
     *,
+    begin_T: np.ndarray | None = None,
     others_TC: np.ndarray | None = None,
 ) -> Packed:
     """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
 
     prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
-    and share it in a row. action_T: bool, whether each completion token was sampled. others_TC: int, other
-    tokens whose log-probabilities are wanted in the place of each completion token; None: C = 0.
+    and share it in a row. action_T: bool, whether each completion token was sampled. begin_T: bool, whether
+    a completion token, not a sampled one, begins a sequence of its own; None: none does. others_TC: int,
+    other tokens whose log-probabilities are wanted in the place of each completion token; None: C = 0.
     """
+    if begin_T is not None and begin_T.any():
+        sequences, row_N = cut(sequences, prompt_length_N, begin_T)
+        first_N = np.append(True, row_N[1:] != row_N[:-1])
+        prompt_length_N, prompt_N = np.where(first_N, prompt_length_N[row_N], 0), prompt_N[row_N]
     length_N = sequences.lengths
     row_S = np.arange(len(length_N)).repeat(length_N)
     position_S = np.arange(len(row_S)) - sequences.offsets[row_S]
@@ -115,6 +121,18 @@ def pack(
         sampled_A=sampled_A.astype(np.int64),
         place_A=np.flatnonzero(action_T),
     )
+
+
+def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> tuple[Ragged, np.ndarray]:
+    """Cut sequences before the completion tokens that ``begin_T`` marks, as for ``pack``.
+
+    Returns all sequences in order, and the number, int64, of the one from which each is cut.
+    """
+    begins = np.flatnonzero(begin_T)
+    before = offsets_of(prompt_length_N)  # tokens of all prompts before each
+    row = np.searchsorted(sequences.offsets - before, begins, "right") - 1
+    offsets = np.union1d(sequences.offsets, begins + before[row + 1])
+    return Ragged(sequences.values, offsets), np.searchsorted(sequences.offsets, offsets[:-1], "right") - 1
 
 
 def _places_in_row(

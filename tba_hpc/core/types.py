@@ -31,6 +31,12 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 BEHAVIOUR = -1
 """Stands in place of a reference's step: log π_ref is then the log-probability under the sampling policy."""
 
+BEGIN = np.float32(np.inf)
+"""Stands in place of the log-probability of the token, not a sampled one, at which a further sequence begins.
+
+A trajectory has several sequences if its agent asked for turns that did not continue an earlier one. They
+share its reward. Attention in a further sequence begins here, and sees neither the prompt nor the others."""
+
 RECORD = np.dtype(
     [
         ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
@@ -180,14 +186,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled answer, or the whole conversation that follows a prompt.
+    """One sampled answer, or the whole conversation that follows a prompt, or several sequences.
 
     tokens: int32 [T], including the EOS or the whole stop string that ended it. logprobs: float32 [T], under
     the sampling weights at model.logprob_temperature, whatever temperature they were sampled at. They are NaN
-    at tokens that an environment gave; the first token is never one of these. finish_reason: what ended it;
-    "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed. calls,
-    failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in the
-    place of each token, as Sampling asks; meaningless at an environment's tokens. None: C = 0.
+    at tokens that an environment gave, or BEGIN; the first token is never one of these. finish_reason: what
+    ended it; "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed.
+    calls, failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in
+    the place of each token, as Sampling asks; meaningless at an environment's tokens. None: C = 0. last_turn:
+    tokens of the turn that was sampled last, int32; None: all.
     """
 
     tokens: np.ndarray
@@ -197,11 +204,17 @@ class Completion:
     calls: int = 0
     failed_calls: int = 0
     top_logprobs: np.ndarray | None = None
+    last_turn: np.ndarray | None = None
 
     @property
     def action_T(self) -> np.ndarray:
         """Mask, bool [T], of the tokens that the policy sampled; the others are the environment's."""
-        return ~np.isnan(self.logprobs)
+        return self.logprobs < BEGIN  # NaN is not
+
+    @property
+    def begin_T(self) -> np.ndarray:
+        """Mask, bool [T], of the tokens at which further sequences begin."""
+        return self.logprobs == BEGIN
 
     @property
     def turns(self) -> int:
@@ -271,7 +284,8 @@ class Trajectories:
     record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32 [P
     rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
     aligned with ``completions.values``, under the sampling policy and the record's reference. Both are at
-    model.logprob_temperature. At an environment's tokens logprobs are NaN and ref_logprobs are meaningless.
+    model.logprob_temperature. At an environment's tokens logprobs are NaN, or BEGIN, and ref_logprobs are
+    meaningless.
     If the trainer scores the reference, ref_logprobs are NaN until it has computed them. top_logprobs:
     TOP_LOGPROBS [T, C], as in the completions; C is 0 if they are left out.
     """
@@ -294,7 +308,12 @@ class Trajectories:
     @property
     def action_T(self) -> np.ndarray:
         """Mask, bool [T], of completion tokens that the policy sampled; the others are an environment's."""
-        return ~np.isnan(self.logprobs)
+        return self.logprobs < BEGIN  # NaN is not
+
+    @property
+    def begin_T(self) -> np.ndarray:
+        """Mask, bool [T], of completion tokens at which further sequences begin."""
+        return self.logprobs == BEGIN
 
     @property
     def actions(self) -> Ragged:

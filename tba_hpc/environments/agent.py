@@ -3,9 +3,10 @@
     {"prompt": "Find the bug.", "files": "…"}
 
 The program is started once per episode, within the limits of tasks.program. It reads the row as a line of
-JSON, and its environment holds OPENAI_BASE_URL and OPENAI_API_KEY. Each of its requests repeats the messages
-of the one before and appends others, so that the model goes on from the very tokens that were sampled. Its
-exit ends the episode. The last line of its output is the reward, unless task.reward names others.
+JSON, and its environment holds OPENAI_BASE_URL and OPENAI_API_KEY. If a request repeats the messages of an
+earlier one and its answer, and appends others, the model goes on from the very tokens that were sampled. Any
+other request begins another sequence of the episode. The program's exit ends the episode. The last line of
+its output is the reward, unless task.reward names others.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import queue
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import RewardSection
@@ -38,15 +40,14 @@ from tba_hpc.tasks.rewards import Fields
 if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
+Tools = list[dict[str, Any]]
+"""Schemas of the tools of a request."""
+
 PROGRAM_CHECK_SECONDS = 0.02
 """Time between two checks whether a program has ended, s."""
 
-ONE = (
-    "the request does not continue the one before, by its answer and further messages, with the same tools: "
-    "an episode is one conversation, without sub-agents, summaries or second tries"
-)
-LIMIT = "the conversation has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
-"""Reason for refusing a request once a limit is reached; ONE is the reason for a request out of turn."""
+LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
+"""Reason for refusing a request once a limit is reached."""
 
 SPARE_SECONDS = 5.0
 """Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
@@ -56,8 +57,8 @@ SPARE_SECONDS = 5.0
 class ProgramSession:
     """A program during an episode. The endpoint calls ``ask``, and Conversations calls all other methods.
 
-    asked: the program's last request. calls, failed_calls: numbers of all tool calls so far, and of malformed
-    ones.
+    asked: the request that gets the next turn. sequence: number of the sequence that it continues or begins.
+    calls, failed_calls: numbers of all tool calls so far, and of malformed ones.
     """
 
     task: Agent
@@ -65,12 +66,17 @@ class ProgramSession:
     request: Request
     row: Fields
     asked: Asked | None = field(default=None, init=False)
+    sequence: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
     failed_calls: int = field(default=0, init=False)
     _answer: Future[Body] = field(default_factory=Future, init=False)
-    _known: list[Message] = field(default_factory=list, init=False)
+    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict, init=False)  # by sequence
     _messages: list[Message] = field(default_factory=list, init=False)
-    _events: queue.SimpleQueue[RefusedError | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _added: list[Message] = field(default_factory=list, init=False)
+    _newest: tuple[Asked, Future[Body]] | None = field(default=None, init=False)
+    _waiting: queue.SimpleQueue[tuple[Asked, Future[Body]]] = field(
+        default_factory=queue.SimpleQueue, init=False
+    )
     _key: str = field(default_factory=secrets.token_urlsafe, init=False)
     _over: str = field(default="", init=False)
     _program: Confined | None = field(default=None, init=False)
@@ -79,29 +85,23 @@ class ProgramSession:
     def ask(self, body: Body) -> Future[Body]:
         """Take a request; return its answer. This call and the answer may raise RefusedError.
 
-        The last request, sent again, gets the same answer: clients do so if the connection is lost.
+        Requests are answered one after the other. The last one, sent again, gets the same answer: clients do
+        so if the connection is lost.
         """
-        if self._over:
-            raise RefusedError(self._over)
         asked = Asked.of(body, self.request.sampling, train=self.request.split == "train")
-        if asked == self.asked:
-            return self._answer
-        messages = [message.plain for message in asked.messages]
-        waits = self.asked is not None and not self._answer.done()
-        known = self._known
-        goes_on = not self.asked or (asked.tools == self.asked.tools and len(messages) > len(known))
-        if waits or not goes_on or messages[: len(known)] != known:
-            self._over = ONE
-            self._events.put(RefusedError(ONE))
-            raise RefusedError(ONE)
-        self.asked, self._messages, self._answer = asked, messages, Future()
-        self._events.put(None)
-        return self._answer
+        if self._newest is None or asked != self._newest[0]:
+            if self._waiting.qsize() >= self.task.max_turns:
+                raise RefusedError(LIMIT)
+            self._newest = asked, Future()
+            self._waiting.put(self._newest)
+        if self._over:
+            self._refuse(self._over)
+        return self._newest[1]
 
-    def open(self) -> tuple[list[Message], list[dict[str, Any]]]:
+    def open(self) -> tuple[list[Message], Tools]:
         """Start the program; return the messages and tools of its first request.
 
-        Raises ProgramError if it ends before that, TimeoutError if it takes too long, or RefusedError.
+        Raises ProgramError if it ends before that, or TimeoutError if it takes too long.
         """
         self.endpoint.sessions[self._key] = self
         self._program = Confined(
@@ -116,22 +116,23 @@ class ProgramSession:
             self.end()
             raise ProgramError(f"{self._how} before it asked for anything")
         assert self.asked
-        return self._messages, self.asked.tools
+        return self._added, self.asked.tools
 
     def act(self, text: str, **count: Any) -> Reaction:
         """Answer the last request with a turn that reads ``text``.
 
-        Returns the messages that the next request adds, or none if the program has ended, and whether it has.
-        count: cut, prompt_tokens and tokens, as for ``completion``. Raises TimeoutError or RefusedError.
+        Returns the messages that the next request adds to ``sequence``, or none if the program has ended, and
+        whether it has. count: cut, prompt_tokens and tokens, as for ``completion``. Raises TimeoutError.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
         self.calls += len(message.get("tool_calls", ())) + malformed
         self.failed_calls += malformed
-        self._known = [*self._messages, Said.model_validate(message).plain]
+        known = [*self._messages, Said.model_validate(message).plain]
+        self._known[self.sequence] = self.asked.tools, known
         with suppress(InvalidStateError):  # it is over
             self._answer.set_result(completion(message, **count))
-        return (self._messages[len(self._known) :], False) if self._goes_on() else ([], True)
+        return (self._added, False) if self._goes_on() else ([], True)
 
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward gives the reward.
@@ -165,29 +166,42 @@ class ProgramSession:
 
     def _refuse(self, why: str) -> None:
         self._over = self._over or why
-        with suppress(InvalidStateError):
-            self._answer.set_exception(RefusedError(why))
+        answers = [self._answer]
+        with suppress(queue.Empty):
+            while True:
+                answers.append(self._waiting.get_nowait()[1])
+        for answer in answers:
+            with suppress(InvalidStateError):
+                answer.set_exception(RefusedError(self._over))
 
     def _goes_on(self) -> bool:
         """Wait for the next request or the program's end; tell whether a request came.
 
-        Raises TimeoutError or RefusedError, after the program is killed.
+        Raises TimeoutError, after the program is killed.
         """
         assert self._program
         deadline = time.monotonic() + self.task.seconds
-        try:
-            while time.monotonic() < deadline:
-                running = self._program.process.poll() is None
-                with suppress(queue.Empty):
-                    if refused := self._events.get(timeout=PROGRAM_CHECK_SECONDS if running else 0):
-                        raise refused
-                    return True
-                if not running:
-                    return False
-            raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
-        except Exception:
-            self.end()
-            raise
+        while time.monotonic() < deadline:
+            running = self._program.process.poll() is None
+            with suppress(queue.Empty):
+                self._take(*self._waiting.get(timeout=PROGRAM_CHECK_SECONDS if running else 0))
+                return True
+            if not running:
+                return False
+        self.end()
+        raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
+
+    def _take(self, asked: Asked, answer: Future[Body]) -> None:
+        """Make a request the one that gets the next turn, in the sequence of which it repeats most."""
+        messages = [message.plain for message in asked.messages]
+        repeats = {
+            len(known): sequence
+            for sequence, (tools, known) in self._known.items()
+            if tools == asked.tools and known == messages[: len(known)] != messages
+        }
+        most = max(repeats, default=0)
+        self.sequence = repeats.get(most, len(self._known))
+        self.asked, self._answer, self._messages, self._added = asked, answer, messages, messages[most:]
 
     @property
     def _how(self) -> str:
@@ -219,14 +233,21 @@ class Programs(Conversations):
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> partial[Reaction]:
         tokens = len(turn.tokens)
-        count = {"prompt_tokens": len(episode.prompt.tokens) + episode.length - tokens, "tokens": tokens}
+        count = {"prompt_tokens": sum(map(len, episode.context)) - tokens, "tokens": tokens}
         return partial(episode.session.act, text, cut=turn.finish_reason != "stop", **count)
 
     def _acted(self, episode: Episode, reaction: Reaction) -> None:
-        for role in {message["role"] for message in reaction[0]} - self._fit:
+        episode.sequence = episode.session.sequence
+        super()._acted(episode, reaction)
+
+    def _given(self, episode: Episode, messages: Sequence[Message]) -> np.ndarray:
+        """Return the tokens, int32 [T], that a request adds to its sequence."""
+        if not episode.context:
+            return self._chat.encode(self._chat.render(messages, tools=episode.session.asked.tools))
+        for role in {message["role"] for message in messages} - self._fit:
             self._chat.require(role)
             self._fit.add(role)
-        super()._acted(episode, reaction)
+        return super()._given(episode, messages)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         in_background(episode.session.end)

@@ -3,7 +3,8 @@
 A request for n completions becomes n episodes. The engine samples a turn, the environment answers in a
 thread, and the next turn is submitted at once with the same tokens in front. While the environments of some
 episodes are at work, the engine samples for others. A completion is everything after the prompt; a token that
-the policy did not sample has the log-probability NaN.
+the policy did not sample has the log-probability NaN. An episode whose partner does not go on from the
+earlier tokens has further sequences, one after the other in the completion; each begins at a BEGIN.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Generator, Message
 from tba_hpc.core.task_contract import Failures, class_name
 from tba_hpc.core.types import (
+    BEGIN,
     TOP_LOGPROBS,
     Completion,
     FinishReason,
@@ -73,14 +75,18 @@ class Episode:
     """One completion of a group, so far.
 
     session: a contract.Session, or an agent.ProgramSession. prompt: the prompt, with what the session added.
-    tokens: the tokens after the prompt, in parts, int32; logprobs and top_logprobs have the same parts.
+    sequence: number of the sequence to which the next part belongs; only that of number 0 follows the prompt.
+    tokens: the tokens after the prompt in parts, int32, as they came; logprobs and top_logprobs have the same
+    parts, and sequences their sequences.
     """
 
     whole: Conversation
     place: int
     session: Any
     prompt: Prompt
+    sequence: int = 0
     messages: list[Message] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
@@ -91,16 +97,28 @@ class Episode:
         """Number of tokens after the prompt."""
         return sum(map(len, self.tokens))
 
+    @property
+    def context(self) -> list[np.ndarray]:
+        """Tokens of the present sequence so far, with its prompt, in parts; none if it is yet to begin."""
+        parts = zip(self.tokens, self.sequences, strict=True)
+        own = [tokens for tokens, sequence in parts if sequence == self.sequence]
+        return own if self.sequence else [self.prompt.tokens, *own]
+
     def add(
         self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
     ) -> None:
-        """Append tokens, int32 [T].
+        """Append tokens, int32 [T], to the present sequence.
 
         logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens in the place of each. An
-        environment's tokens have neither; they are never the first.
+        environment's tokens have neither; they are never the first after the prompt, and always the first of
+        a further sequence.
         """
+        if logprobs is None:
+            logprobs = np.full(len(tokens), np.nan, np.float32)
+            logprobs[:1] = np.nan if self.context else BEGIN
         self.tokens.append(tokens)
-        self.logprobs.append(np.full(len(tokens), np.nan, np.float32) if logprobs is None else logprobs)
+        self.logprobs.append(logprobs)
+        self.sequences.append(self.sequence)
         likeliest = self.top_logprobs[0].shape[1] if self.top_logprobs else 0
         self.top_logprobs.append(np.zeros((len(tokens), likeliest), TOP_LOGPROBS) if top is None else top)
 
@@ -190,8 +208,7 @@ class Conversations:
         """Submit the next turn to the engine."""
         request = episode.whole.request
         self._asked += 1
-        tokens = np.concatenate([episode.prompt.tokens, *episode.tokens])
-        prompt = Prompt(request.prompt.id, tokens, request.prompt.target)
+        prompt = Prompt(request.prompt.id, np.concatenate(episode.context), request.prompt.target)
         self._generator.submit(Request(prompt, self._asked, 1, self._sampling(episode), request.split))
         self._turns[self._asked] = episode  # now that the engine has taken it
 
@@ -229,13 +246,17 @@ class Conversations:
         elif episode.turns == self._task.max_turns:
             self._end(episode, "turns")
         else:
-            bridge = self._chat.bridge(episode.tokens[-1], messages)
-            if episode.length + len(bridge) >= episode.whole.request.sampling.max_tokens:
+            given = self._given(episode, messages)
+            if episode.length + len(given) >= episode.whole.request.sampling.max_tokens:
                 self._end(episode, "length")
                 return
             episode.messages += messages
-            episode.add(bridge)
+            episode.add(given)
             self._ask(episode)
+
+    def _given(self, episode: Episode, messages: Sequence[Message]) -> np.ndarray:
+        """Return the tokens, int32 [T], between the last turn and the next one."""
+        return self._chat.bridge(episode.context[-1], messages)
 
     def _end(self, episode: Episode, finish: FinishReason) -> None:
         self._work(episode, episode.session.reward, partial(self._close, finish=finish))
@@ -243,14 +264,18 @@ class Conversations:
     def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
         """Complete the episode, and its group if this was the last one."""
         whole = episode.whole
+        in_order = np.argsort(episode.sequences, kind="stable").tolist()
+        parts = episode.tokens, episode.logprobs, episode.top_logprobs
+        tokens, logprobs, top = (np.concatenate([part[place] for place in in_order]) for part in parts)
         whole.completions[episode.place] = Completion(
-            np.concatenate(episode.tokens),
-            np.concatenate(episode.logprobs),
+            tokens,
+            logprobs,
             finish,
             reward,
             calls=episode.session.calls,
             failed_calls=episode.session.failed_calls,
-            top_logprobs=np.concatenate(episode.top_logprobs),
+            top_logprobs=top,
+            last_turn=episode.tokens[-1],
         )
         self._open -= 1
         if len(whole.completions) == whole.request.n:

@@ -85,7 +85,7 @@ class Asked(BaseModel):
     frequency_penalty: Zero = 0.0
     presence_penalty: Zero = 0.0
     logprobs: Literal[False] = False
-    tool_choice: Literal["auto"] = "auto"
+    tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] = True
     stream: bool = False
     stream_options: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
     for stop in asked.stops:
         text = text.partition(stop)[0]
     thought, _, said = text.rpartition("</think>")
-    found = parse_calls(said) if asked.tools else []
+    found = parse_calls(said) if asked.tools and asked.tool_choice == "auto" else []
     calls = [
         # Some templates want nine characters.
         {"id": f"call{number + place:05d}", "type": "function", "function": function}

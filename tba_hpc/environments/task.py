@@ -137,8 +137,8 @@ class Conversational(Jsonl):
 
     def text(self, completion: Completion) -> str:
         """Return the text that the model wrote in its last turn."""
-        between = np.flatnonzero(~completion.action_T)
-        return self._said(completion.tokens[between[-1] + 1 if len(between) else 0 :])
+        last = completion.last_turn
+        return self._said(completion.tokens if last is None else last)
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""

@@ -509,6 +509,7 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
         some.record["prompt_row"],
         some.action_T,
         layout,
+        begin_T=some.begin_T,
         others_TC=some.top_logprobs["token"],
     )
     place_T, _ = spans(batch.completions.offsets, rows)

@@ -22,8 +22,8 @@ from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, tensors_in
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cores
 from tba_hpc.learner.upload import upload
 
-Key = tuple[int, bytes, bytes]
-"""Identity of a completion: its group's number, its tokens, and the mask of those that were sampled."""
+Key = tuple[int, bytes, bytes, bytes]
+"""Identity of a completion: its group's number, its tokens, and masks of those that were sampled or begin."""
 
 
 class HfReference:
@@ -118,9 +118,9 @@ class HfReference:
     @torch.inference_mode()
     def _in_one_pass(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         keys = [
-            (number, completion.tokens.tobytes(), completion.action_T.tobytes())
+            (number, one.tokens.tobytes(), one.action_T.tobytes(), one.begin_T.tobytes())
             for number, group in enumerate(groups)
-            for completion in group.completions
+            for one in group.completions
         ]
         completions = [completion for group in groups for completion in group.completions]
         distinct = dict(zip(keys, completions, strict=True))
@@ -134,8 +134,12 @@ class HfReference:
         pairs = zip(prompts, distinct.values(), strict=True)
         sequences = Ragged.from_rows([np.concatenate([p, c.tokens]) for p, c in pairs], np.int32)
         prompt_length_N = np.array([len(prompt) for prompt in prompts])
-        action_T = np.concatenate([completion.action_T for completion in distinct.values()])
-        packed = pack(sequences, prompt_length_N, group_N, action_T, self._logprobs.layout)
+        action_T, begin_T = (
+            np.concatenate([getattr(completion, mask) for completion in distinct.values()])
+            for mask in ("action_T", "begin_T")
+        )
+        layout = self._logprobs.layout
+        packed = pack(sequences, prompt_length_N, group_N, action_T, layout, begin_T=begin_T)
         logprob_T = np.zeros(len(action_T), np.float32)
         logprob_T[packed.place_A] = self._logprobs(upload(packed, self.model.device)).cpu().numpy()
         return np.split(logprob_T, np.cumsum(sequences.lengths - prompt_length_N)[:-1])

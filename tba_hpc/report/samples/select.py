@@ -16,7 +16,7 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.ports import Tokenizer, decoder
-from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
+from tba_hpc.core.types import BEGIN, BEHAVIOUR, Shard, Trajectories
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
@@ -97,7 +97,8 @@ class Sample:
     searcher, shard, row: its place. log_ratio: mean over its sampled tokens of log π_behaviour − log π_ref,
     nats; None if the sampling weights are the reference, or if the trainer scores it. merged_step: optimizer
     steps done when it was merged. uses: steps that had learned from it by the newest checkpoint, None if
-    unknown. segments: parts of the completion, each as its source ("policy" or "environment") and text.
+    unknown. segments: parts of the completion, each as its source and text. The source is "policy",
+    "environment", or "sequence" if a further sequence begins with what the environment gave.
     """
 
     uid: int
@@ -210,10 +211,11 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
     """Average each completion's sampled tokens; None if the reference sampled them, or is not known yet."""
-    difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
+    action_T = trajectories.action_T
+    difference_A = trajectories.logprobs[action_T].astype(np.float64) - trajectories.ref_logprobs[action_T]
     offsets, own_N = trajectories.actions.offsets, trajectories.record["reference"] == BEHAVIOUR
-    rows = np.split(difference_T[trajectories.action_T], offsets[1:-1])
-    means = [row_T.mean() if len(row_T) else 0.0 for row_T in rows]
+    rows = np.split(difference_A, offsets[1:-1])
+    means = [row_A.mean() if len(row_A) else 0.0 for row_A in rows]
     return [None if own or np.isnan(mean) else float(mean) for mean, own in zip(means, own_N, strict=False)]
 
 
@@ -256,17 +258,20 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
         uses=lives.uses.get(uid),
         prompt=_question(trajectories, row, decode),
         completion=decode(tokens),
-        segments=_segments(tokens, trajectories.action_T[span], decode),
+        segments=tuple(_segments(tokens, trajectories.logprobs[span], decode)),
         tokens=tokens.copy(),
         logprobs=trajectories.logprobs[span].copy(),
         ref_logprobs=trajectories.ref_logprobs[span].copy(),
     )
 
 
-def _segments(tokens: np.ndarray, action_T: np.ndarray, decode: Decode) -> tuple[tuple[str, str], ...]:
+def _segments(tokens: np.ndarray, logprobs: np.ndarray, decode: Decode) -> Iterator[tuple[str, str]]:
     """Split a completion into the segments of a ``Sample``; the first is the policy's."""
-    parts = np.split(tokens, np.flatnonzero(action_T[1:] != action_T[:-1]) + 1)
-    return tuple((("policy", "environment")[place % 2], decode(part)) for place, part in enumerate(parts))
+    action_T, begin_T = logprobs < BEGIN, logprobs == BEGIN
+    starts = np.flatnonzero((action_T[1:] != action_T[:-1]) | begin_T[1:]) + 1
+    for start, part in zip([0, *starts.tolist()], np.split(tokens, starts), strict=True):
+        source = "policy" if action_T[start] else "sequence" if begin_T[start] else "environment"
+        yield source, decode(part)
 
 
 def run_decoder(run: RunDir) -> Decode:

@@ -7,7 +7,6 @@ each token by log π_behaviour/π_ref.
 from __future__ import annotations
 
 import json
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from tba_hpc.core.types import BEGIN
 from tba_hpc.core.wording import count
 from tba_hpc.report.samples.select import Decode, Sample, Selection
 from tba_hpc.report.tables import Terminal
@@ -41,6 +41,9 @@ EDGES = (0.1, 0.5, 1.5, 4.0)
 END = "■"
 """Mark for a token without text, such as the end of a sequence."""
 
+SEQUENCE = "  ── another sequence of the episode begins:"
+"""Line before the tokens with which a program began a further sequence."""
+
 CONTEXT = 4
 """Number of preceding tokens that decide how a token reads, such as whether a blank comes first."""
 
@@ -60,6 +63,8 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
             console.print(Text(facts(sample), style="bold"))
             console.print(Padding(Text(sample.prompt.strip("\n"), style="dim"), (0, 0, 0, 2)))
             for who, text in sample.segments:
+                if who == "sequence":
+                    console.print(Text(SEQUENCE, style="dim"))
                 indent, style = (2, "") if who == "policy" else (6, "italic dim")
                 console.print(Padding(Text(text.strip("\n"), style), (0, 0, 0, indent)))
             console.print("  […cut off]\n" if sample.truncated else "", markup=False)
@@ -140,7 +145,9 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
     has_reference = sample.log_ratio is not None
     columns = (pieces(decode, sample.tokens), sample.logprobs.tolist(), sample.ref_logprobs.tolist())
     for text, logprob, ref_logprob in zip(*columns, strict=True):
-        if math.isnan(logprob):
+        if logprob == BEGIN:
+            yield Token(f"\n{SEQUENCE}\n", "environment", "")
+        if not logprob < BEGIN:
             yield Token(text or END, "environment", "given by the environment")
             continue
         note = f"log π {logprob:.2f}"
