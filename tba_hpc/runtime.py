@@ -22,7 +22,6 @@ from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import (
     Backend,
-    Conversing,
     Generator,
     Learner,
     Reference,
@@ -339,8 +338,7 @@ class SearchParts:
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
-        if isinstance(task, Conversing):
-            generator = task.converse(generator, tokenizer)
+        generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
         return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 
