@@ -22,7 +22,6 @@ from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import (
     Backend,
-    Conversing,
     Generator,
     Learner,
     Reference,
@@ -53,12 +52,12 @@ from tba_hpc.exchange.hdf5_shards import (
 )
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.launch.placement import Placement
-from tba_hpc.launch.rank import end_imports, explained, led, placed
+from tba_hpc.launch.rank import as_rank, end_imports, explained, stoppable
 from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops.elastic import (
-    Attendance,
+    ElasticSearchers,
     ElasticStay,
-    comes_by_itself,
+    has_no_launcher,
     leased_slot,
     leaving_at_once,
 )
@@ -110,7 +109,7 @@ def train(run: RunDir, index: int | None) -> None:
     The leader runs the loop, exports and reports; the other ranks follow its learner. Raises ConfigError,
     ExchangeError and similar errors with a one-sentence message.
     """
-    with placed(run, "trainer", index) as (config, placement):
+    with as_rank(run, "trainer", index) as (config, placement):
         # Runs while libraries and model are loaded: checksums release Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = make_learner(run, config, placement.index, config.launch.trainers)
@@ -119,7 +118,7 @@ def train(run: RunDir, index: int | None) -> None:
             with tracked(run, config):
                 _lead(run, config, placement, learner)
         else:
-            with led():
+            with stoppable():
                 _follow(placement, learner)
 
 
@@ -180,7 +179,7 @@ def leading(
             checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
-            visitors=Attendance(run, config).at_work,
+            visitors=ElasticSearchers(run, config).ready,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
     checkpoints.finish_pruning(PRUNING_SECONDS)
@@ -225,7 +224,7 @@ def _open_trainer(
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, attended=Attendance(run, config).anybody)
+    return HybridTrainerExchange(world, elastic, attended=ElasticSearchers(run, config).anybody)
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
@@ -250,13 +249,13 @@ def search(run: RunDir, index: int | None) -> None:
     """
     config = run.config()
     bound_output()
-    if comes_by_itself(config, index):
+    if has_no_launcher(config, index):
         _search_for_a_while(run, config)
         return
-    with placed(run, "searcher", index) as (config, placement):
+    with as_rank(run, "searcher", index) as (config, placement):
         seed = _seed(config, placement.index, run.attempt_number)
         parts = SearchParts.make(run, config, placement.index, seed=seed)
-        with led() as stop:
+        with stoppable() as stop:
             place = placement.index, config.launch.searchers
             exchange = _open_searcher(run, config, placement)
             progress = _join(run, config, placement.index, exchange)
@@ -287,7 +286,7 @@ def _stay(parts: SearchParts) -> None:
     """Search in a leased slot until asked to leave or the run is finished."""
     run, config, metrics = parts.run, parts.config, parts.metrics
     with (
-        led() as stop,
+        stoppable() as stop,
         ElasticStay(run, config, parts.index, metrics=metrics, stop_asked=lambda: stop.is_set) as stay,
     ):
         progress = _join(run, config, parts.index, stay.exchange)
@@ -339,8 +338,7 @@ class SearchParts:
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
-        if isinstance(task, Conversing):
-            generator = task.converse(generator, tokenizer)
+        generator = task.converse(generator, tokenizer)
         reference = _load_reference(run, config, backend)
         return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 

@@ -133,7 +133,7 @@ def _live(
         checkpoints.in_background = at_once
     page.render = lambda *_: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
-    elastic.ATTENDANCE_SECONDS = 0.2
+    elastic.ELASTIC_CHECK_SECONDS = 0.2
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two
     made = generator or (lambda seed: TabularGenerator(TABLE, seed=seed))
     ranks = [

@@ -30,7 +30,7 @@ from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.loops.elastic import Attendance, EvaluatorLease, NoSlotError, comes_by_itself, leased_slot
+from tba_hpc.loops.elastic import ElasticSearchers, EvaluatorLease, NoSlotError, has_no_launcher, leased_slot
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -75,15 +75,15 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- What may be configured ---
 
 
-def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_searchers_are_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     config, closed = config_of(), config_of(launch={"elastic": 0})
-    assert comes_by_itself(config, None) and not comes_by_itself(config, 0)
+    assert has_no_launcher(config, None) and not has_no_launcher(config, 0)
     with pytest.raises(ConfigError, match=r"launch.elastic=0 leaves no slot .* --set launch.elastic=N"):
-        comes_by_itself(closed, None)
+        has_no_launcher(closed, None)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert not comes_by_itself(closed, None)
+    assert not has_no_launcher(closed, None)
     monkeypatch.setenv(ATTEMPT, "attempt-001")
-    assert not comes_by_itself(config, None)
+    assert not has_no_launcher(config, None)
 
 
 # --- Places ---
@@ -91,7 +91,7 @@ def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 TENANT = """
 import sys
 from pathlib import Path
-from tba_hpc.loops.elastic import Attendance, NoSlotError, leased_slot
+from tba_hpc.loops.elastic import ElasticSearchers, NoSlotError, leased_slot
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 try:
@@ -192,24 +192,24 @@ def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.Monk
 
 
 def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Attendance(run, run.config()).anybody(), "nor is there a folder of owners"
+    assert not ElasticSearchers(run, run.config()).anybody(), "nor is there a folder of owners"
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     leases = [owners.take_lease(run, names) for _ in range(2)]
     assert list(owners.holders(run, names)) == names[:2]
-    there = Attendance(run, run.config())
-    assert there.anybody() and there.at_work() == set(), "engines are still being built"
+    there = ElasticSearchers(run, run.config())
+    assert there.anybody() and there.ready() == set(), "engines are still being built"
     owners.note_ready(names[1])
-    assert there.at_work() == set(), "seen at the next check"
-    assert Attendance(run, run.config()).at_work() == {FIRST_ELASTIC + 1}
+    assert there.ready() == set(), "seen at the next check"
+    assert ElasticSearchers(run, run.config()).ready() == {FIRST_ELASTIC + 1}
     with monkeypatch.context() as patch:
-        patch.setattr("tba_hpc.loops.elastic.ATTENDANCE_SECONDS", 0.0)
+        patch.setattr("tba_hpc.loops.elastic.ELASTIC_CHECK_SECONDS", 0.0)
         patch.setattr(Path, "touch", no_room)
         assert there.anybody(), "as before, while the disk is full"
     for lease in leases:
         assert lease
         lease.release()
     assert owners.holders(run, names) == {}
-    assert not Attendance(run, run.config()).anybody()
+    assert not ElasticSearchers(run, run.config()).anybody()
 
 
 def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:

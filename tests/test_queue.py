@@ -124,7 +124,7 @@ class Flow:
             self._evict()
 
     def _evict(self) -> None:
-        record = self.buffer._record()
+        record = self.buffer._store.record()
         new = ~np.isin(record["request_id"], record["request_id"][record["uses"] > 0])
         self.dropped += int((new & self._freshness.is_stale(record, self._step)).sum()) // 2
         self._freshness.evict_stale(self._step)

@@ -19,7 +19,7 @@ import pytest
 
 from tba_hpc.cli import _open
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.launch.rank import placed
+from tba_hpc.launch.rank import as_rank
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import changes
 from tba_hpc.run.checkpoints import (
@@ -248,7 +248,7 @@ def test_a_rank_that_meets_another_version_or_config_leaves_its_sentence(
         run.format_file.write_text("99\n")
     else:
         run.config_file.write_bytes(run.config_file.read_bytes() + b"# a remark\n")
-    with pytest.raises(SystemExit), placed(_open(run.path, "searcher", 1), "searcher", 1):
+    with pytest.raises(SystemExit), as_rank(_open(run.path, "searcher", 1), "searcher", 1):
         pass
     said = {"format": "holds a run of format 99, and", "config": "config.yaml was edited or damaged"}
     assert said[what] in str(first_note(run.attempt, "refused"))

@@ -55,7 +55,7 @@ def _touch(path: Path, at: float) -> None:
 def _next(run: RunDir, turn: str, **facts: object) -> str:
     """The answer to a turn."""
     words = [f"{key}={value}" for key, value in (POLICY | facts).items()]
-    return supervise.TURNS[turn](supervise.Turn.read(run.path, words)).strip()
+    return supervise.TURNS[turn](supervise.JobState.read(run.path, words)).strip()
 
 
 def _events(run: RunDir) -> list[str]:

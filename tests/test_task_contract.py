@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_parts, checked_rewards
+from tba_hpc.core.ports import Task
+from tba_hpc.core.task_contract import (
+    checked_correct,
+    checked_grades,
+    checked_parts,
+    checked_rewards,
+    class_name,
+    with_defaults,
+)
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.rows import RightOrWrong
@@ -64,12 +74,34 @@ class Fileless(Own):
         """Nothing to keep."""
 
 
-def load(task: type) -> None:
-    load_task(TaskSection(name=f"{__name__}:{task.__name__}"), ByteTokenizer())
+class Graded(Own):
+    """Some of what a task may have."""
+
+    longest_call = math.inf
+
+    def grades(self) -> list[float]:
+        """Of two answers."""
+        return [0.5, 1.0]
 
 
-def test_what_falls_short_of_nothing_is_loaded() -> None:
-    load(Own)
+def own(task: type) -> Task:
+    made: Task = with_defaults(task, task.__name__)(None)
+    return made
+
+
+def load(task: type) -> Task:
+    return load_task(TaskSection(name=f"{__name__}:{task.__name__}"), ByteTokenizer())
+
+
+def test_a_class_that_derives_from_nothing_gets_the_defaults_of_what_it_lacks() -> None:
+    plain, graded, generator = load(Own), load(Graded), Mock()
+    assert isinstance(graded, Graded) and class_name(graded) == f"{__name__}:Graded"
+    assert (graded.score_name, graded.evaluation_temperature) == ("pass@1", 0.0)
+    assert (plain.longest_call, graded.longest_call) == (None, math.inf)
+    assert (checked_grades(plain, 2), checked_grades(graded, 2)) == ([None, None], [0.5, 1.0])
+    assert checked_parts(graded, 2) == graded.summary([]) == {}
+    assert graded.encode_question("1 + 1") is None
+    assert graded.converse(generator, ByteTokenizer()) is generator
 
 
 @pytest.mark.parametrize("split", get_args(Split))
@@ -102,9 +134,9 @@ def test_ill_formed_prompts_are_refused_at_load(
     [
         (
             WithoutCorrect,
-            r"WithoutCorrect has no method correct\(\), but every task has: write it as ports\.Task",
+            r"WithoutCorrect has no method correct\(\), which it needs: write it as ports\.Task",
         ),
-        (Abstract, r"Abstract has no method accepts\(\), which its base asks for"),
+        (Abstract, r"Abstract has no method accepts\(\), which it needs"),
         (Fileless, r"Fileless cannot be made \(got an unexpected keyword argument 'train_file'\): let its"),
     ],
 )
@@ -133,12 +165,12 @@ def test_rewards_are_a_number_for_each_completion(
     monkeypatch: pytest.MonkeyPatch, given: object, numbers: list[float] | None
 ) -> None:
     monkeypatch.setattr(Own, "given", given)
-    task, prompt, completions = Own(None), Prompt(4, TOKENS, ""), [completion("a"), completion("b")]
+    task, prompt, completions = own(Own), Prompt(4, TOKENS, ""), [completion("a"), completion("b")]
     if numbers is not None:
-        assert checked_rewards(task, prompt, completions) == numbers  # type: ignore[arg-type]
+        assert checked_rewards(task, prompt, completions) == numbers
         return
     with pytest.raises(ConfigError) as caught:
-        checked_rewards(task, prompt, completions)  # type: ignore[arg-type]
+        checked_rewards(task, prompt, completions)
     sentence = (
         f"the task {__name__}:Own: rewards() gave {given!r} for prompt 4, but 2 completions need a number"
     )
@@ -160,14 +192,14 @@ def test_correct_is_a_truth_value_for_each_completion(
     monkeypatch: pytest.MonkeyPatch, given: object, right: list[bool] | None
 ) -> None:
     monkeypatch.setattr(Own, "given", given)
-    task, prompts, completions = Own(None), [Prompt(0, TOKENS, "")] * 2, [completion("a"), completion("b")]
+    task, prompts, completions = own(Own), [Prompt(0, TOKENS, "")] * 2, [completion("a"), completion("b")]
     if right is not None:
-        assert checked_correct(task, prompts, completions) == right  # type: ignore[arg-type]
+        assert checked_correct(task, prompts, completions) == right
         return
     with pytest.raises(
         ConfigError, match=r"Own: correct\(\) gave .*, but 2 completions need True or False each"
     ):
-        checked_correct(task, prompts, completions)  # type: ignore[arg-type]
+        checked_correct(task, prompts, completions)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +211,8 @@ def test_parts_and_grades_are_a_number_for_each_completion(
 ) -> None:
     monkeypatch.setattr(Own, "reward_parts", lambda self: parts, raising=False)
     monkeypatch.setattr(Own, "grades", lambda self: grades, raising=False)
-    assert checked_parts(Own(None), 2) == parts  # type: ignore[arg-type]
-    assert np.array_equal(checked_grades(Own(None), 2), grades, equal_nan=True)  # type: ignore[arg-type]
+    assert checked_parts(own(Own), 2) == parts
+    assert np.array_equal(checked_grades(own(Own), 2), grades, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +223,11 @@ def test_parts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch, give
     with pytest.raises(
         ConfigError, match=r"Own: reward_parts\(\) gave .*, but 2 completions need a number each"
     ):
-        checked_parts(Own(None), 2)  # type: ignore[arg-type]
+        checked_parts(own(Own), 2)
 
 
 @pytest.mark.parametrize("given", [None, [1.0], ["1", "2"]])
 def test_grades_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
     monkeypatch.setattr(Own, "grades", lambda self: given, raising=False)
     with pytest.raises(ConfigError, match=r"Own: grades\(\) gave .*, but 2 completions need a number each"):
-        checked_grades(Own(None), 2)  # type: ignore[arg-type]
+        checked_grades(own(Own), 2)

@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
-from tba_hpc.core.ports import Asking, Conversing, Task, Tokenizer, Victim
+from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
 from tba_hpc.evaluate.target import find_target, refuse_missing
@@ -81,7 +81,7 @@ def ask(
     if chat is None and settings is None:
         chat = model.tokenizer.has_chat
     task = make_task(settings.task, model.tokenizer, _serve) if settings and chat is None else None
-    if task is not None and not isinstance(task, Asking):
+    if task is not None:
         chat = settings is not None and settings.task.options.get("chat") is True
     tokens = _encode(task, model.tokenizer, question, chat=bool(chat))
     length = max_tokens or section.max_tokens
@@ -93,7 +93,7 @@ def ask(
     began = time.monotonic()
     seed = settings.run.seed if settings else 0
     answers: Sequence[Completion]
-    if isinstance(task, Conversing):
+    if task is not None and type(task).converse is not Task.converse:
         request = Request(task.question(question), 0, samples, sampling, "test")
         group = _converse(task, request, model, section.stop, seed)
         tokens, answers = group.request.prompt.tokens, group.completions
@@ -131,13 +131,13 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Encode the question as int32 [T], by the task itself if it is ``Asking``."""
-    if isinstance(task, Asking):
-        return task.encode_question(question)
+    """Encode the question as int32 [T], by the task itself if it does."""
+    if task is not None and (tokens := task.encode_question(question)) is not None:
+        return tokens
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)
 
 
-def _converse(task: Conversing, request: Request, model: HfAnswers, stop: Sequence[str], seed: int) -> Group:
+def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str], seed: int) -> Group:
     """Return the answers, each a whole conversation with the task's environment."""
     from tba_hpc.learner.hf_answers import HfTurns
 

@@ -5,6 +5,7 @@ Both transports of the exchange pass one suite, ``tests/contracts``. Nothing her
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -98,94 +99,75 @@ class ChatTokenizer(Tokenizer, Protocol):
         """Return tokens, int32 [T], of rendered text; nothing is added at its start or end."""
 
 
-class Task(Protocol):
+class Task(ABC):
     """A set of prompts and the rewards of completions.
 
-    Optional are the attributes ``score_name``, ``evaluation_temperature`` and ``longest_call``, described at
-    the functions of these names, and the methods of ``Summarising``, ``Asking``, ``Conversing``, ``Grading``,
-    ``Itemising`` and ``Showing``.
+    It must have the first three methods. A class of a user's own need not derive from this one:
+    ``task_contract.with_defaults`` adds what it lacks. score_name: name of the share of prompts answered
+    correctly. evaluation_temperature: temperature at which evaluation prompts are answered; 0 is greedy.
+    longest_call: deadline of a call of ``rewards`` or ``correct``, s; None: the run's. A task whose calls
+    load models, or wait for what has deadlines of its own, says infinity.
     """
 
+    score_name: str = PASS_AT_1
+    evaluation_temperature: float = 0.0
+    longest_call: float | None = None
+
+    @abstractmethod
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Return all prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
 
+    @abstractmethod
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
         """Return a number per completion of one prompt. Called in one thread, not the main one.
 
         A completion whose reward is not finite is set aside. If this method raises, all of them are.
         """
 
+    @abstractmethod
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
         """Tell whether each completion counts for the score; called in the same thread as ``rewards``."""
 
+    def reward_parts(self) -> Mapping[str, Sequence[float]]:
+        """Return the terms of a reward that is a sum, for the metrics; called right after ``rewards``.
 
-@runtime_checkable
-class Summarising(Protocol):
-    """An optional method of a task, for ``tba evaluate``: figures such as diversity."""
-
-    def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return figures by name, over all completions of ``groups``."""
-
-
-@runtime_checkable
-class Asking(Protocol):
-    """An optional method of a task, for ``tba ask``: the prompt of a user's question."""
-
-    def encode_question(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of the prompt for a question."""
-
-
-@runtime_checkable
-class Conversing(Protocol):
-    """An optional method of a task whose completions are conversations with an environment."""
-
-    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Wrap a generator of turns in one of conversations; ``tokenizer`` is for the caller's thread."""
-
-    def question(self, text: str) -> Prompt:
-        """Return the start of a conversation about a user's question, for ``tba ask``. Raises ConfigError."""
-
-
-@runtime_checkable
-class Grading(Protocol):
-    """An optional method of a task whose answers are more or less good: their rewards in evaluations."""
+        They are, by name, a number per completion of that call.
+        """
+        return {}
 
     def grades(self) -> Sequence[float]:
-        """Return a reward for each completion of the last call of ``correct``; called right after it."""
+        """Return rewards in evaluations, if answers are more or less good; called right after ``correct``.
 
+        There is one per completion of that call; () means that answers are only right or wrong.
+        """
+        return ()
 
-@runtime_checkable
-class Itemising(Protocol):
-    """An optional method of a task whose reward is a sum: the terms of the sum, for the metrics."""
+    def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return figures by name, such as diversity, over all completions of ``groups``, for tba evaluate."""
+        return {}
 
-    def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return, by name, a number per completion of the last call of ``rewards``; called right after it."""
+    def encode_question(self, text: str) -> np.ndarray | None:
+        """Return tokens, int32 [T], of the prompt for a user's question to tba ask; None: the text alone."""
+        return None
 
+    def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
+        """Wrap a generator of turns in one of conversations with an environment, if the task has one.
 
-@runtime_checkable
-class Showing(Protocol):
-    """An optional method of a task that turns completions into text, for task.special_tokens."""
+        ``tokenizer`` is for the caller's thread.
+        """
+        return generator
+
+    def question(self, text: str) -> Prompt:
+        """Return the start of a conversation about a user's question; only asked of tasks that converse."""
+        raise NotImplementedError
 
     def show_special_tokens(self) -> None:
-        """Show special tokens from now on, by ``decoder``. Raises ConfigError if the tokenizer cannot."""
-
-
-def score_name(task: Task) -> str:
-    """Return a task's name for its score, the share of prompts answered correctly; pass@1 by default."""
-    return str(getattr(task, "score_name", PASS_AT_1))
-
-
-def evaluation_temperature(task: Task) -> float:
-    """Return the temperature at which evaluation prompts are answered; 0, greedy, by default."""
-    return float(getattr(task, "evaluation_temperature", 0.0))
-
-
-def longest_call(task: Task, seconds: float) -> float:
-    """Deadline of a call of ``rewards`` or ``correct``, s: the task's own, or the one that is given.
-
-    A task whose calls load models, or wait for what has deadlines of its own, says infinity.
-    """
-    return float(getattr(task, "longest_call", seconds))
+        """Show special tokens of completions from now on, by ``decoder``. Raises ConfigError if it cannot."""
+        name = f"{type(self).__module__}:{type(self).__qualname__}"
+        raise ConfigError(
+            f"task.special_tokens would be ignored by the task {name}: give it the method "
+            "show_special_tokens() of ports.Task"
+        )
 
 
 class Victim(Protocol):

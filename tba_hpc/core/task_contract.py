@@ -11,12 +11,13 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from types import new_class
+from typing import Any, cast
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import Grading, Itemising, Task
+from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Completion, Prompt, Split
 
 log = logging.getLogger(__name__)
@@ -24,22 +25,26 @@ log = logging.getLogger(__name__)
 TOLD_EVERY = 100
 """Interval at which failures of one kind are logged: the first, and then one in this many."""
 
-METHODS = ("prompts", "rewards", "correct")
-
 
 def class_name(task: Task) -> str:
     """Return a task's class as ``module:Class``, as a config names it."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
-def require_methods(task: Task) -> None:
-    """Raise ConfigError if the task lacks one of METHODS."""
-    for name in METHODS:
-        if not callable(getattr(task, name, None)):
+def with_defaults(own: type, name: str) -> type[Any]:
+    """Return a task's class; one that does not derive from ports.Task gets the defaults of what it lacks.
+
+    Raises ConfigError, which calls the task ``name``, if a method is missing that has no default.
+    """
+    made: type[Any] = own if issubclass(own, Task) else new_class(own.__name__, (own, Task))
+    made.__module__, made.__qualname__ = own.__module__, own.__qualname__
+    for method in ("prompts", "rewards", "correct", *sorted(made.__abstractmethods__)):
+        if method in made.__abstractmethods__ or not callable(getattr(made, method)):
             raise ConfigError(
-                f"the task {class_name(task)} has no method {name}(), but every task has: write it as "
-                "ports.Task says, or derive from tasks.rows.RightOrWrong"
+                f"the task {name} has no method {method}(), which it needs: write it as ports.Task says, or "
+                "derive from tasks.rows.RightOrWrong"
             )
+    return made
 
 
 def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
@@ -79,36 +84,31 @@ def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence
 
 
 def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
-    """Return ``task.reward_parts()``, or {} if the task has no such method.
-
-    Raises ConfigError if a part is not ``total`` numbers.
-    """
-    if not isinstance(task, Itemising):
-        return {}
+    """Return ``task.reward_parts()``. Raises ConfigError if a part is not ``total`` numbers."""
     parts: object = task.reward_parts()
     named = parts if isinstance(parts, Mapping) else {"": parts}
     found = {str(name): row for name in named if (row := _numbers(named[name], total)) is not None}
     if named is not parts or len(found) < len(named):
         raise ConfigError(
             f"the task {class_name(task)}: reward_parts() gave {_short(parts)}, but {total} completions need "
-            "a number each, by the names of the parts: write it as ports.Itemising says"
+            "a number each, by the names of the parts: write it as ports.Task says"
         )
     return found
 
 
 def checked_grades(task: Task, total: int) -> Sequence[float | None]:
-    """Return ``task.grades()``, or a None for each if the task has no such method.
+    """Return ``task.grades()``, or a None for each if there are none.
 
     Raises ConfigError if they are not ``total`` numbers.
     """
-    if not isinstance(task, Grading):
-        return [None] * total
     grades: object = task.grades()
+    if isinstance(grades, tuple) and not grades:
+        return [None] * total
     numbers = _numbers(grades, total)
     if numbers is None:
         raise ConfigError(
             f"the task {class_name(task)}: grades() gave {_short(grades)}, but {total} completions need a "
-            "number each: write it as ports.Grading says"
+            "number each: write it as ports.Task says"
         )
     return numbers
 

@@ -22,18 +22,13 @@ from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.core.ports import (
-    Conversing,
     Generator,
-    Grading,
     Reference,
-    Summarising,
     Task,
     decoder,
-    evaluation_temperature,
-    score_name,
 )
 from tba_hpc.core.prompts import prompt_room
-from tba_hpc.core.task_contract import checked_correct, checked_prompts
+from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_prompts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.evaluate.target import Target
@@ -63,7 +58,7 @@ class Decoding:
     and were not cut off; it equals the first of the scores if no correct completion was cut off. tokens: mean
     number of sampled tokens per completion. perplexity: that of these tokens under the reference, at
     model.logprob_temperature; None without a reference. reward: mean over prompts, None if it says no more
-    than what is correct. summary: the task's own figures, see ports.Summarising.
+    than what is correct. summary: the task's own figures, see ports.Task.
     """
 
     temperature: float
@@ -144,7 +139,7 @@ def measure(
         task=config.task.name,
         split=split,
         prompts=len(prompts),
-        score_name=score_name(task),
+        score_name=task.score_name,
         single=assess(task, reference, groups[: len(prompts)], judged),
         sampled=assess(task, reference, groups[len(prompts) :]) if samples else None,
         answers=tuple(
@@ -176,7 +171,7 @@ def samplings(
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
-        Sampling(evaluation_temperature(task), 1.0, section.max_tokens),
+        Sampling(task.evaluation_temperature, 1.0, section.max_tokens),
         Sampling(sampled_at, section.top_p, section.max_tokens),
     )
 
@@ -194,9 +189,8 @@ def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[G
 
     section = config.generator
     at_once = AHEAD * section.prompts_in_flight * section.completions_per_prompt
-    generator: Generator = VllmGenerator(config.model, section, seed=config.run.seed)
-    if isinstance(task, Conversing):
-        generator = task.converse(generator, load_tokenizer(config.model.path))
+    engine = VllmGenerator(config.model, section, seed=config.run.seed)
+    generator = task.converse(engine, load_tokenizer(config.model.path))
     with (
         closing(generator),
         Progress(console=Terminal(stderr=True), transient=True) as progress,
@@ -231,13 +225,13 @@ def assess(
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
-        scores=_scores(score_name(task), judged.correct_PN),
-        ended=next(iter(_scores(score_name(task), judged.correct_PN & ended_PN).values())),
+        scores=_scores(task.score_name, judged.correct_PN),
+        ended=next(iter(_scores(task.score_name, judged.correct_PN & ended_PN).values())),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(int(c.action_T.sum()) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
         reward=judged.reward,
-        summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
+        summary=dict(task.summary(groups)),
     )
 
 
@@ -266,7 +260,8 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     completions = [completion for group in groups for completion in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
     correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
-    grades = task.grades() if isinstance(task, Grading) else correct
+    found = zip(correct, checked_grades(task, len(correct)), strict=True)
+    grades = [float(right) if grade is None else grade for right, grade in found]
     if unjudged := int(np.count_nonzero(~np.isfinite(np.array(grades, float)))):
         log.warning("%d of %d answers could not be judged, and count as wrong", unjudged, len(correct))
     return Judged(np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape))

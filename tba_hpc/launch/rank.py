@@ -38,8 +38,8 @@ FAILURES = (EngineError, ExchangeError, OSError)
 
 
 @contextmanager
-def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
-    """Put a rank in its place, with its own log and GPUs. An error ends it with a note for the launcher.
+def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
+    """Run the block as a rank, with its own log and GPUs. An error ends it with a note for the launcher.
 
     A surplus rank, or one that no launcher has started, leaves no note: log and notes belong to the ranks at
     work.
@@ -64,7 +64,7 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 
 
 @contextmanager
-def led() -> Iterator[StopFlag]:
+def stoppable() -> Iterator[StopFlag]:
     """Run the block of a rank that the leader ends, and give it a StopFlag.
 
     After a request to stop, missing ranks were still starting and had nothing to save: they are no error.

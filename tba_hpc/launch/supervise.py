@@ -42,7 +42,7 @@ READ: dict[str, Callable[[str], object]] = {
 
 
 @dataclass(kw_only=True)
-class Turn:
+class JobState:
     """State of the job as the script passes it.
 
     code: exit status of the ranks that have ended after ``seconds``. failures: failures in a row before that.
@@ -77,7 +77,7 @@ class Turn:
     searchers_per_node: int = 0
 
     @classmethod
-    def read(cls, run: Path, words: Sequence[str]) -> Turn:
+    def read(cls, run: Path, words: Sequence[str]) -> JobState:
         """Parse KEY=VALUE words."""
         kinds = {one.name: str(one.type) for one in fields(cls)}
         pairs = (word.partition("=")[::2] for word in words)
@@ -124,7 +124,7 @@ def say(sentence: str) -> None:
 # --- Turns ---
 
 
-def begin(turn: Turn) -> str:
+def begin(job: JobState) -> str:
     """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
     ``go`` is followed by the name of the job's folder of caches, and by ``tell`` if run.notify is set.
@@ -132,55 +132,55 @@ def begin(turn: Turn) -> str:
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
 
-    if turn.chained and os.environ["SLURM_JOB_ID"] not in _read(turn.mark("chain")).split():
+    if job.chained and os.environ["SLURM_JOB_ID"] not in _read(job.mark("chain")).split():
         say("the chain of this job has ended: nothing to do")
         return f"exit {Exit.DONE}"
-    claim_for_job(RunDir.open(turn.run))
-    write_atomic(turn.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
-    turn.mark("allocated").touch()
-    turn.log("allocated", nodes=",".join(turn.hosts))
-    if turn.finished:
-        say(f"the run is finished already: {turn.run}/summary.json")
-        return turn.end()
-    if _for_good(turn):
-        turn.log("stopped")
-        return turn.end()
-    tell = " tell" if RunDir(turn.run).config().run.notify.wanted else ""
-    return f"go {_caches(turn)}{tell}"
+    claim_for_job(RunDir.open(job.run))
+    write_atomic(job.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
+    job.mark("allocated").touch()
+    job.log("allocated", nodes=",".join(job.hosts))
+    if job.finished:
+        say(f"the run is finished already: {job.run}/summary.json")
+        return job.end()
+    if _for_good(job):
+        job.log("stopped")
+        return job.end()
+    tell = " tell" if RunDir(job.run).config().run.notify.wanted else ""
+    return f"go {_caches(job)}{tell}"
 
 
-def _caches(turn: Turn) -> str:
+def _caches(job: JobState) -> str:
     """Name of the folder in which engines keep compiled code; the same at each start, on all nodes.
 
     It may lie in /tmp, where everybody can write, and its content is run as code. So its name is random.
     """
-    note = turn.mark("caches")
+    note = job.mark("caches")
     with suppress(FileExistsError):  # of several jobs the first one chooses the name
         publish(note, f"tba-{secrets.token_hex(8)}\n".encode(), replace=False)
     return note.read_text().strip()
 
 
-def start(turn: Turn) -> str:
+def start(job: JobState) -> str:
     """Place the ranks on the nodes that answer.
 
     ``go`` comes with the number of nodes, the number of searchers, and the attempt.
     """
-    blind = [answer[1:] for answer in turn.answers if answer[0] == "!"]
-    if blind and not turn.mark("start").exists():  # after an earlier start it is the node's fault
-        sentence = f"{blind[0]} does not see {turn.run}: put run.root on a file system that all nodes share"
-        return turn.refuse(sentence)
-    hosts = [*turn.hosts, *turn.others]
-    missing = [host for host in hosts if host not in turn.answers]
-    if missing and not turn.last_look:
+    blind = [answer[1:] for answer in job.answers if answer[0] == "!"]
+    if blind and not job.mark("start").exists():  # after an earlier start it is the node's fault
+        sentence = f"{blind[0]} does not see {job.run}: put run.root on a file system that all nodes share"
+        return job.refuse(sentence)
+    hosts = [*job.hosts, *job.others]
+    missing = [host for host in hosts if host not in job.answers]
+    if missing and not job.last_look:
         say(f"no answer yet from {' '.join(missing)}: asking again")
         return "look"
     for host in missing:
-        sick = f"?{host}" in turn.answers or host in blind
-        turn.log("unhealthy" if sick else "unreachable", nodes=host)
+        sick = f"?{host}" in job.answers or host in blind
+        job.log("unhealthy" if sick else "unreachable", nodes=host)
         why = "cannot write to its /dev/shm or /tmp, or has GPUs with errors (nvidia-smi)"
-        why = f"does not see {turn.run} any more" if host in blind else why
+        why = f"does not see {job.run} any more" if host in blind else why
         say(f"{host} {f'{why}: it is excluded from the next start' if sick else 'does not answer'}")
-    return _het(turn, missing) if turn.het else _homogeneous(turn, missing)
+    return _het(job, missing) if job.het else _homogeneous(job, missing)
 
 
 def _unfit(why: str) -> str:
@@ -189,17 +189,17 @@ def _unfit(why: str) -> str:
     return "queue"
 
 
-def _het(turn: Turn, missing: Sequence[str]) -> str:
+def _het(job: JobState, missing: Sequence[str]) -> str:
     """Place the ranks of a het job. It needs every node: Slurm requeues the whole job if one is lost."""
-    hosts = [*turn.hosts, *turn.others]
-    if not (turn.hosts and turn.others):
+    hosts = [*job.hosts, *job.others]
+    if not (job.hosts and job.others):
         return _unfit("Slurm names no nodes of one component")
     if missing:
         return _unfit(f"{' '.join(missing)} cannot be used")
     if len({*hosts}) < len(hosts):  # component 0 was restarted alone; srun starts no step on that
         return _unfit("its components share a node")
-    if hosts == turn.ascending:
-        return _go(turn, len(hosts), turn.searchers)
+    if hosts == job.ascending:
+        return _go(job, len(hosts), job.searchers)
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (at least from
     # 22.05 to 26.05). If the two differ, the first collective hangs.
     return _unfit(
@@ -208,23 +208,23 @@ def _het(turn: Turn, missing: Sequence[str]) -> str:
     )
 
 
-def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
+def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
     """Let the first nodes train, and any number of others search. Without searchers all nodes must train."""
-    there = [host for host in turn.hosts if host not in missing]
-    if turn.searchers_per_node == 0:
+    there = [host for host in job.hosts if host not in missing]
+    if job.searchers_per_node == 0:
         if missing:
             return _unfit(f"{' '.join(missing)} cannot be used")
         train, search, searchers = there, [], 0
-    elif turn.nodes == 1:
-        train, search, searchers = there, there, turn.searchers
+    elif job.nodes == 1:
+        train, search, searchers = there, there, job.searchers
     else:
-        train, search = there[: turn.trainer_nodes], there[turn.trainer_nodes :]
-        searchers = len(search) * turn.searchers_per_node
-    if turn.searchers_per_node and not search:
+        train, search = there[: job.trainer_nodes], there[job.trainer_nodes :]
+        searchers = len(search) * job.searchers_per_node
+    if job.searchers_per_node and not search:
         return _unfit("no node is left to search")
-    ranks = [*spread(turn.trainers, train), *spread(searchers, search)]
-    turn.mark("hosts").write_text("".join(f"{host}\n" for host in ranks))
-    return _go(turn, len(there), searchers)
+    ranks = [*spread(job.trainers, train), *spread(searchers, search)]
+    job.mark("hosts").write_text("".join(f"{host}\n" for host in ranks))
+    return _go(job, len(there), searchers)
 
 
 def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
@@ -232,91 +232,91 @@ def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
     return [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
 
 
-def _go(turn: Turn, nodes: int, searchers: int) -> str:
+def _go(job: JobState, nodes: int, searchers: int) -> str:
     """Write the numbers of ranks to the run's config, and begin an attempt with its logs."""
     from tba_hpc.run.directory import RunDir
 
-    run = RunDir.open(turn.run)
-    run.adapt([f"launch.trainers={turn.trainers}", f"launch.searchers={searchers}"])
+    run = RunDir.open(job.run)
+    run.adapt([f"launch.trainers={job.trainers}", f"launch.searchers={searchers}"])
     logs = run.begin_attempt()
-    turn.log("start", attempt=logs.name, trainers=turn.trainers, searchers=searchers)
-    turn.mark("start").touch()
-    say(f"starting {turn.trainers} trainer ranks and {searchers} searchers; their logs: {run.logs}/latest")
+    job.log("start", attempt=logs.name, trainers=job.trainers, searchers=searchers)
+    job.mark("start").touch()
+    say(f"starting {job.trainers} trainer ranks and {searchers} searchers; their logs: {run.logs}/latest")
     return f"go {nodes} {searchers} {logs.name}"
 
 
-def ended(turn: Turn) -> str:
+def ended(job: JobState) -> str:
     """Decide what follows when ranks have ended with status ``code``, after ``failures`` in a row."""
-    if turn.finished:
-        turn.log("finished")
-        say(f"the run is finished: {turn.run}/report.html")
-        return turn.end()
-    logs = turn.run / "logs/latest"
+    if job.finished:
+        job.log("finished")
+        say(f"the run is finished: {job.run}/report.html")
+        return job.end()
+    logs = job.run / "logs/latest"
     listing(logs)
     sentence = first_note(logs, "refused")
     # saved: they were killed on their way out, with their checkpoint complete. unheard: they were asked to
     # stop before they listened, and ended by any status but a hang's. The leader notes when all are together.
-    saved = _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
-    unheard = turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
-    if turn.code == 0 or (turn.stop and (saved or unheard)):
-        turn.log("stopped")
+    saved = _newer(job.run / "checkpoints", "COMPLETE", job.mark("asked"))
+    unheard = job.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
+    if job.code == 0 or (job.stop and (saved or unheard)):
+        job.log("stopped")
         return "queue"
     if sentence:
-        return turn.refuse(sentence)
-    if turn.ending:
+        return job.refuse(sentence)
+    if job.ending:
         return "queue"
-    turn.log("failed", code=turn.code)
-    failures = (0 if _progress(turn, "start") else turn.failures) + 1
-    say(f"the ranks ended with status {turn.code} (failure {failures} in a row): see {logs}")
-    if turn.stop:
+    job.log("failed", code=job.code)
+    failures = (0 if _progress(job, "start") else job.failures) + 1
+    say(f"the ranks ended with status {job.code} (failure {failures} in a row): see {logs}")
+    if job.stop:
         return "queue"
-    if failures <= turn.relaunches:
+    if failures <= job.relaunches:
         return f"again {failures}"
     say("giving up")
-    return turn.end(Exit.NO_PROGRESS)
+    return job.end(Exit.NO_PROGRESS)
 
 
-def leave(turn: Turn) -> str:
+def leave(job: JobState) -> str:
     """Send the job back to the queue, unless that is useless or not wanted."""
-    if _for_good(turn):
+    if _for_good(job):
         try:
-            _draw(turn)
+            _draw(job)
         except Exception as error:  # the job stops with or without a report
-            say(f"the report could not be written ({error}): try tba report {turn.run}")
-        return turn.end()
-    idle, goes_on = _count_idle(turn), turn.requeue != "no" or bool(turn.links)
-    if idle > (turn.relaunches if goes_on else 0):
-        turn.mark("idle").unlink()
-        return turn.refuse(
+            say(f"the report could not be written ({error}): try tba report {job.run}")
+        return job.end()
+    idle, goes_on = _count_idle(job), job.requeue != "no" or bool(job.links)
+    if idle > (job.relaunches if goes_on else 0):
+        job.mark("idle").unlink()
+        return job.refuse(
             f"nothing was sealed in {count(idle, 'allocation')} in a row: see the job's log, give it more "
             "time (--time, site key time) or, if its nodes were rejected, other nodes or no het job "
             "(--homogeneous), and submit the same run again",
             Exit.NO_PROGRESS,
         )
-    if turn.requeue == "no":
-        say(f"stopped; {f'job {turn.links[0]} continues' if goes_on else 'submit the same run to resume'}")
+    if job.requeue == "no":
+        say(f"stopped; {f'job {job.links[0]} continues' if goes_on else 'submit the same run to resume'}")
         return f"exit {Exit.UNFINISHED}"
-    turn.log("requeue")
+    job.log("requeue")
     return "queue"
 
 
-def _count_idle(turn: Turn) -> int:
+def _count_idle(job: JobState) -> int:
     """Count the allocations in a row that sealed nothing, without those that a preemption cut short."""
-    noted = _read(turn.mark("idle")).strip()
+    noted = _read(job.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
     seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
-    if _progress(turn, "allocated"):
+    if _progress(job, "allocated"):
         idle = 0
-    elif not turn.stop or seconds_left < turn.save_seconds + NEAR_END_SECONDS:
+    elif not job.stop or seconds_left < job.save_seconds + NEAR_END_SECONDS:
         idle += 1
-    write_atomic(turn.mark("idle"), f"{idle}\n")
+    write_atomic(job.mark("idle"), f"{idle}\n")
     return idle
 
 
-def _for_good(turn: Turn) -> bool:
+def _for_good(job: JobState) -> bool:
     """Return whether ``tba stop`` has named this job, which then ends."""
-    listing(turn.run / "slurm")
-    note = turn.mark("stop")
+    listing(job.run / "slurm")
+    note = job.mark("stop")
     if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
         return False
     note.unlink()
@@ -329,23 +329,23 @@ def _read(note: Path) -> str:
     return note.read_text() if note.exists() else ""
 
 
-def _draw(turn: Turn) -> None:
+def _draw(job: JobState) -> None:
     """Write the report, for which the ranks had no time."""
     from tba_hpc.report.page import write_report
     from tba_hpc.run.directory import RunDir
 
-    write_report(RunDir.open(turn.run))
+    write_report(RunDir.open(job.run))
 
 
-def _progress(turn: Turn, mark: str) -> bool:
+def _progress(job: JobState, mark: str) -> bool:
     """Return whether this job has sealed a checkpoint or a shard after a mark.
 
     Shards of elastic searchers do not count: they are sealed even if this job makes no progress.
     """
-    since = turn.mark(mark)
-    folders = (turn.run / "shards").glob("searcher-*")
+    since = job.mark(mark)
+    folders = (job.run / "shards").glob("searcher-*")
     own = (folder for folder in folders if int(folder.name.rpartition("-")[2]) < FIRST_ELASTIC)
-    return _newer(turn.run / "checkpoints", "COMPLETE", since) or any(
+    return _newer(job.run / "checkpoints", "COMPLETE", since) or any(
         _newer(folder, "*.h5", since) for folder in own
     )
 
@@ -363,20 +363,20 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 # --- Elastic searchers ---
 
 
-def join(turn: Turn) -> str:
+def join(job: JobState) -> str:
     """Admit a job of elastic searchers with its node; ``answers`` names it if it fails the health check.
 
     ``go`` comes with the name of the job's folder of caches.
     """
-    if turn.finished:
+    if job.finished:
         say("the run is finished: there is nothing to search for")
         return f"exit {Exit.DONE}"
-    note = turn.mark(f"unfit-{turn.array_job}")
-    if not turn.answers:
+    note = job.mark(f"unfit-{job.array_job}")
+    if not job.answers:
         note.unlink(missing_ok=True)
-        return "queue" if turn.stop else f"go {_caches(turn)}"
-    unfit = [*_read(note).split(), *(answer[1:] for answer in turn.answers)]
-    if len(unfit) <= turn.relaunches:
+        return "queue" if job.stop else f"go {_caches(job)}"
+    unfit = [*_read(note).split(), *(answer[1:] for answer in job.answers)]
+    if len(unfit) <= job.relaunches:
         with suppress(OSError):  # without the note the node is merely not counted
             write_atomic(note, " ".join(unfit))
         return "queue"
@@ -385,22 +385,22 @@ def join(turn: Turn) -> str:
     return f"exit {Exit.NO_PROGRESS}"
 
 
-def searched(turn: Turn) -> str:
+def searched(job: JobState) -> str:
     """Decide what follows when a node's elastic searchers, after all their restarts, ended with ``code``."""
-    if turn.finished:
+    if job.finished:
         say("the run is finished")
         return f"exit {Exit.DONE}"
     # Preempted by a plain TERM, searchers end with status 0 before the script gets a signal.
-    if turn.stop or turn.ending or turn.code == 0:
+    if job.stop or job.ending or job.code == 0:
         return "queue"
-    if turn.code == Exit.NO_SLOT:
+    if job.code == Exit.NO_SLOT:
         say("all slots for elastic searchers are taken: this job is not needed")
         return f"exit {Exit.DONE}"
-    failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
-    say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")
-    if turn.code != Exit.REFUSED and failures <= turn.relaunches:  # srun may fail, before any searcher begins
+    failures = (0 if job.seconds >= LONG_SECONDS else job.failures) + 1
+    say(f"the searchers ended with status {job.code} (failure {failures} in a row)")
+    if job.code != Exit.REFUSED and failures <= job.relaunches:  # srun may fail, before any searcher begins
         return f"again {failures}"
-    return f"exit {Exit.REFUSED if turn.code == Exit.REFUSED else Exit.NO_PROGRESS}"
+    return f"exit {Exit.REFUSED if job.code == Exit.REFUSED else Exit.NO_PROGRESS}"
 
 
 # --- The command ---
@@ -410,11 +410,11 @@ TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, sear
 
 def main(words: Sequence[str]) -> int:
     """Run ``TURN RUN KEY=VALUE …`` and print the answer; return the exit status."""
-    name, turn = words[0], Turn.read(Path(words[1]), words[2:])
+    name, job = words[0], JobState.read(Path(words[1]), words[2:])
     for number in (signal.SIGUSR1, signal.SIGTERM):  # the script passes on what the job is asked
         signal.signal(number, signal.SIG_IGN)
     try:
-        print(TURNS[name](turn))
+        print(TURNS[name](job))
     except ValueError as error:  # ConfigError, OwnedError, DiskFullError
         say(str(error))
         return Exit.REFUSED

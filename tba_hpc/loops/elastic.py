@@ -36,7 +36,7 @@ EVALUATOR = "evaluator"
 RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease."""
 
-ATTENDANCE_SECONDS = 5.0
+ELASTIC_CHECK_SECONDS = 5.0
 """Pause between the trainer's checks for elastic searchers; building an engine takes longer."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -47,7 +47,7 @@ class NoSlotError(ValueError):
     """All slots are taken; the message is one sentence."""
 
 
-def comes_by_itself(config: Config, index: int | None) -> bool:
+def has_no_launcher(config: Config, index: int | None) -> bool:
     """Tell whether this searcher is elastic (has no launcher). Raises ConfigError if the run has none."""
     if index is not None or ATTEMPT in os.environ:
         return False
@@ -83,26 +83,26 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
         lease.release()
 
 
-class Attendance:
-    """Elastic searchers that hold a slot now; it looks at most every ATTENDANCE_SECONDS."""
+class ElasticSearchers:
+    """Elastic searchers that hold a slot now; it looks at most every ELASTIC_CHECK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
-        self._looked = -ATTENDANCE_SECONDS
+        self._looked = -ELASTIC_CHECK_SECONDS
         self._there: dict[str, Owner] = {}
 
     def anybody(self) -> bool:
         """Tell whether any elastic searcher holds a slot, even if its engine is still being built."""
         return bool(self._last())
 
-    def at_work(self) -> set[int]:
+    def ready(self) -> set[int]:
         """Return the numbers of the elastic searchers whose engines have loaded weights."""
         return {self._names[name] for name, owner in self._last().items() if owner.ready}
 
     def _last(self) -> dict[str, Owner]:
         """Return the result of the last check that the file system answered."""
-        if self._names and time.monotonic() - self._looked >= ATTENDANCE_SECONDS:
+        if self._names and time.monotonic() - self._looked >= ELASTIC_CHECK_SECONDS:
             self._looked = time.monotonic()
             self._there = unless_away(self._look, otherwise=self._there)
         return self._there

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tba_hpc.core.ports import Task, evaluation_temperature, score_name
+from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Completion, Group, Request, Sampling, Split
 from tba_hpc.run.evaluations import Answer, Evaluation
 
@@ -59,7 +59,7 @@ class OnlineEvaluator:
     def start(self, split: Split, step: int) -> Evaluation | None:
         """Queue this searcher's share of ``split``; return its part if that is empty, or finished before."""
         assert not self.busy, "one evaluation at a time"
-        sampling = Sampling(evaluation_temperature(self.task), top_p=1.0, max_tokens=self.max_tokens)
+        sampling = Sampling(self.task.evaluation_temperature, top_p=1.0, max_tokens=self.max_tokens)
         if done := self.done(split, step):
             return done
         prompts = self.task.prompts(split)[: self.limits[split]][self.searcher :: self.searchers]
@@ -121,5 +121,5 @@ class OnlineEvaluator:
             truncated=sum(completion.finish_reason == "length" for completion in completions),
             cut_correct=correct * sum(completion.finish_reason != "stop" for completion in completions),
             ref_logprob=ref_logprob,
-            score_name=score_name(self.task),
+            score_name=self.task.score_name,
         )

@@ -20,7 +20,7 @@ import numpy as np
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import in_words
-from tba_hpc.core.ports import EngineError, Reference, Task, longest_call
+from tba_hpc.core.ports import EngineError, Reference, Task
 from tba_hpc.core.task_contract import (
     Failures,
     checked_correct,
@@ -158,7 +158,8 @@ class Scorer:
         self._wanted = reference.step
         self._worker = Worker("scorer")
         self._underway = underway
-        self._calls = TaskCalls(name, longest_call(task, call_seconds), underway or nullcontext)
+        longest = call_seconds if task.longest_call is None else task.longest_call
+        self._calls = TaskCalls(name, longest, underway or nullcontext)
         # If judging may have ended the process, one answer at a time shows which.
         ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
         self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.own_code import import_own
-from tba_hpc.core.ports import Serve, Showing, Task, Tokenizer
-from tba_hpc.core.task_contract import checked_prompts, require_methods
+from tba_hpc.core.ports import Serve, Task, Tokenizer
+from tba_hpc.core.task_contract import checked_prompts, with_defaults
 from tba_hpc.core.types import Resource
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import HELD_OUT
@@ -72,9 +72,7 @@ def make_task(
     that is no task; an unknown, ill-typed or missing option; a file that has no use; a missing ``serve``.
     Files are read when prompts are asked for; only then is it known whether they are missing or ill-formed.
     """
-    task_class = _find(config.name)
-    if abstract := sorted(getattr(task_class, "__abstractmethods__", ())):
-        raise ConfigError(f"the task {config.name} has no method {abstract[0]}(), which its base asks for")
+    task_class = with_defaults(_find(config.name), config.name)
     _check_options(config.options, task_class, config.name)
     given: dict[str, Any] = {"train_file": config.train_file, "test_file": config.test_file}
     if "serve" in inspect.signature(task_class).parameters:
@@ -90,15 +88,9 @@ def make_task(
         )
     _check_constructor(config.name, task_class, tokenizer, **given, **config.options)
     task: Task = task_class(tokenizer, **given, **config.options)
-    require_methods(task)
     if isinstance(task, Rows):
         task.room = room
     if config.special_tokens:
-        if not isinstance(task, Showing):
-            raise ConfigError(
-                f"task.special_tokens would be ignored by the task {config.name}: give it the method "
-                "show_special_tokens() of ports.Showing"
-            )
         task.show_special_tokens()
     return task
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from io import StringIO
@@ -107,11 +107,11 @@ class ReasoningGym(Rows[Item]):
         for item in self._items(split):
             yield self.filled(item.entry["question"]), str(item.entry["answer"] or ""), item
 
-    def rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the score of each completion."""
         return [self._score(prompt, completion) for completion in completions]
 
-    def correct(self, prompts: list[Prompt], completions: list[Completion]) -> list[bool]:
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Tell whether each completion has the right answer."""
         return [self._score(*answer) == 1 for answer in zip(prompts, completions, strict=True)]
 

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
-from tba_hpc.core.ports import Serve, Tokenizer, Victim, decoder
+from tba_hpc.core.ports import Serve, Task, Tokenizer, Victim, decoder
 from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options, refuse_files
 
@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class RedTeam:
+class RedTeam(Task):
     """Task whose reward is the mean of log p(bad) over the victim's answers, at most 0.
 
     The reward is sparse, because it is seldom near 0. p(bad) is a classifier's p(label) of an answer, or a
@@ -165,7 +165,7 @@ class RedTeam:
         return self._said(completion.tokens).strip()
 
     def show_special_tokens(self) -> None:
-        """Show special tokens of attacks, too; see ports.Showing."""
+        """Show special tokens of attacks, too."""
         self._said = decoder(self._tokenizer, special=True)
 
     @cached_property

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import Tokenizer, decoder
+from tba_hpc.core.ports import Task, Tokenizer, decoder
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import first_few
 from tba_hpc.tasks.data import MOST_SET_ASIDE
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 
-class Rows(ABC, Generic[Row]):
+class Rows(Task, Generic[Row]):
     """Task whose prompts each have a row that says what an answer is worth. room: most tokens of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
@@ -80,7 +80,7 @@ class Rows(ABC, Generic[Row]):
         log.warning("%s; %s; they are set aside", found, rule)
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a user's question as this task would put it; see ports.Asking."""
+        """Return the tokens, int32 [T], of a user's question as this task would put it."""
         return self._encode(self.filled(text))
 
     def filled(self, question: str) -> str:
@@ -92,7 +92,7 @@ class Rows(ABC, Generic[Row]):
         return self._rows[prompt]
 
     def show_special_tokens(self) -> None:
-        """Show special tokens of completions, too; see ports.Showing."""
+        """Show special tokens of completions, too."""
         self._said, self._special = decoder(self._tokenizer, special=True), True
 
     def text(self, completion: Completion) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 
 from tba_hpc.config import Config
-from tba_hpc.core.ports import SharedLearner
+from tba_hpc.core.ports import SharedLearner, Task
 from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Prompt, Request, Split, WeightUpdate
 
 EXPORT_FILE = "model.safetensors"
@@ -157,7 +157,7 @@ class TabularTokenizer:
         return "".join(self._texts[token] for token in tokens)
 
 
-class TabularTask:
+class TabularTask(Task):
     """The table's prompts, the same in every split, and its rewards."""
 
     def __init__(self, table: Table) -> None:
