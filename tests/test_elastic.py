@@ -197,10 +197,10 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = [owners.take_lease(run, names) for _ in range(2)]
     assert list(owners.holders(run, names)) == names[:2]
     there = Attendance(run, run.config())
-    assert there.anybody() and there.at_work() == set(), "engines are still being built"
+    assert there.anybody() and there.at_work() == {}, "engines are still being built"
     owners.note_ready(names[1])
-    assert there.at_work() == set(), "seen at the next check"
-    assert Attendance(run, run.config()).at_work() == {FIRST_ELASTIC + 1}
+    assert there.at_work() == {}, "seen at the next check"
+    assert Attendance(run, run.config()).at_work() == {FIRST_ELASTIC + 1: 1}
     with monkeypatch.context() as patch:
         patch.setattr("tba_hpc.loops.elastic.ATTENDANCE_SECONDS", 0.0)
         patch.setattr(Path, "touch", no_room)
@@ -394,6 +394,7 @@ def visitor(
     return ElasticSearcherExchange(
         run.weights,
         FIRST_ELASTIC,
+        lease=1,
         timeout=patience,
         leaving=lambda: bool(told),
         finished=lambda: run.finished,
