@@ -57,6 +57,7 @@ from tba_hpc.learner.model_free_references import BehaviourReference, DeferredRe
 from tba_hpc.loops.elastic import (
     ElasticSearchers,
     ElasticStay,
+    Slot,
     has_no_launcher,
     leased_slot,
     leaving_at_once,
@@ -132,8 +133,9 @@ def make_learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLe
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore the last checkpoint, train, and bring the run to its end."""
     end_imports()
-    open_exchange = partial(_open_trainer, run, config, placement, learner.layout)
-    with leading(run, config, learner, open_exchange) as trainer:
+    visitors = ElasticSearchers(run, config)
+    open_exchange = partial(_open_trainer, run, config, placement, learner.layout, visitors)
+    with leading(run, config, learner, open_exchange, visitors=visitors.ready) as trainer:
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=trainer.exchange)
 
@@ -146,6 +148,7 @@ def leading(
     open_exchange: Callable[[Progress], TrainerExchange],
     *,
     freshness: type[Freshness] = Freshness,
+    visitors: Callable[[], dict[int, int]] = dict,
 ) -> Iterator[Trainer]:
     """Yield the trainer that goes on from the newest checkpoint, which signals meanwhile ask to stop.
 
@@ -179,7 +182,7 @@ def leading(
             checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
-            visitors=ElasticSearchers(run, config).ready,
+            visitors=visitors,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
     checkpoints.finish_pruning(PRUNING_SECONDS)
@@ -198,7 +201,12 @@ def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) 
 
 
 def _open_trainer(
-    run: RunDir, config: Config, placement: Placement, layout: WeightLayout, progress: Progress
+    run: RunDir,
+    config: Config,
+    placement: Placement,
+    layout: WeightLayout,
+    visitors: ElasticSearchers,
+    progress: Progress,
 ) -> TrainerExchange:
     """Open the exchange over MPI, over files, or both if elastic searchers may join an MPI world."""
 
@@ -210,7 +218,7 @@ def _open_trainer(
             run.weights,
             layout,
             attempt=run.attempt.name,
-            read_pending=_pending_shards(run, config, among).read,
+            read_pending=visitors.reading(_pending_shards(run, config, among).read),
             progress=progress,
             evaluated=evaluated,
             timeout=config.launch.disk_seconds,
@@ -224,7 +232,7 @@ def _open_trainer(
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, attended=ElasticSearchers(run, config).anybody)
+    return HybridTrainerExchange(world, elastic, attended=visitors.anybody)
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
@@ -279,15 +287,15 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
         log.info("holding slot %d of %s", slot.searcher, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()
         seed = _seed(config, slot.searcher, slot.lease)  # not by the attempt: there may be none yet
-        _stay(SearchParts.make(run, config, slot.searcher, seed=seed))
+        _stay(SearchParts.make(run, config, slot.searcher, seed=seed), slot)
 
 
-def _stay(parts: SearchParts) -> None:
+def _stay(parts: SearchParts, slot: Slot) -> None:
     """Search in a leased slot until asked to leave or the run is finished."""
     run, config, metrics = parts.run, parts.config, parts.metrics
     with (
         stoppable() as stop,
-        ElasticStay(run, config, parts.index, metrics=metrics, stop_asked=lambda: stop.is_set) as stay,
+        ElasticStay(run, config, slot, metrics=metrics, stop_asked=lambda: stop.is_set) as stay,
     ):
         progress = _join(run, config, parts.index, stay.exchange)
         parts.searcher(
@@ -426,7 +434,7 @@ def _join(
         return progress
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
-        progress.completed.add(shard.trajectories.record["request_id"])
+        progress.completed.add(shard.request_ids)
         exchange.offer(with_image(shard))
     return progress
 

@@ -189,7 +189,7 @@ def _visit(path: Path) -> None:
         parts = runtime.SearchParts(
             run, config, place.searcher, generator, task, metrics, reference, underway
         )
-        runtime._stay(parts)
+        runtime._stay(parts, place)
 
 
 def _reference(run: RunDir, config: Config) -> Reference:

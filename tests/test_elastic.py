@@ -197,10 +197,10 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = [owners.take_lease(run, names) for _ in range(2)]
     assert list(owners.holders(run, names)) == names[:2]
     there = ElasticSearchers(run, run.config())
-    assert there.anybody() and there.ready() == set(), "engines are still being built"
+    assert there.anybody() and there.ready() == {}, "engines are still being built"
     owners.note_ready(names[1])
-    assert there.ready() == set(), "seen at the next check"
-    assert ElasticSearchers(run, run.config()).ready() == {FIRST_ELASTIC + 1}
+    assert there.ready() == {}, "seen at the next check"
+    assert ElasticSearchers(run, run.config()).ready() == {FIRST_ELASTIC + 1: 1}
     with monkeypatch.context() as patch:
         patch.setattr("tba_hpc.loops.elastic.ELASTIC_CHECK_SECONDS", 0.0)
         patch.setattr(Path, "touch", no_room)
@@ -394,6 +394,7 @@ def visitor(
     return ElasticSearcherExchange(
         run.weights,
         FIRST_ELASTIC,
+        lease=1,
         timeout=patience,
         leaving=lambda: bool(told),
         finished=lambda: run.finished,

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,8 +89,8 @@ def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
     given.exclude({1}, "no searcher is left")
     expected[1] = 0
     assert given.owed() == +expected
-    given.arrive(np.array([99, 101]))  # beyond the end: others were set aside
-    assert given.owed() == expected - Counter([0, 2])
+    given.arrive(np.array([99, 101]))  # beyond the end: from before the attempt
+    assert given.owed() == +expected
     owed = given.owed().total()
     assert given.extend(0, ready=10, missing=owed) == end, "what is owed need not be begun again"
     given.extend(0, ready=10, missing=owed + 7)
@@ -127,17 +128,21 @@ def test_of_what_was_granted_no_more_may_be_open_than_later_steps_can_learn_from
     assert given.overdue(2) == 0, "nobody waits for 2 and 4"
 
 
-def test_a_request_that_was_set_aside_is_not_waited_for() -> None:
-    """Searcher 1 sets 1 aside and issues 5 from beyond the end instead, which is granted by and by."""
-    given = budget(CompletedRequests(), bound=0, searchers=2, prompts=4)
-    given.extend(0, ready=0, missing=0)
-    given.arrive(np.array([0, 2, 3]))
-    assert given.overdue(0) == 1
-    given.arrive(np.array([5]))
-    assert given.overdue(0) == 0 and not given.owed()
-    assert given.extend(1, ready=0, missing=0) == 8
-    given.arrive(np.array([4, 6, 7]))
-    assert given.overdue(1) == 0
+def test_in_place_of_a_request_that_was_set_aside_another_is_granted() -> None:
+    """Searcher 1 sets 1 aside: step 0 then lacks a group that nobody owes, and gets request 4."""
+    config = config_of(exchange={"max_staleness": 0}, train={"prompts_per_step": 4})
+    buffer = ReplayBuffer(config.buffer, 0)
+    given = Freshness(config, buffer)
+    given.begin(0, CompletedRequests())
+    assert given.publication(0, evaluate=None, published=0.0).budget_end == 4
+    for request_id in (0, 2, 3):
+        one = shard(request_id % 2, request_id)
+        given.arrive(one, 0)
+        buffer.merge(one.trajectories, 0)
+    assert given.missing(0) == 1 and not given.exhausted(0)
+    given.arrive(replace(one, trajectories=one.trajectories.take(np.empty(0, np.int64)), set_aside=(1,)), 0)
+    assert given.missing(0) == 1 and given.exhausted(0)
+    assert given.publication(0, evaluate=None, published=0.0).budget_end == 5
 
 
 # --- Slots ---
@@ -148,46 +153,61 @@ FIRST, SECOND = FIRST_ELASTIC, FIRST_ELASTIC + 1
 def test_a_slot_shares_the_budget_only_while_a_searcher_is_there() -> None:
     """One searcher of the run issues 0, 3, 6 …; two slots issue 1, 4, 7 … and 2, 5, 8 …; six a step."""
     given = budget(CompletedRequests(), bound=0, searchers=1, prompts=6, slots=2)
-    assert given.extend(0, ready=0, missing=0) == 18 and given.slot_ends == {}
+    assert given.extend(0, ready=0, missing=0) == 18 and given.lease_ends == {}
     assert given.owed() == {0: 6}
-    given.attend({FIRST})
+    given.attend({FIRST: 1})
     given.extend(0, ready=0, missing=0)
-    assert given.slot_ends == {FIRST: 1}, "nothing yet: the six are owed"
+    assert given.lease_ends == {FIRST: {1: 1}}, "nothing yet: the six are owed"
     given.arrive(np.array([0, 3, 6, 9, 12]))
     assert given.extend(1, ready=0, missing=0) == 24
-    assert given.owed() == {0: 3, 1: 3} and given.slot_ends == {FIRST: 10}
+    assert given.owed() == {0: 3, 1: 3} and given.lease_ends == {FIRST: {1: 10}}
     given.arrive(np.array([1, 4, 7, 15]))
     assert given.extend(2, ready=0, missing=0) == 27
-    assert given.owed() == {0: 3, 1: 3} and given.slot_ends == {FIRST: 19}, "who answers more gets more"
+    assert given.owed() == {0: 3, 1: 3} and given.lease_ends == {FIRST: {1: 19}}, "who answers more gets more"
 
 
 def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_next_one() -> None:
     """Three searchers share twelve requests; that of 1, 4, 7 and 10 has answered 4 when it vanishes."""
     given = budget(CompletedRequests(), bound=0, searchers=1, prompts=12, slots=2)
-    given.attend({FIRST, SECOND})
+    given.attend({FIRST: 1, SECOND: 1})
     given.extend(0, ready=0, missing=0)
     assert given.owed() == {0: 4, 1: 4, 2: 4}
     given.arrive(np.array([4]))
-    given.attend({SECOND})
-    assert given.owed() == {0: 4, 2: 4} and FIRST not in given.slot_ends
+    given.attend({SECOND: 1})
+    assert given.owed() == {0: 4, 2: 4}
     assert given.overdue(0) == 8, "nobody waits for those that are lost"
     given.extend(0, ready=1, missing=0)
     assert given.owed() == {0: 6, 2: 5}, "eleven, with one in the buffer"
-    given.arrive(np.array([7]))  # sealed before it vanished
+    assert FIRST not in given.lease_ends
+    given.arrive(np.array([7]))  # sealed while its searcher was frozen and taken for dead
     assert given.owed() == {0: 6, 2: 5}
     given.arrive(np.array([2, 5, 8, 11, 14, 0, 3, 6, 9]))
-    given.attend({FIRST, SECOND})
+    given.attend({FIRST: 2, SECOND: 1})
     given.extend(5, ready=0, missing=0)
     assert given.owed() == {0: 4, 1: 4, 2: 4}
-    assert given.slot_ends[FIRST] == 19, "1 and 10, which it left, then 13 and 16"
+    assert given.lease_ends[FIRST] == {2: 19}, "1 and 10, which it left, then 13 and 16"
     given.arrive(np.array([0, 3, 6, 9, 12, 15, 18, 2, 5, 8, 11, 14, 17, 20]))
     assert given.overdue(4) == 0, "granted under the weights of step 5, it is not late"
+
+
+def test_a_slot_that_changed_hands_owes_nothing_until_it_is_granted_anew() -> None:
+    """The first holder's eight requests are not the second's, who comes before anybody saw the slot free."""
+    given = budget(CompletedRequests(), bound=1, searchers=0, prompts=4, slots=1)
+    given.attend({FIRST: 1})
+    given.extend(0, ready=0, missing=0)
+    assert given.owed() == {0: 8} and given.lease_ends == {FIRST: {1: 8}}
+    given.arrive(np.array([0, 2]))
+    given.attend({FIRST: 2})
+    assert not given.owed() and given.overdue(1) == 0 and given.has_searchers
+    given.extend(1, ready=2, missing=0)
+    assert given.owed() == {0: 6} and given.lease_ends == {FIRST: {2: 8}}, "1 and 3 to 7"
+    assert given.overdue(1) == 2 and given.overdue(2) == 6, "granted under weights 1"
 
 
 def test_a_grant_costs_the_same_with_many_searchers() -> None:
     """2,048 requests among 1,024 searchers and 256 slots; asking all for each took five seconds."""
     given = budget(CompletedRequests(), bound=3, searchers=1024, prompts=512, slots=256)
-    given.attend(range(FIRST, FIRST + 256))
+    given.attend(dict.fromkeys(range(FIRST, FIRST + 256), 1))
     began = time.process_time()
     given.extend(0, ready=0, missing=0)
     assert time.process_time() - began < 0.5
@@ -198,18 +218,17 @@ def test_a_second_answer_counts_for_nothing() -> None:
     """A frozen searcher and its slot's next one both answer 0; answers from before a restart do not count."""
     given = budget(CompletedRequests(), bound=0, searchers=0, prompts=3, slots=1)
     given.arrive(np.array([1]))  # begun before the trainer was started again
-    given.attend({FIRST})
+    given.attend({FIRST: 1})
     given.extend(0, ready=0, missing=0)
-    assert given.owed() == {0: 3} and given.slot_ends == {FIRST: 4}, "0, 2, 3"
+    assert given.owed() == {0: 3} and given.lease_ends == {FIRST: {1: 4}}, "0, 2, 3"
     for left in (2, 2, 2):
         given.arrive(np.array([0]))
         assert given.owed() == {0: left}
     given.arrive(np.array([5]))
-    assert given.owed() == {0: 1} and given.overdue(0) == 1, "2 or 3 was set aside"
+    assert given.owed() == {0: 2} and given.overdue(0) == 2, "an earlier searcher had begun 5"
     given.arrive(np.array([2, 3]))
-    assert not given.owed(), "neither was: an earlier searcher had answered 5"
     given.extend(1, ready=0, missing=0)
-    assert given.owed() == {0: 3} and given.slot_ends == {FIRST: 8}, "4, 6, 7"
+    assert given.owed() == {0: 3} and given.lease_ends == {FIRST: {1: 8}}, "4, 6, 7"
 
 
 @pytest.mark.parametrize("searchers", [0, 2])
@@ -221,10 +240,14 @@ def test_whoever_comes_and_goes_the_budget_is_spent_and_never_exceeded(searchers
     there, answered, ready = set[int](), set[int](), 0
     for version in range(90):
         there ^= {FIRST_ELASTIC + int(rng.integers(slots))} if rng.random() < 0.4 else set()
-        given.attend(there)
+        given.attend(dict.fromkeys(there, version // 7))
         end = given.extend(version, ready=ready, missing=0)
         ends = dict.fromkeys(range(searchers), end)
-        ends |= {searchers + who - FIRST_ELASTIC: at for who, at in given.slot_ends.items()}
+        ends |= {
+            searchers + who - FIRST_ELASTIC: at
+            for who, held in given.lease_ends.items()
+            for at in held.values()
+        }
         open_ = [r for place, until in ends.items() for r in range(place, until, places) if r not in answered]
         assert Counter(r % places for r in open_) == given.owed(), "what may be issued is what is owed"
         if ends:
@@ -240,13 +263,13 @@ def test_with_nobody_there_nothing_is_granted_until_somebody_comes() -> None:
     config = config_of(exchange={"max_staleness": 1}, launch={"searchers": 0, "elastic": 2})
     empty = Freshness(config, ReplayBuffer(config.buffer, 0))
     empty.begin(0, CompletedRequests())
-    empty.note_visitors(set)
-    assert empty.publication(0, evaluate=None, published=0.0).slot_ends == {}
+    empty.note_visitors(dict)
+    assert empty.publication(0, evaluate=None, published=0.0).lease_ends == {}
     assert empty.missing(0) == 2 and not empty.exhausted(0), "weights need not be published again and again"
-    empty.note_visitors(lambda: {SECOND})
+    empty.note_visitors(lambda: {SECOND: 3})
     assert empty.exhausted(0)
     told = empty.publication(0, evaluate=None, published=0.0)
-    assert [told.for_slot(who).budget_end for who in (FIRST, SECOND)] == [0, 9]  # 1, 3, 5, 7
+    assert [told.for_lease(who, 3).budget_end for who in (FIRST, SECOND)] == [0, 9]  # 1, 3, 5, 7
     assert not empty.exhausted(0)
     with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups.*add one: tba search"):
         empty.exclude_unresponsive(0, 12.0)

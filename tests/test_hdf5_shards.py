@@ -189,11 +189,21 @@ def test_age_is_that_of_the_oldest_unsealed_completion(run: RunDir) -> None:
     assert writer.age == 0.0
 
 
-def test_a_group_without_completions_leaves_no_trace(run: RunDir) -> None:
+@pytest.mark.parametrize("others", [[], [3, 5]])
+def test_a_request_of_a_group_without_completions_is_noted_as_set_aside(
+    run: RunDir, others: list[int]
+) -> None:
+    """Also in a shard of its own, or a searcher of which all is set aside would be waited for."""
     writer = ShardWriter(run, 0)
-    writer.append(*scored(0, 0, n=0))
-    assert len(writer) == 0 and writer.age == 0.0 and writer.seal() is None
-    assert run.shard_files() == {}
+    writer.append(*scored(4, 4, n=0))
+    for request_id in others:
+        writer.append(*scored(request_id, request_id))
+    assert writer.age > 0.0
+    sealed, (path,) = writer.seal(), run.shard_files().values()
+    assert sealed and sealed.set_aside == read_shard(path).set_aside == (4,)
+    assert read_shard(path).request_ids.tolist() == [*others, 4]
+    assert set(read_shard(path).trajectories.record["request_id"].tolist()) == set(others)
+    assert writer.age == 0.0 and writer.seal() is None
 
 
 def test_an_index_is_never_used_twice(run: RunDir) -> None:

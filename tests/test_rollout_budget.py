@@ -159,24 +159,8 @@ class Rewards(TabularTask):
 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_groups_set_aside_are_made_up_for(tmp_path: Path, limit: int | None) -> None:
-    """Every third; another prompt of the sequence takes the place, at once, in a queue as well."""
+    """Every third; another prompt of the sequence takes the place, in a queue as well."""
     assert go(bounded(tmp_path, limit=limit), Rewards(lambda number: number % 3 == 0)) == [0] * STEPS
-
-
-def test_what_was_set_aside_before_the_budget_fell_is_made_up_for_again(tmp_path: Path) -> None:
-    """A restarted trainer grants again both groups that this elastic searcher has set aside."""
-    config = bounded(tmp_path)
-    run = RunDir.create(config)
-    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, attempt="first", deadline=20))
-    searcher._set_aside = 2
-    searcher._set_budget(10)
-    assert [searcher._may_issue(request_id) for request_id in (9, 10, 11, 12)] == [True, True, True, False]
-    searcher._set_budget(0)
-    assert not searcher._may_issue(12), "nothing is granted"
-    searcher._set_budget(6)
-    assert [searcher._may_issue(request_id) for request_id in (12, 13, 14)] == [True, True, False]
-    searcher._set_budget(5)
-    assert searcher._may_issue(14)
 
 
 def test_where_all_are_set_aside_the_run_ends_with_a_sentence(tmp_path: Path) -> None:

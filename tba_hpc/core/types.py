@@ -332,7 +332,10 @@ class Trajectories:
 
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
-        """Pack the completions of one or more groups in order, each distinct prompt once. Uids are left 0."""
+        """Pack the completions of one or more groups in order, each distinct prompt once. Uids are left 0.
+
+        Groups may be empty.
+        """
         groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
         ref_logprobs = [row for one in scored for row in one.ref_logprobs]
@@ -352,8 +355,8 @@ class Trajectories:
             record=record,
             prompts=Ragged.from_rows([prompt.tokens for prompt in prompts.values()], np.int32),
             completions=Ragged.from_rows([one.tokens for one in completions], np.int32),
-            logprobs=np.concatenate([one.logprobs for one in completions], dtype=np.float32),
-            ref_logprobs=np.concatenate(ref_logprobs, dtype=np.float32),
+            logprobs=Ragged.from_rows([one.logprobs for one in completions], np.float32).values,
+            ref_logprobs=Ragged.from_rows(ref_logprobs, np.float32).values,
             **({"top_logprobs": np.concatenate(top)} if top else {}),
         )
 
@@ -551,14 +554,21 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 class Shard:
     """A sealed slice of a searcher's trajectories, number ``index``.
 
-    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. image: bytes of its file, if at hand.
+    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. set_aside: requests without a single
+    usable reward. image: bytes of its file, if at hand.
     """
 
     searcher: int
     index: int
     trajectories: Trajectories
     run: int = 0
+    set_aside: tuple[int, ...] = ()
     image: memoryview | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def request_ids(self) -> np.ndarray:
+        """Requests that it completes, int64: those that it answers in order, then those set aside."""
+        return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -634,9 +644,9 @@ class Publication:
 
     version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
     split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
-    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. slot_ends:
-    budget_end of each elastic searcher at work, by its number. final: whether these are the last weights of
-    the run.
+    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. lease_ends:
+    budget_end of each elastic searcher at work, by its number and lease. final: whether these are the last
+    weights of the run.
     """
 
     version: int
@@ -644,12 +654,12 @@ class Publication:
     evaluate: Split | None = None
     reference: int = 0
     budget_end: int | None = None
-    slot_ends: Mapping[int, int] = field(default_factory=dict, hash=False)
+    lease_ends: Mapping[int, Mapping[int, int]] = field(default_factory=dict, hash=False)
     final: bool = False
 
-    def for_slot(self, searcher: int) -> Publication:
-        """Return this for an elastic searcher: a budget, if there is one, then ends where its slot's does."""
-        end = None if self.budget_end is None else self.slot_ends.get(searcher, 0)
+    def for_lease(self, searcher: int, lease: int) -> Publication:
+        """Return this for an elastic searcher, with the end of its own budget; 0 if it was granted none."""
+        end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)
 
 

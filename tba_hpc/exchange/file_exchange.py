@@ -260,7 +260,7 @@ class FileTrainerExchange:
         cursors = dict(self._manifest.cursors)
         for shard in self._read_pending(cursors):
             self._arrived.append(shard)
-            self._completed.add(shard.trajectories.record["request_id"])
+            self._completed.add(shard.request_ids)
             cursors[shard.searcher] = shard.index + 1
         self._manifest = replace(self._manifest, cursors=cursors)
 
@@ -329,7 +329,9 @@ def _of_an_attempt_before(publication: Publication) -> Publication:
     """Reset fields that this attempt may have undone: evaluation, reference, budget and end of the run."""
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
-    return replace(publication, evaluate=None, reference=reference, budget_end=end, slot_ends={}, final=False)
+    return replace(
+        publication, evaluate=None, reference=reference, budget_end=end, lease_ends={}, final=False
+    )
 
 
 class FileSearcherExchange:
@@ -512,8 +514,9 @@ class FileSearcherExchange:
 class ElasticSearcherExchange(FileSearcherExchange):
     """The end of an elastic searcher. It stops for itself only, and outlives absences of the trainer.
 
-    timeout: seconds that the trainer may be away. leaving: tells whether this searcher is to leave. finished:
-    tells whether the run is finished. evaluates: tells whether this searcher is the one that evaluates.
+    lease: number of the lease of its slot. timeout: seconds that the trainer may be away. leaving: tells
+    whether this searcher is to leave. finished: tells whether the run is finished. evaluates: tells whether
+    this searcher is the one that evaluates.
     """
 
     _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
@@ -523,11 +526,13 @@ class ElasticSearcherExchange(FileSearcherExchange):
         folder: Path,
         searcher: int,
         *,
+        lease: int,
         timeout: float,
         leaving: Callable[[], bool],
         finished: Callable[[], bool],
         evaluates: Callable[[], bool],
     ) -> None:
+        self._lease = lease
         self._leaving = leaving
         self._finished = finished
         self._evaluates = evaluates
@@ -551,7 +556,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
             return None
         if split := update.publication.evaluate:
             self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
-        return replace(update, publication=update.publication.for_slot(self._searcher))
+        return replace(update, publication=update.publication.for_lease(self._searcher, self._lease))
 
     def still_wants(self, split: Split, version: int) -> bool:
         """Return whether the trainer that asked this searcher for an evaluation is still at work.

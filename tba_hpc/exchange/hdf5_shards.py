@@ -119,7 +119,8 @@ def with_image(shard: Shard) -> Shard:
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
     attributes |= {"run": shard.run} if shard.run else {}
-    return replace(shard, image=_encode("shard", attributes, trajectories.to_arrays()))
+    aside = {"set_aside": np.array(shard.set_aside)} if shard.set_aside else {}
+    return replace(shard, image=_encode("shard", attributes, trajectories.to_arrays() | aside))
 
 
 def read_shard(path: Path) -> Shard:
@@ -132,6 +133,7 @@ def parse_shard(path: Path, data: bytes) -> Shard:
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays - {"top_logprobs"}
     form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
+    form["set_aside"] = np.int64, 1
     wrong |= {n for n in form.keys() & arrays if (arrays[n].dtype, arrays[n].ndim) != form[n]}
     if wrong:
         raise AnotherVersionError(
@@ -141,7 +143,8 @@ def parse_shard(path: Path, data: bytes) -> Shard:
     try:
         trajectories = Trajectories.from_arrays(arrays)
         trajectories.check()
-        return Shard(attributes["searcher"], attributes["index"], trajectories, attributes["run"])
+        aside = tuple(arrays.get("set_aside", np.empty(0, np.int64)).tolist())
+        return Shard(attributes["searcher"], attributes["index"], trajectories, attributes["run"], aside)
     except ValueError as error:
         raise ShardError(f"{path}: {error}") from None
 
@@ -303,10 +306,8 @@ class ShardWriter:
         *,
         reference: int = 0,
     ) -> None:
-        """Add a ``ScoredGroup``. A group without completions is not recorded: a resume asks for it again."""
+        """Add a ``ScoredGroup``. Of a group without completions the request is noted as set aside."""
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
-        if not group.completions:
-            return
         if not self._open:
             self._since = self._clock()
         self._open.append(ScoredGroup(group, rewards, ref_logprobs, reference))
@@ -324,7 +325,8 @@ class ShardWriter:
         assert len(record) <= _MAX_ROWS, f"a shard holds at most {_MAX_ROWS} trajectories"
         record["uid"] = np.arange(len(record))
         record["uid"] += np.uint64(make_uid(self._searcher, self._index, 0))
-        shard = with_image(Shard(self._searcher, self._index, trajectories, self._identity))
+        aside = tuple(one.group.request.id for one in self._open if not one.group.completions)
+        shard = with_image(Shard(self._searcher, self._index, trajectories, self._identity, aside))
         path = self._run.shard_file(self._searcher, self._index)
 
         def write() -> None:

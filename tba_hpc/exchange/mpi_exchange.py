@@ -235,8 +235,8 @@ class MpiTrainerExchange:
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
         published = self._published if purpose is Purpose.PUBLISH else None
-        # HEADER has no room for slot_ends; elastic searchers read them from a manifest instead.
-        text = msgspec.json.encode(replace(published, slot_ends={})) if published else b""
+        # HEADER has no room for lease_ends; elastic searchers read them from a manifest instead.
+        text = msgspec.json.encode(replace(published, lease_ends={})) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,14 +20,14 @@ from typing import Self
 from tba_hpc.config import Config, ConfigError, LaunchSection
 from tba_hpc.core.ports import Task
 from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
-from tba_hpc.core.types import Request
+from tba_hpc.core.types import Request, Shard
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import insist, unless_away
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import Lease, Owner, clock, holders, note_ready, take_lease
+from tba_hpc.run.owners import Claim, Lease, clock, holders, note_ready, take_lease
 from tba_hpc.run.signals import StopFlag
 
 EVALUATOR = "evaluator"
@@ -84,30 +84,49 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class ElasticSearchers:
-    """Elastic searchers that hold a slot now; it looks at most every ELASTIC_CHECK_SECONDS."""
+    """Elastic searchers that hold a slot; it looks at most every ELASTIC_CHECK_SECONDS.
+
+    One that has left counts as at work until all that it sealed has been read, see ``reading``.
+    """
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
         self._looked = -ELASTIC_CHECK_SECONDS
-        self._there: dict[str, Owner] = {}
+        self._there: dict[str, Claim] = {}
+        self._unread: dict[int, int] = {}  # those that were ready when the last whole read began
 
     def anybody(self) -> bool:
         """Tell whether any elastic searcher holds a slot, even if its engine is still being built."""
         return bool(self._last())
 
-    def ready(self) -> set[int]:
-        """Return the numbers of the elastic searchers whose engines have loaded weights."""
-        return {self._names[name] for name, owner in self._last().items() if owner.ready}
+    def ready(self) -> dict[int, int]:
+        """Return the leases of the elastic searchers whose engines have loaded weights, by their numbers."""
+        return {**self._loaded(), **self._unread}
 
-    def _last(self) -> dict[str, Owner]:
+    def reading(
+        self, read: Callable[[Mapping[int, int]], Iterable[Shard]]
+    ) -> Callable[[Mapping[int, int]], Iterator[Shard]]:
+        """Make ``read``, which yields sealed shards, note who was at work before it looked for them."""
+
+        def noted(cursors: Mapping[int, int]) -> Iterator[Shard]:
+            ready = self._loaded()
+            yield from read(cursors)
+            self._unread = ready
+
+        return noted
+
+    def _loaded(self) -> dict[int, int]:
+        return {self._names[name]: claim.number for name, claim in self._last().items() if claim.owner.ready}
+
+    def _last(self) -> dict[str, Claim]:
         """Return the result of the last check that the file system answered."""
         if self._names and time.monotonic() - self._looked >= ELASTIC_CHECK_SECONDS:
             self._looked = time.monotonic()
             self._there = unless_away(self._look, otherwise=self._there)
         return self._there
 
-    def _look(self) -> dict[str, Owner]:
+    def _look(self) -> dict[str, Claim]:
         if not self._run.owners.is_dir():
             return {}
         return holders(self._run, self._names, now=clock(self._run))
@@ -158,11 +177,11 @@ class EvaluatorLease:
 
 @dataclass
 class ElasticStay:
-    """A stay of elastic searcher ``searcher`` at a run. stop_asked: tells whether to leave."""
+    """A stay of an elastic searcher at a run. stop_asked: tells whether to leave."""
 
     run: RunDir
     config: Config
-    searcher: int
+    slot: Slot
     metrics: MetricsWriter = field(kw_only=True)
     stop_asked: Callable[[], bool] = field(kw_only=True)
     _attempt: str = ""  # the trainer's attempt for which the config was read
@@ -173,7 +192,8 @@ class ElasticStay:
         self._evaluator = EvaluatorLease(self.run)
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
-            self.searcher,
+            self.slot.searcher,
+            lease=self.slot.lease,
             timeout=self.config.launch.elastic_seconds,
             leaving=lambda: self.stop_asked() or self._slotless,
             finished=lambda: self.run.finished,
@@ -190,7 +210,7 @@ class ElasticStay:
     @property
     def _slotless(self) -> bool:
         """True if the run was started again with fewer slots."""
-        return self.searcher not in self._launch().elastic_searchers
+        return self.slot.searcher not in self._launch().elastic_searchers
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
         """Yield the slot's requests without end, except those completed according to ``progress``.
@@ -199,7 +219,7 @@ class ElasticStay:
         requests differently, the slot's new requests follow, except those issued here or completed.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
-        stream = training_requests(self.config, task, self.searcher, known)
+        stream = training_requests(self.config, task, self.slot.searcher, known)
         issued = False
         while True:
             split = _split(self._launch())
@@ -209,7 +229,7 @@ class ElasticStay:
                 self._split = split
                 if issued:
                     known.unite(self.exchange.progress().completed)
-                stream = training_requests(self.config, task, self.searcher, known)
+                stream = training_requests(self.config, task, self.slot.searcher, known)
                 self._log("moved", searchers=self.config.launch.places)
             request = next(stream)
             known.add(request.id)
@@ -219,7 +239,7 @@ class ElasticStay:
     def note_ready(self) -> None:
         """Tell the trainer, once, that the engine has loaded weights, so that it counts on this searcher."""
         if not self._ready:
-            name, seconds = rank_name("searcher", self.searcher), self.config.launch.disk_seconds
+            name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             insist(lambda: note_ready(name), seconds=seconds)
             self._ready = True
 
@@ -246,7 +266,7 @@ class ElasticStay:
             self._log("left", why=self.why)
 
     def _log(self, event: str, **values: str | int) -> None:
-        place = self.config.launch.place_of(self.searcher)
+        place = self.config.launch.place_of(self.slot.searcher)
         self.metrics.log({"event": event, **values, "place": place})
 
 

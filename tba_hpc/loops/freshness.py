@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -47,17 +47,17 @@ class Freshness:
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
         """Return what to publish with the weights of ``step``; extend the budget by what they allow."""
-        end, slot_ends = None, dict[int, int]()
+        end, lease_ends = None, dict[int, dict[int, int]]()
         if self._budget:
             end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
-            slot_ends = self._budget.slot_ends
+            lease_ends = self._budget.lease_ends
         return Publication(
             version=step,
             published=published,
             evaluate=evaluate,
             reference=self.reference,
             budget_end=end,
-            slot_ends=slot_ends,
+            lease_ends=lease_ends,
             final=step >= self._config.train.steps,
         )
 
@@ -129,10 +129,10 @@ class Freshness:
             return False
         return self.missing(step) > self._owed.total()
 
-    def note_visitors(self, visitors: Callable[[], Collection[int]]) -> None:
+    def note_visitors(self, visitors: Callable[[], Mapping[int, int]]) -> None:
         """Share the budget among the run's own searchers and the elastic ones at work.
 
-        visitors: returns the numbers of these elastic searchers.
+        visitors: returns the leases of these elastic searchers, by their numbers.
         """
         if self._budget:
             self._budget.attend(visitors())
@@ -141,7 +141,7 @@ class Freshness:
         """Note a shard that arrives before ``step``; its searcher no longer owes these requests."""
         self._fed = step
         if self._budget:
-            self._budget.arrive(shard.trajectories.request_ids)
+            self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
         """Let others issue what is owed, after ``timeout`` seconds without a shard: a searcher may have died.
@@ -188,18 +188,20 @@ class Freshness:
 class RolloutBudget:
     """Requests that searchers may issue if staleness is bounded.
 
-    A request issued under weights v is used by step v + n if no more than (n + 1)·B requests wait to be
-    learned from by then (AReaL, arXiv 2505.24298, §5.1). So the run's own searchers may issue theirs before
-    ``end``, which is (v + n + 1)·B in a run without losses or elastic searchers. In place of lost requests
-    (duplicates, stale or repeated groups, those of excluded searchers) others are granted. Otherwise each
-    loss would leave searchers less far ahead.
+    Steps learn from the oldest groups first. None is too stale if, before each step s and for each version v,
+    at most (v + n + 1 − s)·B requests that were granted under weights up to v are still to be answered or to
+    be learned from (AReaL, arXiv 2505.24298, §5.1, for the newest v). ``extend`` grants no more than that,
+    and steps wait for ``overdue`` requests. Going on with the quick ones and dropping the rest would starve
+    long answers. So a request stays counted as long as its answer may come.
 
-    Each slot has an end of its own, which rises only while an elastic searcher is at work there. Requests
-    that this searcher leaves unanswered are granted again to the slot's next searcher. Until then as many
-    others are granted to the other searchers.
+    The run's own searchers may issue theirs before ``end``, which is (v + n + 1)·B in a run without losses or
+    elastic searchers. In place of requests that bring nothing to learn from (duplicates, groups set aside,
+    requests of excluded searchers) others are granted. Otherwise each loss would leave searchers less far
+    ahead.
 
-    If steps learn from the oldest first, none is too stale, since steps wait for ``overdue`` requests.
-    Going on with the quick ones and dropping the rest would starve long answers.
+    Each slot has an end of its own, under the lease of its holder, which alone may issue what was granted.
+    When the lease has gone, or changed, others may begin as many; the next holder begins with what is not
+    completed.
 
     completed: requests completed when the attempt begins.
     """
@@ -213,13 +215,11 @@ class RolloutBudget:
         self._own = range(config.launch.searchers)
         self._slots = range(config.launch.searchers, config.launch.places)
         self._ends = {self._own: 0, **{_only(slot): slot for slot in self._slots}}  # by places that share it
-        self._absent = set(self._slots)  # slots without a searcher at work
+        self._there = dict[int, int]()  # leases of the elastic searchers at work, by slot
+        self._granted = dict[int, int]()  # the same at the last grant
         self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._open: dict[int, int] = {}  # version at the grant by unanswered request, oldest first
-        self._ahead = set[int]()  # answered requests that are not granted yet
-        self._owed = Counter[int]()  # by place: open requests, less those ahead
-        self._set_aside = Counter[int]()  # by place: the most requests that were ever ahead at once
 
     @property
     def end(self) -> int:
@@ -227,27 +227,40 @@ class RolloutBudget:
         return self._ends[self._own]
 
     @property
-    def slot_ends(self) -> dict[int, int]:
-        """End of the requests of each elastic searcher at work, by its number."""
+    def lease_ends(self) -> dict[int, dict[int, int]]:
+        """End of the requests of each elastic searcher at the last grant, by its number and lease."""
         numbers = zip(self._slots, self._launch.elastic_searchers, strict=True)
-        return {number: self._ends[_only(slot)] for slot, number in numbers if slot not in self._absent}
+        return {
+            number: {self._granted[slot]: self._ends[_only(slot)]}
+            for slot, number in numbers
+            if slot in self._granted
+        }
 
     @property
     def has_searchers(self) -> bool:
         """True if there is a searcher to grant requests to."""
-        return len(self._idle) < self._launch.places
+        return not self._silent.issuperset([*self._own, *self._there])
 
     @property
     def _idle(self) -> set[int]:
         """Places from which no answer is expected."""
-        return self._silent | self._absent
+        return self._silent.union(slot for slot in self._slots if not self._holds(slot))
+
+    def _holds(self, slot: int) -> bool:
+        """Tell whether the searcher that was last granted a slot's requests is still there."""
+        return slot in self._there and self._granted.get(slot) == self._there[slot]
 
     def _place_of(self, request_id: int) -> int:
         return request_id % self._launch.places
 
-    def attend(self, searchers: Collection[int]) -> None:
-        """Note the numbers of the elastic searchers at work; one that has left owes nothing."""
-        self._absent = set(self._slots).difference(map(self._launch.place_of, searchers))
+    def attend(self, leases: Mapping[int, int]) -> None:
+        """Note the leases of the elastic searchers at work, by number; one that has left owes nothing.
+
+        All that the others have sealed must have been read before, or it may come too late.
+        """
+        there = {self._launch.place_of(number): lease for number, lease in leases.items()}
+        self._silent -= {slot for slot in self._slots if there.get(slot) != self._there.get(slot)}
+        self._there = there
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
         """Grant what the weights of ``step`` allow, and what is missing but not owed; return ``end``.
@@ -261,15 +274,10 @@ class RolloutBudget:
         while requests > 0 and debts:
             _, first, owed, busy, places = debts[0]
             request_id = self._next_request(places)
-            place = self._place_of(request_id)
-            if request_id in self._ahead:
-                self._ahead.discard(request_id)
-            else:
-                self._open[request_id] = step
-            self._owed[place] += 1
-            if place not in idle:
+            self._open[request_id] = step
+            if self._place_of(request_id) not in idle:
                 heapq.heapreplace(debts, ((owed + 1) / busy, first, owed + 1, busy, places))
-                requests -= self._owed[place] > 0
+                requests -= 1
         return self.end
 
     def _debts(self) -> list[tuple[float, int, int, int, range]]:
@@ -278,9 +286,9 @@ class RolloutBudget:
         An entry holds the requests owed per busy place, the first place, the requests owed, the number of
         busy places, and all of these places.
         """
-        idle, debts = self._idle, []
+        idle, all_owed, debts = self._idle, self.owed(), []
         for places in self._ends:
-            owed = [self._owed[place] for place in places if place not in idle]
+            owed = [all_owed[place] for place in places if place not in idle]
             if owed:
                 debts.append((sum(owed) / len(owed), places.start, sum(owed), len(owed), places))
         heapq.heapify(debts)
@@ -291,63 +299,42 @@ class RolloutBudget:
         while True:
             request_id = self._ends[places]
             self._ends[places] += self._launch.places if len(places) == 1 else 1
-            theirs = self._place_of(request_id) in places
-            if theirs and (request_id in self._ahead or request_id not in self._completed):
+            if self._place_of(request_id) in places and request_id not in self._completed:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Take back the requests that slots without a searcher owe.
-
-        A searcher that takes such a slot before this call still has the old end.
-        """
-        for request_id in [one for one in self._open if self._place_of(one) in self._absent]:
-            del self._open[request_id]
-            slot = _only(self._place_of(request_id))
-            self._ends[slot] = min(self._ends[slot], request_id)
-        self._ahead = {one for one in self._ahead if self._place_of(one) not in self._absent}
-        self._silent -= self._absent
-        for place in self._absent:
-            self._owed[place] = self._set_aside[place] = 0
+        """Take back what searchers that left were granted. The next holder of a slot begins at its start."""
+        gone = {slot for slot in self._slots if not self._holds(slot)}
+        kept = self._open.items()
+        self._open = {one: version for one, version in kept if self._place_of(one) not in gone}
+        self._ends.update({_only(slot): slot for slot in gone})
+        self._granted = self._there
 
     def overdue(self, step: int) -> int:
         """Count requests that ``step`` must wait for, so that later steps can learn from the rest in time.
 
         Steps up to v + n can learn from requests granted under weights v. So before ``step`` no more than
-        (v + n − step)·B requests that were granted by then may be open. A searcher's requests that were set
-        aside are taken to be its oldest.
+        (v + n − step)·B requests that were granted by then may be open.
         """
-        set_aside, idle = self._set_aside.copy(), self._idle
+        idle = self._idle
         found = overdue = 0
         for request_id, version in self._open.items():
-            place = self._place_of(request_id)
-            found += place not in idle and set_aside[place] <= 0
-            set_aside[place] -= 1
+            found += self._place_of(request_id) not in idle
             in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
             overdue = max(overdue, found - in_time)
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Note answered requests. A request that is not granted yet may stand in for one that was set aside.
-
-        Second answers do not count. Neither do answers to requests from before a searcher left or the attempt
-        began.
-        """
-        new = request_ids[~self._completed.among(request_ids)]
-        self._completed.add(new)
-        self._silent.difference_update(map(self._place_of, request_ids.tolist()))
-        for request_id in new.tolist():
-            place = self._place_of(request_id)
-            if self._open.pop(request_id, None) is None:
-                if self._owed[place] <= 0:
-                    continue
-                self._ahead.add(request_id)
-            self._owed[place] -= 1
-        self._set_aside |= Counter(map(self._place_of, self._ahead))
+        """Note requests that are completed: answered, or set aside. Those completed before do not count."""
+        self._completed.add(request_ids)
+        for request_id in request_ids.tolist():
+            self._silent.discard(self._place_of(request_id))
+            self._open.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
         """Count requests that may be issued and are not completed, by place; excluded places are left out."""
-        idle = self._idle
-        return +Counter({place: count for place, count in self._owed.items() if place not in idle})
+        idle, places = self._idle, map(self._place_of, self._open)
+        return Counter(place for place in places if place not in idle)
 
     def exclude(self, places: set[int], why: str) -> None:
         """Ignore these searchers until they deliver. Raises ExchangeError(``why``) if none is left."""

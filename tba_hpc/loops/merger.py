@@ -71,7 +71,7 @@ class Merger:
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
         """Merge a shard without the groups answered before; mark all of its requests as completed."""
         arrived = shard.trajectories
-        requests, kept = arrived.request_ids, arrived
+        requests, kept = shard.request_ids, arrived
         answered = requests[self.completed.among(requests)]
         self.completed.add(requests)
         if len(answered):

@@ -260,6 +260,9 @@ class Scorer:
         kept = [one for one in rewarded if one.rewards]
         rows = self._reference.logprobs_of([one.group for one in kept]) if kept else []
         sums = sum((one.sums for one in rewarded), Sums())
+        for one in rewarded:
+            if not one.rewards:
+                self._shards.append(one.group, [], [])
         for one, ref_logprobs in zip(kept, rows, strict=True):
             sums += self._store(one, ref_logprobs)
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING

@@ -5,6 +5,7 @@ It must not know how completions are generated, how shards travel, or how many r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,9 +47,7 @@ class Searcher:
     log_seconds: float = 1.0
     weights_in_use: Callable[[], None] = lambda: None
     _upcoming: Request | None = None
-    _budget_end: int | None = None  # id of the first request that may not be issued yet
-    _set_aside: int = 0  # groups without a single reward; another request may replace each
-    _ahead: list[int] = field(default_factory=list)  # requests issued beyond the budget as replacements
+    _budget_end: float = math.inf  # id of the first request that may not be issued yet
     _loaded: bool = False
     _ending: bool = False
     _awaited: Publication | None = None  # publication of the last weights, until they are in use
@@ -99,7 +98,8 @@ class Searcher:
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication
-        self._set_budget(publication.budget_end)
+        end = publication.budget_end
+        self._budget_end = math.inf if end is None else end
         self._ending = publication.final
         self.scorer.refer_to(publication.reference)
         if publication.evaluate is None:
@@ -123,32 +123,15 @@ class Searcher:
         if ending or self.exchange.pending >= self.pending_shards or self.scorer.full:
             return None
         self._upcoming = self._upcoming or next(self.requests, None)
-        if self._upcoming is None or not self._may_issue(self._upcoming.id):
+        if self._upcoming is None or self._upcoming.id >= self._budget_end:
             return None
         request, self._upcoming = self._upcoming, None
         return request
 
-    def _set_budget(self, end: int | None) -> None:
-        """Note the end of the budget. If it falls, requests set aside before are granted anew."""
-        if end is not None and end < (self._budget_end or 0):
-            self._ahead = []
-        self._budget_end = end
-
-    def _may_issue(self, request_id: int) -> bool:
-        """Tell whether the budget allows a request, possibly in place of a group that was set aside."""
-        end = self._budget_end
-        if end is None or request_id < end:
-            return True
-        self._ahead = [other for other in self._ahead if other >= end]
-        if end == 0 or len(self._ahead) == self._set_aside:
-            return False
-        self._ahead.append(request_id)
-        return True
-
     @property
     def _out_of_work(self) -> bool:
         """True if a bounded budget leaves the engine idle: the trainer must first take what there is."""
-        return self._budget_end is not None and not self.generator.in_flight
+        return self._budget_end < math.inf and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
         if self.generator.in_flight:
@@ -171,7 +154,6 @@ class Searcher:
         for scored in results:
             self._tally += scored.sums
             self._rejected += scored.sums.rejected
-            self._set_aside += scored.sums.asked - scored.sums.groups
             if shard := scored.shard:
                 # If the file is lost this proves that it was acknowledged; ``tba audit`` reads it.
                 self.metrics.log(

@@ -42,8 +42,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    visitors: returns the numbers of the elastic searchers at work. job_end: time of the job's end, unix
-    seconds.
+    visitors: returns the leases of the elastic searchers at work, by their numbers. job_end: time of the
+    job's end, unix seconds.
     """
 
     config: Config
@@ -58,7 +58,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
-    visitors: Callable[[], set[int]] = set
+    visitors: Callable[[], dict[int, int]] = dict
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of new completions, on the monotonic clock
 

@@ -66,7 +66,7 @@ class RunMonitor(RunData):
     def _find_elastic(self) -> dict[int, Owner]:
         names = {rank_name("searcher", index): index for index in self.config.launch.elastic_searchers}
         found = holders(self.run, names) if names else {}
-        return {names[name]: found[name] for name in sorted(found)}
+        return {names[name]: found[name].owner for name in sorted(found)}
 
     @property
     def attempt(self) -> Attempt | None:

@@ -171,7 +171,7 @@ FIELDS = {
     "sync": "version of the last weights published before the merge",
     "searcher, shard": "the shard's searcher and index",
     "trajectories, tokens": "how many the shard has (tokens of completions)",
-    "request_ids": "the requests that its groups answer: positions in the run's prompt sequence",
+    "request_ids": "the requests that it answers or sets aside: positions in the run's prompt sequence",
     "added, duplicates, evicted": "what the buffer did with them, as increments of buffer/…",
     "again, answered": "trajectories dropped since an earlier shard answered their request; these requests",
     "fault": "what is wrong",

@@ -211,18 +211,17 @@ def note_ready(name: str) -> None:
     write_atomic(mine, replace(_read(mine), ready=True).to_json())
 
 
-def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
-    """Map names to owners that gave a recent sign of life; those of this machine must also have a process.
+def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Claim]:
+    """Map names to claims whose owners gave a recent sign of life.
 
+    Owners on this machine must also have a process.
     now: unix seconds, by default this host's clock.
     """
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
     claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
     claims = [claim for claim in claims if not claim.owner.is_here or _exists(claim.owner)]
     now = time.time() if now is None else now
-    return {
-        claim.name: claim.owner for claim in claims if now - _last_sign(claim.file) < SILENT_OWNER_SECONDS
-    }
+    return {claim.name: claim for claim in claims if now - _last_sign(claim.file) < SILENT_OWNER_SECONDS}
 
 
 def end_if_superseded() -> None:

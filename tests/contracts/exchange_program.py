@@ -215,11 +215,11 @@ class SearcherSide:
 # --- Weights arrive bit-identical, the newest wins ---
 
 
-SLOTS = {1: 207, **dict.fromkeys(range(5000, 5100), 300)}
+LEASES = {1: {3: 207, 2: 100}, **{number: {1: 300} for number in range(5000, 5100)}}
 NEWEST = Publication(
-    version=4, published=1.7e9 + 1 / 3, reference=-1, budget_end=104, slot_ends=SLOTS, final=True
+    version=4, published=1.7e9 + 1 / 3, reference=-1, budget_end=104, lease_ends=LEASES, final=True
 )
-"""Arrives as it was sent, to the bit, but for slots. An elastic searcher's own end is that of its slot."""
+"""Arrives as it was sent, to the bit, but for leases. An elastic searcher's own end is that of its lease."""
 
 
 def weights_trainer(side: TrainerSide) -> None:
@@ -243,7 +243,7 @@ def weights_searcher(side: SearcherSide) -> None:
     side.wait("published-4")
     time.sleep(0.2)
     end = 207 if isinstance(side.exchange, ElasticSearcherExchange) else 104
-    assert replace(side.take().publication, slot_ends={}) == replace(NEWEST, slot_ends={}, budget_end=end)
+    assert replace(side.take().publication, lease_ends={}) == replace(NEWEST, lease_ends={}, budget_end=end)
     assert np.array_equal(first.data, weights_of(1)), "overwritten while somebody refers to them"
     side.wait_for_end()
 
@@ -427,6 +427,7 @@ def run_visitor(scenario: str, folder: Path) -> None:
     exchange = ElasticSearcherExchange(
         run.weights,
         1,
+        lease=3,
         timeout=PATIENCE,
         leaving=lambda: False,
         finished=lambda: True,

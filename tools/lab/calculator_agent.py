@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import urllib.request
+from typing import Any
 
 TURNS = 3
 TOOL = {
@@ -18,7 +19,7 @@ TOOL = {
 }
 
 
-def said(messages: list[dict[str, object]]) -> dict[str, object]:
+def said(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The model's next message."""
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
@@ -41,7 +42,7 @@ def calculate(arguments: str) -> str:
 def main() -> None:
     """One episode."""
     row = json.loads(sys.stdin.readline())
-    messages: list[dict[str, object]] = [{"role": "user", "content": row["prompt"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(TURNS):
         message = said(messages)
         calls = message.get("tool_calls") or []

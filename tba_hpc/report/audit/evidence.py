@@ -54,7 +54,7 @@ class ShardFile:
         elif not np.array_equal(found.record["uid"], uids):
             fault = "holds trajectories that were sealed elsewhere"
         size = ShardSize(len(found), len(found.completions.values))
-        return cls(fault, bool(fault), size, tuple(found.request_ids.tolist()))
+        return cls(fault, bool(fault), size, tuple(shard.request_ids.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
