@@ -44,6 +44,9 @@ def other(text): return 0
 def texts(completion): return "1"
 def few(completions): return [1.0]
 def last(completion): return float(completion[-1])
+def zipped(completions, prompt, **kwargs): return [float(a == b) for a, b in zip(completions, prompt)]
+def placed(completions, prompt, **kwargs): return [float(prompt[i] == "4") for i, _ in enumerate(completions)]
+def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in completions]
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -474,6 +477,18 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(own: Path) ->
     ):
         make(own, "own_rewards:texts").try_rewards()
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
+
+
+def test_a_function_written_for_trl_is_named_before_the_start(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes a field of the row for a list with one value for each completion, or a text for messages."""
+    with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; they are texts, and"):
+        make(own, "own_rewards:zipped").try_rewards()
+    for name in ("placed", "chatty"):
+        make(own, f"own_rewards:{name}").try_rewards()
+        assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
+    assert caplog.text.count("on empty completions: they are texts, and other arguments hold") == 2
 
 
 @pytest.mark.parametrize("name", ["right", "careful"])

@@ -36,6 +36,12 @@ log = logging.getLogger(__name__)
 TRIAL_SECONDS = 10.0
 """Longest time that the start of a run waits for a trial, s."""
 
+TRIAL_COMPLETIONS = 1000
+"""Limit of the number of empty completions of a trial."""
+
+ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
+"""What functions written for TRL take for granted otherwise."""
+
 Fields = Mapping[str, object]
 """A row of JSONL."""
 
@@ -95,13 +101,18 @@ class Function:
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Call the function once, on an empty completion, in a thread, as the scorer calls it.
+        """Call the function once, on empty completions, in a thread, as the scorer calls it.
+
+        They are more than a text of the row has characters: a function that takes a field for a list, with a
+        value for each completion, then fails or gives too few numbers.
 
         seconds: deadline of a call. If it is longer than TRIAL_SECONDS, a call that runs for that long brings
         only a warning. Raises ConfigError if the call passes its deadline, gives anything but a number, or
         handles signals, which only a main thread may.
         """
-        error, signals, where = _tried(lambda: self([(fields, "")]), min(seconds, TRIAL_SECONDS))
+        characters = [len(value) for value in self._fields(fields).values() if isinstance(value, str)]
+        several = 1 + min(max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
+        error, signals, where = _tried(lambda: self([(fields, "")] * several), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
                 f"{self._key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
@@ -119,6 +130,8 @@ class Function:
             )
         if isinstance(error, FileNotFoundError):
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
+        elif error and self._together and not isinstance(error, NoNumberError):
+            log.warning("%s raised %s on empty completions: %s", self._key, in_words(error), ONE_ROW)
         if isinstance(error, NoNumberError):  # any other error may be the empty text's fault
             raise ConfigError(f"{error}: give a number for each completion")
 
@@ -136,7 +149,9 @@ class Function:
         """Return the rewards of answers to one prompt."""
         given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
         if len(given) != len(answers):
-            raise NoNumberError(f"{self._key} gave {len(given)} numbers for {len(answers)} completions")
+            raise NoNumberError(
+                f"{self._key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
+            )
         return [self._number(reward) for reward in given]
 
     def _number(self, reward: object) -> float:
