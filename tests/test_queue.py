@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,7 +278,13 @@ WEATHERS = {
 }
 
 
-@pytest.mark.parametrize("weather", WEATHERS.values(), ids=WEATHERS)
+def weathers() -> list[Any]:
+    """The last, which has all faults, in ``make test``; the others in ``make nightly``."""
+    *others, worst = WEATHERS.values()
+    return [*(pytest.param(weather, marks=pytest.mark.nightly) for weather in others), worst]
+
+
+@pytest.mark.parametrize("weather", weathers(), ids=WEATHERS)
 @pytest.mark.parametrize("searchers", [0, 1])
 @pytest.mark.parametrize(("bound", "sync_every", "ticks_of"), [(0, 1, geometric), *FLOWS])
 def test_nor_if_elastic_searchers_come_and_vanish_and_groups_are_set_aside(

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 TRIAL_SECONDS = 10.0
 """Longest time that the start of a run waits for a trial, s."""
 
-TRIAL_COMPLETIONS = 1000
-"""Limit of the number of empty completions of a trial."""
+TRIAL_COMPLETIONS = 8
+"""Most empty completions of a trial, no more than most groups have: each may cost a judge's request."""
 
 ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
 """What functions written for TRL take for granted otherwise."""
@@ -103,15 +103,15 @@ class Function:
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once, on empty completions, in a thread, as the scorer calls it.
 
-        They are more than a text of the row has characters: a function that takes a field for a list, with a
-        value for each completion, then fails or gives too few numbers.
+        They outnumber the characters of the row's texts, up to TRIAL_COMPLETIONS: a function that takes a
+        short text for a list, with a value for each completion, then fails or gives too few numbers.
 
         seconds: deadline of a call. If it is longer than TRIAL_SECONDS, a call that runs for that long brings
         only a warning. Raises ConfigError if the call passes its deadline, gives anything but a number, or
         handles signals, which only a main thread may.
         """
         characters = [len(value) for value in self._fields(fields).values() if isinstance(value, str)]
-        several = 1 + min(max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
+        several = min(1 + max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
         error, signals, where = _tried(lambda: self([(fields, "")] * several), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
