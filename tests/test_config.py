@@ -190,6 +190,8 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
     [
         ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
+        ("max_prompt_length=256", "TRL's max_prompt_length is model.context_length here"),
+        ("logging_steps=10", "TRL's logging_steps is nothing here"),
         ("beta=0.1", "unknown config key 'beta': TRL's beta is train.beta here, and docs/coming-from.md"),
         (
             "train.num_generations=8",
@@ -227,7 +229,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "key 'train.learning_rate.peak' has the value 'fast', but input should be",
         ),
         *(
-            (f"train.beta={value}", f"train.beta={yaml.safe_load(value)} is not a schedule: set it to a num")
+            (f"train.beta={value}", f"train.beta={yaml.safe_load(value)} is not a schedule: leave it out, o")
             for value in (
                 "0",
                 "-1",

@@ -230,7 +230,22 @@ If a config has one of their keys, the error names ours, from these tables. Five
 - **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
   own; engines are not put to sleep.
 - **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
-  names."""
+  names.
+
+## Rewards and data
+A function of TRL needs three lines around it:
+```python
+# my_rewards.py, beside the config: reward: my_rewards:right
+from theirs import reward_func
+
+
+def right(completions, answer):
+    return reward_func(completions=completions, answer=[answer] * len(completions))
+```
+Our functions get one value of each column, since all completions belong to one row; TRL's get a list, with a
+value for each completion. Completions are texts, also of chat prompts: `completion[0]["content"]` is
+`completion`. Data are a JSONL file. A conversation is a list of messages in the column `prompt`, which ends
+with the user's, and needs `task.options.chat: true`."""
 
 
 def design_page() -> str:

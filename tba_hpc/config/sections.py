@@ -303,8 +303,8 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
     steps = [step for step, _ in points]
     if steps[:1] != [0] or steps != sorted(set(steps)) or not all(0 < it < math.inf for _, it in points):
         raise ValueError(
-            f"train.{info.field_name}={value} is not a schedule: set it to a number above 0, or to numbers "
-            "by step from 0 on, such as {0: 1.0, 128: 0.05}"
+            f"train.{info.field_name}={value} is not a schedule: leave it out, or set it to a number above "
+            "0, or to numbers by step from 0 on, such as {0: 1.0, 128: 0.05}"
         )
     return points
 
