@@ -238,6 +238,7 @@ A function of TRL needs three lines around it:
 # my_rewards.py, beside the config: reward: my_rewards:right
 from theirs import reward_func
 
+
 def right(completions, answer):
     return reward_func(completions=completions, answer=[answer] * len(completions))
 ```
