@@ -13,7 +13,7 @@ import numpy as np
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.packing import cut
-from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch, offsets_of
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
@@ -75,12 +75,10 @@ def plan(
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
 
-    sequences_N, longest_N = _sequences(batch)
-
-    def tokens(rows: np.ndarray) -> int:
-        if not share_prompts:
-            return int(sequences_N[rows].sum() * longest_N[rows].max())
+    def shared(rows: np.ndarray) -> int:
         return int(completion_N[rows].sum() + batch.prompt_length_N[np.unique(rows // size) * size].sum())
+
+    tokens = shared if share_prompts else _padded(batch)
 
     rows_BK = np.arange(len(batch)).reshape(-1, size)
     tokens_B = np.array([tokens(rows_K) for rows_K in rows_BK])
@@ -110,13 +108,12 @@ def plan(
     return parts + [Part(groups, (rows_BK[groups].ravel(),)) for groups in wholes]
 
 
-def _sequences(batch: TrajectoryBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many sequences each trajectory has, and the tokens of the longest of them, int64 [N]."""
-    if not batch.begin_T.any():
-        return np.ones(len(batch), np.int64), batch.length_N
+def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
+    """Return a function that counts the tokens of a rectangle of all sequences of some rows."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
-    first_N = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
-    return np.bincount(row), np.maximum.reduceat(sequences.lengths, first_N)
+    sequences_N = np.bincount(row)
+    longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])
+    return lambda rows: int(sequences_N[rows].sum() * longest_N[rows].max())
 
 
 def _packed(

@@ -212,9 +212,8 @@ def note_ready(name: str) -> None:
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Claim]:
-    """Map names to claims whose owners gave a recent sign of life.
+    """Map names to claims whose owners gave a recent sign of life; those of this machine must have a process.
 
-    Owners on this machine must also have a process.
     now: unix seconds, by default this host's clock.
     """
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()

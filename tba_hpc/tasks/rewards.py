@@ -40,7 +40,7 @@ TRIAL_COMPLETIONS = 8
 """Most empty completions of a trial, no more than most groups have: each may cost a judge's request."""
 
 ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
-"""What functions written for TRL take for granted otherwise."""
+"""Rule of our arguments, which functions written for TRL break."""
 
 Fields = Mapping[str, object]
 """A row of JSONL."""
