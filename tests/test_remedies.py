@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from lab import digits, remedies, replay_cost, second_task, staleness
-from lab.results import Spread
+from lab.results import Result, Spread, to_json
 from lab.runs import Options
 
 PROTOCOL = (Path(remedies.__file__).with_suffix(".md")).read_text()
@@ -24,17 +24,17 @@ def run(*ends: float) -> dict[str, object]:
 
 
 def test_a_row_compares_runs_of_one_seed() -> None:
-    tuned = {1.25e-4: 31.2, 2.5e-4: 40.0, 5e-4: 12.0}
     found = {
         staleness.TB: [run(0.5, 0.6, 0.7), run(0.2, 0.3, 0.4)],
         "TIS": [run(0.1, 0.2, 0.3), run(0, 0, 0.3)],
     }
-    ours = remedies.row(10, "TIS", tuned, found)
+    tuning, rates = remedies.in_words({1.25e-4: 31.2, 2.5e-4: 40.0, 5e-4: 12.0}), dict.fromkeys(found, 2.5e-4)
+    ours = remedies.row(10, "TIS", tuning, rates, found)
     assert (ours["age"], ours["rate"], ours["tuning, %"]) == ("10 to 19", "0.00025", "31, 40, 12")
     assert ours["pass@1, %"].values == pytest.approx([20, 10]) and ours["ESS"] == Spread([0.6, 0.6])
     assert ours["− TB"] == pytest.approx(-30)  # of −40 and −20: 12.706·10 on each side
     assert ours["95 %"] == "-157.1 … 97.1"
-    shipped = remedies.row(10, staleness.TB, tuned, found)
+    shipped = remedies.row(10, staleness.TB, tuning, rates, found)
     assert shipped["− TB"] is None and shipped["95 %"] is None
 
 
@@ -58,10 +58,15 @@ def test_the_protocol_is_what_runs(tmp_path: Path) -> None:
 
 
 def test_the_second_task_takes_the_two_best_the_worst_and_tb() -> None:
+    """From the JSON of the first comparison, whose rows of other lags do not count."""
     ends = dict(zip(remedies.ARMS, (0.5, 0.1, 0.6, 0.4, 0.3, 0.7, 0.2, 0.35), strict=True))
-    found = [{name: [run(end, end, end)] for name, end in ends.items()}] * 2
-    names = ["TB", "TB, equation 7", "TB, equation 7, centred", "TIS"]
-    assert second_task.chosen(found) == names
+    found, rates = {name: [run(end, end, end)] for name, end in ends.items()}, dict.fromkeys(ends, 2.5e-4)
+    rows = [remedies.row(lag, name, "1, 2, 3", rates, found) for lag in (10, 32) for name in ends]
+    other = {name: [run(1 - end, 1 - end, 1 - end)] for name, end in ends.items()}
+    rows += [remedies.row(1, name, "1, 2, 3", rates, other) for name in ends]
+    first = second_task.by_lag(to_json(Result(rows, []), "first", {}))
+    assert second_task.chosen(first) == ["TB", "TB, equation 7", "TB, equation 7, centred", "TIS"]
+    assert {lag: float(rows["TIS"]["rate"]) for lag, rows in first.items()} == {10: 2.5e-4, 32: 2.5e-4}
 
 
 def test_the_second_task_has_room_for_every_answer(tmp_path: Path) -> None:

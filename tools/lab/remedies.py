@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
@@ -69,41 +69,37 @@ class Remedies:
         rows, panels = {}, {}
         for lag in LAGS:
             tuned = self.tune(lag, options)
-            found = self.follow(lag, tuned, options)
-            rows[lag] = [row(lag, name, tuned[name, lag], found) for name in ARMS]
+            rates = {name: best_rate(tuned[name]) for name in ARMS}
+            found = self.follow(lag, rates, options)
+            rows[lag] = [row(lag, name, in_words(tuned[name]), rates, found) for name in ARMS]
             curves = {(name, lag): [run["curve"] for run in runs] for name, runs in found.items()}
             panels[lag] = panel("pass@1, validation, %", lag, ARMS, curves)
             log.print(*rows[lag], sep="\n", style="dim")
         return _in_order(rows, panels)
 
-    def tune(self, lag: int, options: Options) -> dict[Key, dict[float, float]]:
-        """Pass@1 at the end of a shorter run with the tuning seed, %, by arm and lag, then by rate."""
+    def tune(self, lag: int, options: Options) -> dict[str, dict[float, float]]:
+        """Pass@1 at the end of a shorter run with the tuning seed, %, by arm, then by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
-        keys = [(name, lag) for name in ARMS]
-        wanted = {(key, rate): run_of(key, rate, TUNING_SEED, steps) for key, rate in product(keys, RATES)}
+        wanted = {
+            (name, rate): run_of((name, lag), rate, TUNING_SEED, steps) for name, rate in product(ARMS, RATES)
+        }
         found = made(wanted, options)
-        return {key: {rate: end_of(found[key, rate]) for rate in RATES} for key in keys}
+        return {name: {rate: end_of(found[name, rate]) for rate in RATES} for name in ARMS}
 
     def follow(
-        self,
-        lag: int,
-        tuned: Mapping[Key, Mapping[float, float]],
-        options: Options,
-        *,
-        names: Collection[str] = tuple(ARMS),
-        task: tuple[str, ...] = (),
+        self, lag: int, rates: Mapping[str, float], options: Options, task: tuple[str, ...] = ()
     ) -> dict[str, list[Figures]]:
-        """Figures of the runs of the named arms at one lag, in the order of the seeds.
+        """Figures of the runs of the arms in ``rates`` at one lag, in the order of the seeds.
 
         task: overrides, for another task than that of the tuning.
         """
         steps = options.steps or STEPS
         wanted = {
-            (name, seed): run_of((name, lag), best_rate(tuned[name, lag]), seed, steps, task)
-            for seed, name in product(options.seeds, names)
+            (name, seed): run_of((name, lag), rates[name], seed, steps, task)
+            for seed, name in product(options.seeds, rates)
         }
         found = made(wanted, options)
-        return {name: [found[name, seed] for seed in options.seeds] for name in names}
+        return {name: [found[name, seed] for seed in options.seeds] for name in rates}
 
 
 def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] = ()) -> tuple[str, Run]:
@@ -121,20 +117,32 @@ def made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figur
     return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
 
 
-def row(lag: int, name: str, tuned: Mapping[float, float], found: Mapping[str, Sequence[Figures]]) -> Row:
-    """Row of the table for one arm at one lag."""
+def row(
+    lag: int, name: str, tuning: str, rates: Mapping[str, float], found: Mapping[str, Sequence[Figures]]
+) -> Row:
+    """Row of the table for one arm at one lag. tuning: its scores at the three rates."""
     ends, shipped = [end_of(run) for run in found[name]], [end_of(run) for run in found[TB]]
     pairs = None if name == TB or len(ends) < 2 else paired(ends, shipped)
     return {
-        "age": f"{lag} to {2 * lag - 1}" if lag > 1 else "1",
+        "age": age(lag),
         "arm": name,
-        "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
-        "rate": f"{best_rate(tuned):g}",
+        "tuning, %": tuning,
+        "rate": f"{rates[name]:g}",
         "pass@1, %": Spread(ends),
         "− TB": pairs and pairs[0],
         "95 %": pairs and "{:.1f} … {:.1f}".format(*pairs[1:]),
         "ESS": Spread([fmean(run["series"]["ess"]) for run in found[name]]),
     }
+
+
+def age(lag: int) -> str:
+    """Age of the data in steps."""
+    return f"{lag} to {2 * lag - 1}" if lag > 1 else "1"
+
+
+def in_words(tuned: Mapping[float, float]) -> str:
+    """The scores of the rates, in their order."""
+    return ", ".join(f"{score:.0f}" for score in tuned.values())
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from lab import digits, skill
-from lab.remedies import ARMS, RATES, REMEDIES, SEEDS, STEPS, row, run_of
-from lab.results import Result
+from lab import digits
+from lab.remedies import ARMS, RATES, REMEDIES, SEEDS, STEPS, age, row, run_of
+from lab.results import Result, from_json
 from lab.runs import Options
-from lab.staleness import TB, Figures, end_of, panel
+from lab.staleness import TB, panel
 from tba_hpc.config import Config
 
 LAGS = (10, 32)
 TASK = (f"model.path={digits.PATH}", "task.name=lab.digits:Digits", "generator.max_tokens=64")
+
+FIRST = Path(__file__).parent / "results/remedies.json"
+"""The first comparison, which chooses arms and rates."""
 
 
 class SecondTask:
@@ -27,24 +32,28 @@ class SecondTask:
         return {name: run_of((name, LAGS[0]), RATES[0], SEEDS[0], STEPS, TASK)[1].config() for name in ARMS}
 
     def measure(self, options: Options) -> Result:
-        """Choose the arms by the first comparison, which lies beside this one or is measured first."""
-        first = Options(options.folder.parent / "remedies", SEEDS)
-        skill.MODEL.make()
+        """Run the arms that the first comparison chose, at both lags."""
         digits.make()
-        tuned = {key: rates for lag in LAGS for key, rates in REMEDIES.tune(lag, first).items()}
-        names = chosen([REMEDIES.follow(lag, tuned, first) for lag in LAGS])
+        first = by_lag(FIRST.read_text())
         rows, panels = [], []
         for lag in LAGS:
-            found = REMEDIES.follow(lag, tuned, options, names=names, task=TASK)
-            rows += [row(lag, name, tuned[name, lag], found) for name in names]
+            rates = {name: float(first[lag][name]["rate"]) for name in chosen(first)}
+            found = REMEDIES.follow(lag, rates, options, TASK)
+            rows += [row(lag, name, first[lag][name]["tuning, %"], rates, found) for name in rates]
             curves = {(name, lag): [run["curve"] for run in runs] for name, runs in found.items()}
-            panels.append(panel("pass@1, validation, %", lag, names, curves))
+            panels.append(panel("pass@1, validation, %", lag, rates, curves))
         return Result(rows, panels, NOTES)
 
 
-def chosen(found: Sequence[Mapping[str, Sequence[Figures]]]) -> list[str]:
+def by_lag(text: str) -> dict[int, dict[str, Any]]:
+    """Rows of the first comparison, from its JSON, by lag and arm."""
+    rows = from_json(text)[0].rows
+    return {lag: {str(row["arm"]): row for row in rows if row["age"] == age(lag)} for lag in LAGS}
+
+
+def chosen(first: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """The two best arms and the worst, by mean pass@1 over lags and seeds, and TB."""
-    score = {name: fmean(end_of(run) for lag in found for run in lag[name]) for name in ARMS}
+    score = {name: fmean(rows[name]["pass@1, %"].mean for rows in first.values()) for name in ARMS}
     *_, worst = ranked = sorted(ARMS, key=score.__getitem__, reverse=True)
     return [name for name in ARMS if name in {*ranked[:2], worst, TB}]
 

@@ -190,7 +190,7 @@ def submit(
             file.chmod(0o644)  # jobs may be another user's
         model.chmod(0o755)
         of_model = [*QUICKSTART, f"model.path={model}"]
-    pairs = [*COMMON, *of_model, *settings, f"run.root={root}"]
+    pairs = [*COMMON, *of_model, *settings, f"run.root={root}", *options.set]
     sets = [word for pair in pairs for word in ("--set", pair)]
     job = _submitted(cluster, root, partition, "--config", str(config), *words, *sets)
     return RunDir.open(Path(job["run"])), int(job["job"])
@@ -226,6 +226,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--hosts", action="store_true", help="nodes share a network and a folder alone")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="settings")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
