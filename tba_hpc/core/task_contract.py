@@ -60,7 +60,7 @@ def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
 
 
 def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-    """Return ``task.rewards(…)``, perhaps not finite. Raises ConfigError unless there is one per completion."""
+    """Return ``task.rewards(…)``, finite or not. Raises ConfigError unless there is one per completion."""
     rewards = task.rewards(prompt, completions)
     numbers = _numbers(rewards, len(completions))
     if numbers is None:

@@ -82,7 +82,7 @@ def first_words(text: str) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """Return ``did you mean 'x'?`` with a similar valid name, if any; else ``otherwise`` or all valid names."""
+    """Return ``did you mean 'x'?`` if a valid name is similar; else ``otherwise`` or all valid names."""
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1)
     known = otherwise or f"valid are {', '.join(names) or 'none'}"
