@@ -430,7 +430,7 @@ def _follows_adapters(generator: VllmGenerator, lora: Lora, versions: tuple[int,
 
 def _refuses_others(generator: VllmGenerator, update: WeightUpdate) -> None:
     other = replace(update, layout=replace(update.layout, lora=LoraWeights("0" * 64, SCALE)))
-    assert "its model of it has other weights than the trainer's" in _refusal(generator, other)
+    assert "its model has other weights than the trainer's" in _refusal(generator, other)
     slots = tuple(replace(s, name=s.name.replace("layers.1.", "layers.9.")) for s in update.layout.slots)
     absent = replace(update, layout=replace(update.layout, slots=slots))
     assert "has no model.layers.9.self_attn.q_proj.weight, " in _refusal(generator, absent)

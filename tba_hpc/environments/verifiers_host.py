@@ -53,11 +53,11 @@ class Host(Client):
         """Obey the lines of the input until there are no more."""
         async with self.env.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
-                self._obey(**json.loads(line))
+                self._execute(**json.loads(line))
             for rollout in self._rollouts.values():
                 rollout.cancel()
 
-    def _obey(self, id: int, **order: Any) -> None:
+    def _execute(self, id: int, **order: Any) -> None:
         if "task" in order:
             self._rollouts[id] = asyncio.create_task(self._play(id, order["task"]))
         elif order and id in self._answers:

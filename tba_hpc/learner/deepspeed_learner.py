@@ -231,10 +231,10 @@ class DeepSpeedLearner:
         """Obey the leader until it closes the group. Raises ExchangeError if it is gone."""
         while (command := self._group.hear()).name != "close":
             with self._group.together():
-                self._obey(command, slot)
+                self._execute(command, slot)
         self._close()
 
-    def _obey(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
+    def _execute(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
         match command.name, *command.arguments:
             case "step", learning_rate, beta:
                 self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
