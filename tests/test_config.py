@@ -260,7 +260,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),
         ("generator.max_tokens=1024", "leaves no room for a prompt in model.context_length=1024: lower"),
         ("generator.min_tokens=513", "generator.min_tokens=513 is above generator.max_tokens=512: lower"),
-        ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2.0, 0.5] is no range"),
+        ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2.0, 0.5] is not a range"),
         ("buffer.capacity=10", "can never be reached with buffer.capacity=10"),
         (
             "buffer.capacity_per_prompt=3",
@@ -272,7 +272,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "replay_limit or reference=reset: raise it to at least 192",
         ),
         ("train.learning_rate.decay=[5, 1000]", "decay=[5, 1000] has no effect on a constant rate: leave it"),
-        ("train.learning_rate.decay=[5, 10]", "decay=[5, 10] is no decay after train.learning_rate.warmup_"),
+        ("train.learning_rate.decay=[5, 10]", "decay=[5, 10] must begin after train.learning_rate.warmup_"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
         ("launch.searchers=0", "launch.searchers=0 with launch.elastic=0 leaves no searcher: raise one"),
     ],

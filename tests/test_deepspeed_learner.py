@@ -662,7 +662,7 @@ def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> Non
     log_to(folder / f"log-{rank}")
     learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
     if rank == 0:
-        learner._group.tell(Command(command, (str(folder),)))
+        learner._group.send(Command(command, (str(folder),)))
         os._exit(9)
     learner.follow(lambda: np.empty(0, np.uint8))
 
@@ -671,12 +671,12 @@ def _die_or_hear(folder: Path, rank: int) -> None:
     log_to(folder / f"log-{rank}")
     group = TrainerGroup(folder / "store", rank=rank, ranks=2, deadline=60)
     if rank == 0:
-        group.tell(Command("step", (0.1, -1.5, 3, "text"), {"numbers": np.arange(3)}))
+        group.send(Command("step", (0.1, -1.5, 3, "text"), {"numbers": np.arange(3)}))
         os._exit(9)
-    heard = group.hear()
+    heard = group.receive()
     assert (heard.name, heard.arguments) == ("step", (0.1, -1.5, 3, "text"))
     np.testing.assert_array_equal(heard.arrays["numbers"], np.arange(3))
-    group.hear()
+    group.receive()
 
 
 # --- Micro-batches by tokens ---

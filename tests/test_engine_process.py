@@ -18,7 +18,7 @@ from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine import vllm_generator
-from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, is_final, remedy
+from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, is_permanent, remedy
 from tba_hpc.tasks.redteam import VICTIM_KEYS
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=5)
@@ -210,7 +210,7 @@ def test_an_engine_that_never_starts_in_one_and_the_same_way_is_given_up(made: l
     ],
 )
 def test_what_another_engine_may_not_meet_is_tried_again(failure: str, final: bool) -> None:
-    assert is_final(failure) == final
+    assert is_permanent(failure) == final
 
 
 @pytest.mark.parametrize("lacking", ["torch", "vllm"])
@@ -259,7 +259,7 @@ def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None
     assert broken.rebuilds == 0  # another one would end the same way
     misfit = make(made, misfit="took no new value for a.weight")
     misfit.load(weights(1, 0.0))
-    with pytest.raises(ConfigError, match=r"vLLM cannot follow .*=tiny: its model of it took no new value"):
+    with pytest.raises(ConfigError, match=r"vLLM cannot follow .*=tiny: its model took no new value"):
         until_ended(misfit)
     assert misfit.version == 0
 
@@ -297,7 +297,9 @@ def test_damaged_weights_end_the_searcher(made: list[VllmGenerator]) -> None:
     generator = make(made, graphs="FULL_AND_PIECEWISE")
     generator.load(weights(3, np.nan))
     generator.submit(request(7))
-    with pytest.raises(EngineError, match=r"^the weights of version 3 are damaged, a holds what is not a"):
+    with pytest.raises(
+        EngineError, match=r"^the weights of version 3 are damaged, a has values that are not"
+    ):
         until_ended(generator)
     assert generator.rebuilds == 0
 

@@ -366,7 +366,7 @@ def test_a_model_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> N
     lost = "model.layers.1.mlp.down_proj.weight"
     del weights[lost]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=f"lack {lost}, which would begin at random"):
+    with pytest.raises(ConfigError, match=f"lack {lost}, which would be random"):
         load_policy(str(folder), "float32")
 
 

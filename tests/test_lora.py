@@ -117,9 +117,9 @@ def test_beside_the_weights_it_computes_as_peft_does(folder: Path, dtype: str) -
     take(lora, values)
     before, expected = plain(tokens).logits, policy(tokens).logits
     adaptable, adapter = Adaptable(plain), Adapter.of(values.items(), lora.weights.scale)
-    adaptable.put_on(adapter)
+    adaptable.attach(adapter)
     assert torch.equal(plain(tokens).logits, expected) and not torch.equal(expected, before)
-    adaptable.put_on(None)
+    adaptable.attach(None)
     assert torch.equal(plain(tokens).logits, before)
     with torch.no_grad():
         for name, weight in plain.named_parameters():
@@ -221,7 +221,7 @@ def plain(folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tenso
     train = adapted(case, folder).train
     start = lora_of(load_policy(str(folder), "float32"), seed=0).adapter
     tensors = {name: value.detach().clone().requires_grad_() for name, value in start.items()}
-    Adaptable(model).put_on(Adapter.of(tensors.items(), SCALE))
+    Adaptable(model).attach(Adapter.of(tensors.items(), SCALE))
     optimizer = torch.optim.AdamW(
         tensors.values(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
     )
@@ -310,7 +310,7 @@ def test_an_export_holds_the_policy_merged_and_the_adapter(
     done = run(tmp_path / "run", adapted(ZERO_3, folder), [load, *REST, ("export", "export")])
     model, tokens = load_policy(str(folder), "float32"), torch.arange(3, 60)[None]
     before = model(tokens).logits
-    Adaptable(model).put_on(Adapter.of(done.weights("weights").items(), SCALE))
+    Adaptable(model).attach(Adapter.of(done.weights("weights").items(), SCALE))
     expected = model(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(done.folder / "export", dtype=torch.float32)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=0)
@@ -430,7 +430,7 @@ def _follows_adapters(generator: VllmGenerator, lora: Lora, versions: tuple[int,
 
 def _refuses_others(generator: VllmGenerator, update: WeightUpdate) -> None:
     other = replace(update, layout=replace(update.layout, lora=LoraWeights("0" * 64, SCALE)))
-    assert "its model of it has other weights than the trainer's" in _refusal(generator, other)
+    assert "its model has other weights than the trainer's" in _refusal(generator, other)
     slots = tuple(replace(s, name=s.name.replace("layers.1.", "layers.9.")) for s in update.layout.slots)
     absent = replace(update, layout=replace(update.layout, slots=slots))
     assert "has no model.layers.9.self_attn.q_proj.weight, " in _refusal(generator, absent)

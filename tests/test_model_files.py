@@ -50,7 +50,7 @@ def test_a_part_that_the_index_lists_is_missed(shards: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_of_git_lfs_is_no_file(model: Path, name: str) -> None:
     (model / name).write_text(POINTER)
-    assert fault(model) == f"holds {name}, a pointer of git LFS in the place of the file"
+    assert fault(model) == f"holds {name}, a git LFS pointer instead of the file"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_something_else_is_no_safetensors(model: Path) -> None:
 def test_the_check_before_a_run_refuses_it(model: Path) -> None:
     (model / "model.safetensors").write_text(POINTER)
     config = parse_config({"model": {"path": str(model)}, "task": {"name": "arithmetic"}})
-    sentence = "model holds model.safetensors, a pointer of git LFS .*: copy or download the model anew"
+    sentence = "model holds model.safetensors, a git LFS pointer .*: copy or download the model anew"
     with pytest.raises(ConfigError, match=sentence):
         check(config)

@@ -17,7 +17,7 @@ from tba_hpc.core import batch as batches
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
-from tba_hpc.learner.hf_reference import HfReference, visiting
+from tba_hpc.learner.hf_reference import HfReference, replaced_tensors
 
 RATE, BETA = 1e-3, 0.5
 SAMPLING = Sampling(1.0, 1.0, 24)
@@ -136,7 +136,7 @@ def test_a_model_that_visits_a_gpu_comes_home_as_it_was(tmp_path: Path) -> None:
 
     home, tokens = places(), torch.arange(3, 60)[None]
     expected = model(tokens).logits
-    with pytest.raises(ZeroDivisionError), visiting(model, torch.clone):
+    with pytest.raises(ZeroDivisionError), replaced_tensors(model, torch.clone):
         assert not home & places()
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
         assert torch.equal(model(tokens).logits, expected)

@@ -1,4 +1,4 @@
-"""Reads a config from YAML and ``--set`` overrides, with a one-sentence error for every kind of bad input."""
+"""Reads a config from YAML and ``--set`` overrides, and turns every bad input into a one-sentence error."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tba_hpc.config.variants import OWN, choices
 
 
 class ConfigError(ValueError):
-    """Raised for a configuration that cannot be run; the message is one sentence for the user."""
+    """Raised for any input that the user must change; the message is one sentence for the user."""
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply ``a.b=value`` overrides, and validate the result.
 
-    path: a file, or the name of a shipped config. Raises ConfigError with one sentence for a missing or
-    unreadable file, an unknown key (with the nearest valid name), a wrong type or an impossible combination.
+    path: a file, or the name of a shipped config. Raises ConfigError for an unreadable file, an unknown key
+    (suggesting a similar valid one), a wrong type or an impossible combination.
     """
     return parse_config(read_tree(path, "configs"), overrides)
 
 
 def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
-    """Read the keys of a YAML file, or of the shipped file of that name. Raises ConfigError."""
+    """Read the keys of a YAML file, or of the shipped file with that name. Raises ConfigError."""
     try:
         tree = read_yaml(shipped.find(path, kind).read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -66,14 +66,14 @@ def dump_config(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each dotted key that differs, in order of declaration; None if one lacks it."""
+    """Return (old, new) of differing values by dotted key, in declaration order; None if one is missing."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
 
 
 def may_change(key: str) -> bool:
-    """Tell whether a resume may give a dotted key, and all below it, another value; see ``MayChange``."""
+    """Return whether a resume may change a dotted key and everything below it; see ``MayChange``."""
     model: type[BaseModel] | None = Config
     for name in key.split("."):
         field = model.model_fields.get(name) if model else None
@@ -81,13 +81,13 @@ def may_change(key: str) -> bool:
             return True
         if field is not None:
             model = _section(field.annotation)
-        elif model is not RewardSection:  # rewards are several, by names of the user's choice
+        elif model is not RewardSection:  # the user chooses the names of rewards
             model = None
     return False
 
 
 def is_local(value: str) -> bool:
-    """Tell whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
+    """Return whether a value is a path on this machine, not a hub name such as ``org/model``."""
     return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
 
 
@@ -97,11 +97,11 @@ CHOICES = frozenset(
     for key, field in getattr(section.annotation, "model_fields", {}).items()
     if choices(field.annotation)
 )
-"""Keys whose value is chosen by name and has keys of its own."""
+"""Keys whose value is a variant, chosen by name, with keys of its own."""
 
 
 def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
-    """Raise ConfigError where a number is switched on or off, which pydantic takes for 1 or 0."""
+    """Raise ConfigError if a number is given as true or false, which pydantic would read as 1 or 0."""
     numbers = {key for key, value in flat(config.model_dump()).items() if type(value) in (int, float)}
     for key, value in flat(tree).items():
         if isinstance(value, bool) and key in numbers:
@@ -118,7 +118,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for section in sections:
         if section in CHOICES and isinstance(tree.get(section), str):
             tree[section] = {"name": tree[section]}
-        if tree.get(section) is None:  # a frozen config, too, has null for a section that is left out
+        if tree.get(section) is None:  # a frozen config has null for a section that was left out
             tree[section] = {}
         tree = tree[section]
         if not isinstance(tree, dict):
@@ -132,9 +132,10 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
-    """Explain a problem of a pydantic error in a sentence: value, rule, remedy. noun: whose keys.
+    """Explain a pydantic error in one sentence: value, rule, remedy.
 
-    It is the first unknown key, since another may be missing for it, or else the first problem.
+    noun: what the keys belong to. Only one problem is explained: the first unknown key, since a misspelt key
+    also makes another key seem missing, or else the first problem.
     """
     problems = error.errors()
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
@@ -163,7 +164,10 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 def _place(
     location: tuple[int | str, ...], model: type[BaseModel]
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the names that lead to a place below ``model``, less tags of choices, and its section."""
+    """Return the key's names on the way to a location of a pydantic error, and the section that holds it.
+
+    Tags of variants, which pydantic puts into locations, are left out.
+    """
     names: list[str] = []
     holder: type[BaseModel] | None = model
     below: type[BaseModel] | None = model
@@ -171,7 +175,7 @@ def _place(
     for part in parts:
         names.append(part)
         holder = below
-        if below is not None and part in below.model_fields:  # else it is a name among several
+        if below is not None and part in below.model_fields:  # else the user chose the name
             annotation = below.model_fields[part].annotation
             among = choices(annotation)
             below = among.get(next(parts, "")) if among else _section(annotation)
@@ -180,7 +184,7 @@ def _place(
 
 @functools.cache
 def elsewhere() -> dict[str, dict[str, Any]]:
-    """Return what ``elsewhere.yaml`` says, by system; ``keys`` lists (their key, our key, what differs)."""
+    """Return ``elsewhere.yaml`` by system; ``keys`` holds triples (their key, our key, difference)."""
     found: dict[str, dict[str, Any]] = read_yaml(
         Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")
     )
@@ -188,7 +192,7 @@ def elsewhere() -> dict[str, dict[str, Any]]:
 
 
 def _foreign(problems: Sequence[ErrorDetails]) -> str:
-    """Return the end of an error that names our keys for all unknown ones that another system has."""
+    """Return the end of an error: the equivalents of all unknown keys that another system has."""
     ours: dict[str, list[str]] = {}
     for problem in problems:
         if problem["type"] == "extra_forbidden":
@@ -199,9 +203,9 @@ def _foreign(problems: Sequence[ErrorDetails]) -> str:
 
 
 def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
-    """Return a system that has an unknown key, and for each of its keys there which one is ours; or nothing.
+    """Return another system that has an unknown key, with phrases that name our keys; {} if there is none.
 
-    names: path of the unknown key. value: its value, whose keys are looked up, too.
+    names: path of the unknown key. value: its value; keys within it are looked up, too.
     """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
@@ -216,7 +220,7 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
-    """Suggest the name in ``section`` closest to the last of ``names``, or list all that are valid."""
+    """Suggest the name in ``section`` that is closest to the last of ``names``, or list all valid names."""
     if section is None:
         return ""
     valid = list(section.model_fields)
@@ -229,6 +233,6 @@ def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the model among the types of a field, such as Container in ``Container | None``, if any."""
+    """Return the pydantic model in a field's annotation, such as Container in ``Container | None``."""
     types = [annotation, *get_args(annotation)]
     return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -1,7 +1,7 @@
-"""YAML as in configs and site files, and the paths in them.
+"""The dialect of YAML in configs and site files, and the paths in them.
 
-Unlike in PyYAML, a number needs no decimal point (``1e-2``), and none is read in base 8 or 60 (``010``,
-``1:30``). Dates are texts, and a key may not occur twice in a mapping.
+It differs from PyYAML's: ``1e-2`` is a number, numbers in base 8 (``010``) or 60 (``1:30``) are refused,
+dates are strings, and a mapping may not repeat a key.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import yaml
 from pydantic import AfterValidator
 
 _NUMBER = "!number"
-"""YAML tag of numbers that PyYAML would read as text."""
+"""YAML tag of numbers that PyYAML would read as strings."""
 
 _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""Pattern of such numbers."""
+"""Pattern of numbers that PyYAML would read as strings, such as ``1e-2``."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
-"""Beginning of a number that YAML 1.1 reads in base 8 or 60."""
+"""First characters of a number that YAML 1.1 reads in base 8 or 60."""
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads numbers without a point, and refuses those in base 8 or 60, and a key given twice."""
+    """Loader of the dialect that the module describes."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Make a mapping's node as the base class does. Raises YAMLError if a key is given twice."""
+        """Raise YAMLError if a mapping repeats a key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, object], int] = {}
         for key, _ in node.value:
@@ -42,17 +42,17 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes texts that would be read as numbers."""
+    """Dumper that quotes strings that ``_Loader`` would read as numbers."""
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Read a number; a whole number becomes an int, which is valid for keys of either type."""
+    """Read a number such as ``1e3``. A whole number becomes an int, which float keys accept, too."""
     number = float(loader.construct_scalar(node).replace("_", ""))
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """A number as YAML 1.1 reads it, which must be as people read it. Raises YAMLError."""
+    """Read a number as YAML 1.1 does. Raises YAMLError if that means base 8 or 60."""
     read = loader.construct_yaml_int if node.tag.endswith("int") else loader.construct_yaml_float
     number: int | float = read(node)
     if _OTHER_BASE.match(node.value):
@@ -86,9 +86,9 @@ def write_yaml(value: object, **options: Any) -> str:
 
 
 def expanded(path: str) -> str:
-    """Replace ``~`` and ``$NAME`` in a path, but leave a path with a ``$`` that exists as it stands.
+    """Replace ``~`` and ``$NAME`` in a path, unless the path exists with a literal ``$``.
 
-    Raises ValueError for a user without a home, or a variable that is unset or empty.
+    Raises ValueError if a user has no home, or if a variable is unset or empty.
     """
     if not path.startswith("~") and ("$" not in path or os.path.lexists(path)):
         return path
@@ -105,4 +105,4 @@ def expanded(path: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(expanded)]
-"""A path, or another name, that a user gives."""
+"""A path given by the user, with ``~`` and ``$NAME`` expanded; or a hub name, unchanged."""

@@ -1,6 +1,6 @@
-"""Rules on combinations of keys, each with its sentence: value, rule, remedy. Imports no heavy library.
+"""Rules on combinations of keys, each with an error sentence: value, rule, remedy. Imports no heavy library.
 
-The types and ranges of single keys are in the sections.
+``sections`` has the types and ranges of single keys.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ OWN_ENGINE_ARGUMENTS = {
     "logprobs_mode": "the learner needs the policy's own log-probabilities, so leave it out",
     "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
 }
-"""Arguments of vLLM that generator.engine may not hold, with what to do instead, or the reason."""
+"""Arguments of vLLM that generator.engine must not contain, each with a remedy or the reason."""
 
 SECRET = re.compile(r"hf_token|auth_token|api_key|access_key|secret|password")
-"""Parts of the names of arguments whose texts a run must neither keep nor show."""
+"""Pattern in names of arguments that hold secrets, which a run must neither store nor show."""
 
 OWN_DEEPSPEED_SETTINGS = {
     "train_batch_size": "train.prompts_per_step and train.completions_per_prompt",
@@ -63,7 +63,7 @@ OWN_DEEPSPEED_SETTINGS = {
     "checkpoint": "the learner, which writes its own checkpoints",
     "zero_optimization.stage": "train.zero_stage",
 }
-"""Settings of DeepSpeed, or sections of them, that train.deepspeed may not hold, with what decides them."""
+"""DeepSpeed settings that train.deepspeed must not contain, each with what decides it instead."""
 
 DEEPSPEED_SETTINGS = (
     *("zero_optimization", "aio", "activation_checkpointing", "communication_data_type", "compile"),
@@ -71,15 +71,15 @@ DEEPSPEED_SETTINGS = (
     *("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown", "timers", "dump_state"),
     *("steps_per_print", "log_level", "disable_python_gc", "tensorboard", "csv_monitor", "wandb", "comet"),
 )
-"""Top-level settings of DeepSpeed that train.deepspeed may hold; DeepSpeed ignores what it does not know."""
+"""Top-level settings that train.deepspeed may contain. DeepSpeed would silently ignore any other."""
 
 UNTEMPERED = ((0, 1.0),)
 
 
 def check(config: Config) -> None:
-    """Raise ValueError with the sentence of the first rule that the config breaks, if any.
+    """Raise ValueError with the sentence of the first rule that the config breaks.
 
-    {key} in a rule's sentence stands for the key with its value, such as train.steps=5.
+    A placeholder {train.steps} in a sentence becomes the key with its value, train.steps=5.
     """
 
     def setting(match: re.Match[str]) -> str:
@@ -101,7 +101,7 @@ def check(config: Config) -> None:
 def _of_sampling(config: Config) -> Iterator[str]:
     generator, objective = config.generator, config.train.objective
     if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
-        yield "{generator.tempered_range} is no range: give the lower temperature first, above 0"
+        yield "{generator.tempered_range} is not a range: give the lower temperature first, above 0"
     if generator.min_tokens > generator.max_tokens:
         yield "{generator.min_tokens} is above {generator.max_tokens}: lower the first or raise the second"
     if generator.max_tokens >= config.model.context_length:
@@ -122,7 +122,7 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield an error for each setting by which samples do not follow the recorded log-probabilities."""
+    """Yield an error for each setting that makes samples deviate from the recorded log-probabilities."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return
@@ -170,14 +170,14 @@ def _of_the_loss(config: Config) -> Iterator[str]:
 def _of_steps(config: Config) -> Iterator[str]:
     if config.model.compile and config.train.zero_stage == 3:
         yield (
-            "{model.compile} cannot be with {train.zero_stage}, whose weights come layer by layer: leave the "
-            "first out, or set the second to 1 or 2"
+            "{model.compile} cannot be combined with {train.zero_stage}, which gathers weights layer by "
+            "layer: leave out the first, or set the second to 1 or 2"
         )
     train, rate = config.train, config.train.learning_rate
     if rate.decay is not None and not rate.warmup_steps <= rate.decay[0] < rate.decay[1] >= train.steps:
         yield (
-            "{train.learning_rate.decay} is no decay after {train.learning_rate.warmup_steps} that lasts to "
-            "{train.steps} or beyond: give its first and last step, or leave it out"
+            "{train.learning_rate.decay} must begin after {train.learning_rate.warmup_steps} and last at "
+            "least to {train.steps}: give its first and last step, or leave it out"
         )
     if rate.decay is not None and rate.schedule == "constant":
         yield (
@@ -240,7 +240,7 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
-    """Return ``engine``. Raises ValueError if it holds an argument that another key sets, or a secret."""
+    """Return ``engine``. Raises ValueError if it contains a secret or an argument that another key sets."""
     for name in OWN_ENGINE_ARGUMENTS.keys() & engine:
         given, instead = value_text(engine[name]), OWN_ENGINE_ARGUMENTS[name]
         raise ValueError(f"generator.engine.{name}={given} cannot be passed on to vLLM: {instead}")
@@ -254,7 +254,7 @@ def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``settings``. Raises ValueError for one that another key decides, or that is not known."""
+    """Return ``settings``. Raises ValueError for an unknown setting or one that another key decides."""
     for key in flat(settings):
         for name, owner in OWN_DEEPSPEED_SETTINGS.items():
             if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
@@ -273,11 +273,11 @@ OF_REWARD = {
     "url": ("model", "prompt", "key_variable", "seconds", "concurrency"),
     "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
 }
-"""Kinds of rewards, each with the keys that it takes besides weight."""
+"""Kinds of rewards, each with the keys that it accepts besides weight."""
 
 
 def check_reward(reward: RewardSection) -> None:
-    """Raise ValueError if a reward is not of exactly one kind, or has another kind's keys or a bad value."""
+    """Raise ValueError unless a reward is of exactly one kind, with valid keys and values of this kind."""
     for sentence in _of_a_reward(reward):
         raise ValueError(sentence)
 
@@ -285,7 +285,7 @@ def check_reward(reward: RewardSection) -> None:
 def _of_a_reward(reward: RewardSection) -> Iterator[str]:
     kinds = [kind for kind in OF_REWARD if getattr(reward, kind) is not None]
     if len(kinds) != 1:
-        found = f"names {' and '.join(kinds)}" if kinds else "names nothing that gives it"
+        found = f"has {' and '.join(kinds)}" if kinds else "has no source"
         yield f"a reward of task.reward {found}: set one of function, url and program"
     known = {*kinds, "weight", *OF_REWARD[kinds[0]]}
     for key, field in type(reward).model_fields.items():
@@ -293,12 +293,12 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
             yield f"{key}={value} of a reward by {kinds[0]} would be ignored: leave it out"
     if reward.function is not None and not all(reward.function.partition(":")):
         yield (
-            f"{reward.function!r} of task.reward is no function: write it as module:function, such as "
+            f"{reward.function!r} of task.reward is not a function: write it as module:function, such as "
             "my_rewards:short"
         )
     scheme, _, rest = (reward.url or "http://_").partition("://")
     if scheme not in ("http", "https") or not rest:
-        yield f"{reward.url!r} of task.reward is no address: begin it with http:// or https://"
+        yield f"{reward.url!r} of task.reward is not an address: begin it with http:// or https://"
     port = re.search(r":(\d+)$", rest.partition("/")[0])
     if port and not 0 < int(port[1]) < 1 << 16:
         yield f"{reward.url!r} of task.reward has the port {port[1]}: ports go from 1 to 65535"
@@ -310,13 +310,13 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
     asks = reward.prompt is not None and "{completion}" in reward.prompt
     if (reward.model is not None) != asks or (reward.prompt is not None) != asks:
         yield (
-            "a chat judge needs model and prompt of task.reward, and the prompt a place for the answer: "
-            "write {completion} there"
+            "a chat judge needs model and prompt of task.reward: give both, with {completion} in the prompt "
+            "where the answer goes"
         )
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts into values by dotted key."""
+    """Flatten nested dicts into one dict by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -324,6 +324,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as text that ``--set`` takes."""
+    """Format a value as ``--set`` accepts it."""
     plain = list(value) if isinstance(value, tuple) else value
     return write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

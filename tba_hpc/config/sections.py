@@ -48,31 +48,31 @@ T = TypeVar("T")
 MAY_CHANGE = "may change"
 
 MayChange = Annotated[T, MAY_CHANGE]
-"""Type of a key that a resume may change: how long, where and with what a run goes on, not what it learns."""
-
+"""Type of a key that a resume may change, because it does not change what the run learns."""
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 """Name of an environment variable."""
 
 
 class NotifySection(Section):
-    """Reports of a run, one line each: starts, alerts, silence and end; see ``tba watch``."""
+    """One-line messages about a run's starts, alerts, silence and end; see ``tba watch``."""
 
     command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
     """Command that runs for each message, without a shell. The message is its last argument; the variable
     TBA_EVENT is start, alert, silence or end."""
     webhook_variable: MayChange[Variable | None] = None
-    """Environment variable that holds the address of a webhook, such as one of Slack or Mattermost. Each
-    message is sent to it as a POST of {"text": message}. The address is a secret and never stored."""
+    """Environment variable that holds the address of a webhook, for example of Slack or Mattermost. Each
+    message is sent as a POST of {"text": message}. The address is a secret and is never stored."""
     heartbeat_variable: MayChange[Variable | None] = None
-    """Environment variable that holds an address of a service such as healthchecks.io, which the run requests
-    (GET) while it is at work. The service raises the alarm if requests cease: a dead node cannot report."""
+    """Environment variable that holds an address of a monitoring service such as healthchecks.io. The run
+    requests it (GET) while it works. The service raises an alarm when requests stop, which a dead node cannot
+    do itself."""
     heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
-    """Pause between two requests of the heartbeat's address, s."""
+    """Pause between two heartbeat requests, s."""
 
     @property
     def wanted(self) -> bool:
-        """True if the run reports to anybody."""
+        """True if messages or heartbeats are sent anywhere."""
         return bool(self.command or self.webhook_variable or self.heartbeat_variable)
 
 
@@ -84,20 +84,20 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, sampling and replay."""
     notify: MayChange[NotifySection] = NotifySection()
-    """Reports of what becomes of the run, to a command, a webhook or a heartbeat."""
+    """Messages about the run to a command or webhook, and heartbeats."""
 
 
 class LoraSection(Section):
-    """LoRA: train, publish and checkpoint adapters s·B·A, s = alpha/rank, beside frozen weights. No dropout:
-    the learner's log-probabilities must be the sampler's."""
+    """LoRA: train, publish and checkpoint adapters (alpha/rank)·B·A, with frozen weights. There is no
+    dropout, because the learner's log-probabilities must equal the sampler's."""
 
     rank: Count = 16
-    """r: rows of A, columns of B."""
+    """r, the number of rows of A and of columns of B."""
     alpha: Positive = 32.0
-    """α: the adapter is scaled by alpha/rank."""
+    """α; the adapter is scaled by alpha/rank."""
     targets: tuple[Text, ...] | None = Field(None, min_length=1)
-    """Linear layers that get an adapter, by name or end of path, such as q_proj or self_attn.q_proj. null:
-    all but the output layer."""
+    """Linear layers that get an adapter, by name or by the end of their path, such as q_proj or
+    self_attn.q_proj. null: all but the output layer."""
 
 
 class ModelSection(Section):
@@ -105,24 +105,25 @@ class ModelSection(Section):
     """Folder or hub name of the initial policy, which is also the reference; or your own ``module:Class``
     (see tba_hpc.core.ports.Backend)."""
     dtype: Dtype = "bfloat16"
-    """Dtype of the weights in training, exchange and engines (master weights are float32)."""
+    """Dtype of the weights in training, exchange and engines. The optimizer's master weights are float32."""
     context_length: int = Field(1024, ge=2)
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T in softmax(logits/T), for all log-probabilities. If unset: generator.temperature for objectives that
-    need samples of the policy they train (oapl and the policy gradients) and with score_centering, else 1."""
+    """T in softmax(logits/T), for all log-probabilities. If unset, it is generator.temperature with
+    score_centering and for objectives that need samples of the policy they train (oapl and the policy
+    gradients), else 1."""
     fp32_head: bool = True
-    """Compute bfloat16 models' logits in float32 in learner, reference and engine, so that their
+    """Compute logits of bfloat16 models in float32 in learner, reference and engine, so that their
     log-probabilities agree more closely."""
     compile: MayChange[bool | None] = None
-    """Let torch compile the layers of policy and reference into fewer, larger kernels, which takes some
+    """Compile the layers of policy and reference with torch into fewer, larger kernels, which takes some
     seconds at the first step. null: only on GPUs, and not with ZeRO-3, which does not allow it."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
     @property
     def policy_temperature(self) -> float:
-        """Temperature T of the policy: ``logprob_temperature``, or 1 if none is given."""
+        """Temperature T of the policy: ``logprob_temperature``, or 1 if it is unset."""
         return self.logprob_temperature or 1.0
 
 
@@ -130,24 +131,26 @@ class RewardSection(Section):
     """One of a task's rewards: your function, a judge behind a URL, or a program."""
 
     function: str | None = None
-    """Your own ``module:function``, beside the config, in the working directory, or installed;
-    tba_hpc.tasks.rewards describes its arguments."""
+    """Your own ``module:function``. The module lies beside the config or in the working directory, or is
+    installed; tba_hpc.tasks.rewards describes the arguments."""
     url: MayChange[str | None] = None
-    """Address of a judge, which gets a JSON POST per completion. With ``model``: an OpenAI-style chat
+    """Address of a judge, which receives a JSON POST per completion. With ``model``: an OpenAI-style chat
     endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command that runs once per completion, without a shell. ``python`` is the run's interpreter, and files
-    are looked up like functions. Its resources are limited, but not its access (docs/own-task.md)."""
+    are looked up like modules. The program's resources are limited, but not its access to files and network
+    (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
     model: str | None = None
     """Model name of a chat judge. The last number in its reply is the reward; 8/10 counts as 8."""
     prompt: str | None = None
-    """Prompt of a chat judge, with {completion}, and with {field} for a field of the row."""
+    """Prompt of a chat judge. It contains {completion}; {name} is replaced by the prompt row's field of that
+    name."""
     key_variable: Variable | None = None
-    """Environment variable that holds the judge's key; the key is never stored."""
+    """Environment variable that holds the judge's API key, which is never stored."""
     seconds: MayChange[Positive] = 30.0
-    """Timeout of a judge request or a program run, s."""
+    """Time limit of a judge's request or a program, s."""
     concurrency: MayChange[Count] = 8
     """Concurrent requests or programs per searcher."""
     memory_mb: int = Field(1024, ge=16)
@@ -165,22 +168,22 @@ class TaskSection(Section):
     name: str = "gsm8k"
     """A built-in task, or your own ``module:Class``, looked up like reward functions."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
-    """Rewards of the tasks jsonl, environment and agent: ``module:function``, the keys of one, or several by
-    name, summed by weight."""
+    """Rewards of the tasks jsonl, environment and agent: a ``module:function``, one reward's keys, or several
+    rewards by name, whose weighted sum is the reward."""
     train_file: UserPath | None = None
     """JSONL with training problems. null: the task's own source."""
     test_file: UserPath | None = None
-    """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
+    """JSONL with held-out problems. null: the task's own source, or a part of train_file."""
     special_tokens: bool = False
-    """Show a completion's special tokens, such as answer tags, to rewards, judges, programs, environments and
-    samples: all but the end-of-sequence token at its end. Else they are left out."""
+    """Include special tokens, such as answer tags, in the text that rewards, judges, programs, environments
+    and samples see. An end-of-sequence token at the end is always left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 
     @field_validator("reward", mode="before")
     @classmethod
     def _by_name(cls, reward: object) -> object:
-        """Accept ``module:function``, or its keys, as short for one reward, and for one of several."""
+        """Turn the short forms, a single reward or ``module:function``, into rewards by name."""
         if isinstance(reward, str) or _is_one_reward(reward):
             reward = {"reward": reward}
         if isinstance(reward, dict):
@@ -189,7 +192,7 @@ class TaskSection(Section):
 
 
 def _is_one_reward(reward: object) -> bool:
-    """Tell the keys of a single reward from rewards by their names."""
+    """Return whether a dict holds the keys of a single reward, not rewards by name."""
     return (
         isinstance(reward, dict)
         and reward.keys() <= RewardSection.model_fields.keys()
@@ -203,60 +206,62 @@ class GeneratorSection(Section):
     temperature: Positive = 0.7
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling mass. Below 1 the sampler lacks full support, and the objective loses its
-    guarantee."""
+    """Probability mass of nucleus sampling. Below 1 some completions are never sampled, so objectives lose
+    their guarantee."""
     tempered_range: tuple[float, float] | None = None
-    """Range from which a temperature is drawn uniformly for half of the training prompts, instead of
-    ``temperature``. null: none."""
+    """Range [low, high] from which half of the training requests draw their temperature uniformly. null: all
+    use ``temperature``."""
     max_tokens: Count = 512
     """Maximum completion length, in tokens."""
     min_tokens: int = Field(0, ge=0)
     """Minimum completion length in training, in tokens."""
     stop: tuple[Text, ...] = ()
-    """Strings (also special tokens) that end a completion, in training and evaluation. The completion
-    includes them, up to the token that completes the string; no end-of-sequence token follows."""
+    """Strings, including special tokens, that end a completion in training and evaluation. The completion
+    contains the string and the whole token that completes it; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 16
-    """Concurrent prompts in a searcher's engine. Times completions_per_prompt this is the number of
-    concurrent completions, of which a GPU wants 250 to 500."""
+    """Concurrent prompts in a searcher's engine. Multiplied by completions_per_prompt, this is the number of
+    concurrent completions; 250 to 500 keep a GPU busy."""
     kv_cache_mb: MayChange[Count | None] = None
-    """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine is
-    built. Set it if other ranks start on the same GPU."""
+    """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine
+    starts. Set it if other ranks start on the same GPU."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
-    """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb;
-    leave room for the reference."""
+    """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb.
+    Leave room for the reference."""
     tensor_parallel: MayChange[Count] = 1
     """GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
-    """Keep the KV cache of completions in flight when weights change. This is faster, but later tokens attend
-    to keys and values of older weights. Recorded versions and log-probabilities reflect that."""
+    """Keep the KV cache of unfinished completions when weights change. This is faster, but later tokens
+    attend to keys and values of older weights. Recorded versions and log-probabilities reflect that."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
-    """Additional vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``; those
-    that other keys set are refused. ``tba plan`` ignores them."""
+    """Additional vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``.
+    Arguments that other keys set are refused. ``tba plan`` ignores this key."""
 
 
 class BufferSection(Section):
     most_on_policy: Share = 0.5
-    """m, the probability that a group comes from the most recent sync."""
+    """m, the probability that a group's completions are from the most recent sync."""
     capacity_per_prompt: MayChange[Count] = 100
-    """Maximum trajectories per prompt; the oldest are evicted first. If unset: in a queue the capacity."""
+    """Maximum number of trajectories per prompt; the oldest are evicted first. If unset, a queue (see
+    replay_limit) uses the value of capacity."""
     capacity: MayChange[Count] = 100_000
-    """Maximum trajectories in all; the oldest are evicted first. A queue needs room for
+    """Maximum number of trajectories in total; the oldest are evicted first. A queue needs room for
     (exchange.max_staleness + 1) · train.prompts_per_step groups."""
     reward_temperature: Positive | None = 1.0
-    """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: uniform, the
-    default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
+    """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: draw them
+    uniformly, the default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
     initial_completions: Count = 500
-    """Completions in the buffer before the first step, unless exchange.max_staleness is set. At most
-    capacity_per_prompt times the number of training prompts."""
+    """Number of completions in the buffer before the first step, unless exchange.max_staleness is set. At
+    most capacity_per_prompt times the number of training prompts."""
     duplicates: Duplicates = EqualDuplicates()
-    """Completions of a prompt that count as duplicates. If unset: none in on-policy runs, else equal."""
+    """Rule by which completions of a prompt are duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
     """Number of steps that may learn from a trajectory before it is evicted. If too few trajectories of its
-    prompt are left for a group, they are evicted, too. The trainer waits if too few prompts are left for a
-    step. With exchange.max_staleness the buffer is a queue: completions of the oldest weights come first,
-    most_on_policy is ignored, and a step waits for those that would soon be too stale. null: no limit."""
+    prompt remain for a group, they are evicted, too. The trainer waits while too few prompts remain for a
+    step. Together with exchange.max_staleness this makes the buffer a queue: completions of the oldest
+    weights are used first, and most_on_policy is ignored. A step then waits for unfinished completions that
+    would otherwise become too stale. null: no limit."""
 
     @property
     def deduplicate(self) -> bool:
@@ -270,25 +275,25 @@ class BufferSection(Section):
 
     @property
     def chooses_by_reward(self) -> bool:
-        """True if a group may prefer some completions of its prompt to others."""
+        """True if completions with higher rewards may be drawn more often."""
         return self.reward_temperature is not None and self.most_on_policy < 1
 
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the rate after warm-up: constant, or a decay to zero."""
+    """Shape after the warm-up: constant, or a decay to zero."""
     peak: Positive = 1e-5
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
     decay: MayChange[tuple[int, int] | None] = None
-    """First and last step of the decay, such as [400, 1000]; the rate is constant before it, and a run may
-    end during it. null: from the warm-up to train.steps."""
+    """First and last step of the decay, such as [400, 1000]. The rate is constant before it; the run may end
+    during it. null: from the end of the warm-up to train.steps."""
 
     @model_validator(mode="before")
     @classmethod
     def _peak_alone(cls, value: object) -> object:
-        """Accept a number as short for a constant rate."""
+        """Accept a plain number as a constant rate."""
         return {"peak": value} if isinstance(value, int | float | str) else value
 
 
@@ -318,51 +323,51 @@ Schedule = Annotated[
     BeforeValidator(_schedule),
     PlainSerializer(_shortest, Any, when_used="always"),
 ]
-"""A positive number as a function of the step: pairs (step, value), linear in between, constant after."""
+"""A positive number as a function of the step: pairs (step, value), linear between them, then constant."""
 
 
 class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
-    """The loss: trajectory balance, TBA′, OAPL, a baseline, or your own function."""
+    """The loss: trajectory balance, TBA′, OAPL, a policy gradient, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Limit on the influence of stale data, by weighting each token's gradient; TB's optimum stays the same.
-    If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound stale
-    data themselves or learn from pairs."""
+    """Limit on the influence of stale data: weights on each token's gradient, which leave TB's optimum the
+    same. If unset: taper with trajectory_balance and tba_prime, else none. Not available for objectives that
+    bound stale data themselves."""
     score_centering: int = Field(0, ge=0)
-    """Number k of tokens for score centering (arXiv 2609.20807), such as 32; 0: off. It subtracts from each
-    token's score ∇log π_θ the mean of that score under the sampling policy, so that old data of constant
-    advantage have no effect on average. The sampling policy's k likeliest tokens in each place are recorded,
-    6·k bytes per completion token; all other tokens count as one. Not for objectives that bound stale data
-    themselves or learn from pairs."""
+    """Number k of recorded tokens for score centering (arXiv 2609.20807), such as 32; 0: off. It subtracts
+    from each token's score ∇log π_θ the mean score under the sampling policy. Old data of constant advantage
+    then have no effect on average. The sampling policy's k likeliest tokens are recorded at each position,
+    which takes 6·k bytes per completion token. All other tokens count as one. Not available for objectives
+    that bound stale data themselves."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
-    """Divisor of a completion's loss, which is summed over tokens: sum (no divisor), completion_tokens (its
-    own number), batch_tokens (the batch's mean) or max_tokens (of the generator). null: as published, which
-    is completion_tokens for GRPO, else sum."""
+    """Divisor of a completion's summed token losses: none (sum), its length (completion_tokens), the batch's
+    mean length (batch_tokens) or generator.max_tokens (max_tokens). null: as published, which is
+    completion_tokens for GRPO, else sum."""
     steps: MayChange[Count] = 1000
-    """Number of optimizer steps. It may be raised, even for a finished run, or lowered to no less than the
-    step reached. A decaying learning rate is then laid out for the new length."""
+    """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to any step
+    not yet passed. A decaying learning rate then follows the new length."""
     prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Maximum tokens per forward and backward pass. A group's prompt counts once; if some layer lacks full
-    attention, sequences are padded and padding counts. Larger groups are split and computed twice, so memory
-    does not depend on K. At least model.context_length. null: as many as keep 8 GiB of activations on a GPU
-    or 1 GiB on a CPU, but at most 32k; or the step's largest group if that is more."""
+    """Maximum number of tokens per forward and backward pass, at least model.context_length. A group's prompt
+    counts once. If a layer lacks full attention, sequences are padded, and padding counts. Larger groups are
+    split and computed twice, so memory does not depend on K. null: tokens with 8 GiB of activations on a GPU
+    (1 GiB on a CPU), at most 32k; or the step's largest group if that is more."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
-    """β of the target π* ∝ π_ref·exp(r/β): a number, or values by step, linear in between and constant after
-    the last, such as {0: 1.0, 128: 0.05}."""
+    """β of the target policy π* ∝ π_ref·exp(r/β). It is a number, or a schedule of values by step such as
+    {0: 1.0, 128: 0.05}, linear between them and constant after the last."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T, which tempers the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. A schedule, like
-    beta."""
+    """T in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher value makes it flatter. A number or a
+    schedule."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ, which tempers the reference in that target: the higher, the less fluency counts. A schedule, like
-    beta."""
+    """γ in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher value gives the reference less weight. A
+    number or a schedule."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
@@ -370,24 +375,24 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO stage: DeepSpeed shards optimizer state over trainer ranks (1), also gradients (2), also weights
+    """ZeRO stage of DeepSpeed. Trainer ranks share the optimizer state (1), also gradients (2), also weights
     (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: less memory, more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
         default_factory=dict
     )
-    """Additional DeepSpeed settings; those that other keys set are refused. {zero_optimization:
-    {offload_optimizer: {device: cpu}}} keeps AdamW's state and master weights in host memory."""
+    """Additional DeepSpeed settings. Those that other keys set are refused. {zero_optimization:
+    {offload_optimizer: {device: cpu}}} keeps AdamW's state and the master weights in host memory."""
 
     @property
     def searcher_has_reference(self) -> bool:
-        """True if searchers hold a model of the reference."""
+        """True if searchers hold a model of the reference and score completions with it."""
         return isinstance(self.reference, ModelReference) and self.reference.scored_by == "searcher"
 
     @property
     def trainer_has_reference(self) -> bool:
-        """True if the trainer scores each trajectory once by a model of the reference."""
+        """True if the trainer holds a model of the reference and scores completions with it."""
         return isinstance(self.reference, ModelReference) and self.reference.scored_by == "trainer"
 
     @property
@@ -397,18 +402,18 @@ class TrainSection(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """True if DeepSpeed keeps AdamW's state and the master weights elsewhere than on the GPU."""
+        """True if DeepSpeed keeps AdamW's state and the master weights off the GPU."""
         offload = (self.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
         return offload.get("device", "none") != "none"
 
     @property
     def normaliser(self) -> LossNormaliser:
-        """Normaliser in use: ``loss_normaliser``, or the objective's own if none is given."""
+        """Normaliser in use: ``loss_normaliser``, or the objective's own if that is unset."""
         return self.loss_normaliser or self.objective.normaliser
 
     @model_validator(mode="after")
     def _settle(self) -> TrainSection:
-        """Fill in the keys left out that follow from the objective."""
+        """Fill in unset keys whose defaults depend on the objective."""
         if "ratio_bound" not in self.model_fields_set and self.objective.tapered:
             object.__setattr__(self, "ratio_bound", RatioTaper())
         if "reference" not in self.model_fields_set and isinstance(self.objective, Oapl):
@@ -417,25 +422,26 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Default max_staleness of a queue, in steps. At about this age engines are as busy as without a bound, and
-data teach nearly as fast as fresh data."""
+"""Default max_staleness of a queue, in steps. At about this bound engines are as busy as without one, and the
+data are nearly as useful as fresh data."""
 
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """Medium of the exchange. mpi: one MPI world of the run's own ranks. files: a shared file system."""
+    """How weights and shards travel. mpi: in one MPI world of the run's ranks. files: by a shared file
+    system."""
     sync_every: Count = 2
     """k, the number of optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)
     """Maximum number of steps between the weights that sample a trajectory and those that learn from it.
-    Trainer and searchers wait for each other to keep it. 0: on-policy. null: no bound, as in TBA. If unset:
-    with buffer.replay_limit=1 it is 8, or 2k − 1 if that is more, else null."""
+    Trainer and searchers wait for each other to respect it. 0: on-policy. null: no bound, as in TBA. If
+    unset: null, but with buffer.replay_limit=1 the larger of 8 and 2k − 1."""
     seal_seconds: MayChange[Positive] = 2.0
     """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
-    searchers/64 times that."""
+    multiplied by searchers/64."""
     keep_shards: MayChange[Share] = 0.0
-    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all of them,
-    which ``tba replay`` needs."""
+    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. ``tba replay`` needs
+    all of them (1)."""
 
 
 class CheckpointSection(Section):
@@ -455,24 +461,24 @@ class EvaluateSection(Section):
 
 
 class TrackSection(Section):
-    """Trackers that follow the run in a process beside the leading trainer; see also ``tba track``."""
+    """Trackers, fed by a separate process on the leading trainer's node; see also ``tba track``."""
 
     wandb: MayChange[Text | None] = None
-    """Weights & Biases project to log to, as one run over all resumes; WANDB_ENTITY, WANDB_RUN_GROUP and
+    """Weights & Biases project. All resumes log to the same W&B run. WANDB_ENTITY, WANDB_RUN_GROUP and
     WANDB_MODE=offline work as usual. null: none."""
     tensorboard: MayChange[bool] = False
     """Write event files to RUN/track/tensorboard."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names of the trackers that the config asks for."""
+        """Names of the trackers that are switched on."""
         asked = {"wandb": self.wandb is not None, "tensorboard": self.tensorboard}
         return tuple(name for name, wanted in asked.items() if wanted)
 
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher; lower numbers are the run's own. They are apart because
-launch.searchers may change while an elastic searcher continues under its number."""
+"""Number of the first elastic searcher; searchers that start with the run have lower numbers. The gap leaves
+room for launch.searchers to change while an elastic searcher keeps its number."""
 
 Ranks = Annotated[int, Field(ge=0, lt=FIRST_ELASTIC)]
 
@@ -483,47 +489,48 @@ class LaunchSection(Section):
     searchers: MayChange[Ranks] = 1
     """Searcher ranks, one engine each, that start and end with the trainer. 0: only elastic searchers."""
     elastic: MayChange[Ranks] = 0
-    """Slots for elastic searchers, which join and leave at any time, by ``tba search RUN`` on any machine
-    that sees the run directory. The prompts of an empty slot wait."""
+    """Slots for elastic searchers, which join and leave at any time by ``tba search RUN`` on any machine that
+    sees the run directory. The prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Maximum wait for another rank, s; the run then ends and names that rank. Ranks and engines may take
-    three times as long to start. Elastic searchers wait six times as long for a queued trainer. After half
-    this time a silent engine is replaced, a full disk is given up on, and a call of a reward is set aside."""
+    """Maximum wait for another rank, s; then the run ends and names that rank. Ranks and engines have three
+    times as long to start. Elastic searchers wait six times as long for a queued trainer. After half this
+    time, a silent engine is replaced, a full disk ends the run, and a reward's call is abandoned."""
 
     @property
     def start_seconds(self) -> float:
-        """Longest time for the start of a rank (imports, joining the others, its model) or engine, s."""
+        """Longest start of a rank (imports, joining the others, loading models) or of an engine, s."""
         return 3 * self.timeout_seconds
 
     @property
     def elastic_seconds(self) -> float:
-        """Longest wait of an elastic searcher for a trainer that is in the queue, s."""
+        """Longest time that an elastic searcher waits for a queued trainer, s."""
         return 6 * self.timeout_seconds
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work before it is killed and rebuilt, and longest call of a reward,
-        s.
-        """
+        """Longest silence of a busy engine before it is replaced, and longest call of a reward, s."""
         return self.timeout_seconds / 2
 
     @property
     def stack_seconds(self) -> float:
-        """Time without a safe point after which a rank writes its stacks, before others give it up, s."""
+        """Time without a safe point after which a rank writes its stack traces, s.
+
+        It is shorter than the time after which other ranks give up on it.
+        """
         return 0.8 * self.silence_seconds
 
     @property
     def disk_seconds(self) -> float:
-        """Longest wait for a full disk, s: half the timeout, so that no other rank gives up first."""
+        """Longest wait on a full disk, s: half the timeout, so that no other rank gives up first."""
         return self.timeout_seconds / 2
 
     @property
     def places(self) -> int:
-        """Number of searchers, present or not, among which the requests of a run are split."""
+        """Number of searchers, present or not, among which requests are divided."""
         return self.searchers + self.elastic
 
     def place_of(self, searcher: int) -> int:
-        """Return a searcher's place among ``places``; it takes requests whose ids leave that remainder."""
+        """Return a searcher's place p: it takes the requests with id ≡ p (mod ``places``)."""
         return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
 
     @property
@@ -533,7 +540,7 @@ class LaunchSection(Section):
 
 
 def is_elastic(searcher: int) -> bool:
-    """Tell whether the searcher of this number is elastic."""
+    """Return whether the searcher with this number is elastic."""
     return searcher >= FIRST_ELASTIC
 
 
@@ -559,35 +566,35 @@ class Config(Section):
 
     @property
     def selective(self) -> bool:
-        """True if trajectories are evicted for more than lack of room: for age, reference, or uses."""
+        """True if trajectories may be evicted for their age, reference or uses, not only for lack of room."""
         limited = self.buffer.replay_limit is not None
         reset = isinstance(self.train.reference, ResetReference)
         return limited or self.exchange.max_staleness is not None or reset
 
     @property
     def queue(self) -> bool:
-        """True if steps take the completions of the oldest weights first, so that none becomes too stale."""
+        """True if steps use the completions of the oldest weights first, so that none becomes too stale."""
         return self.buffer.replay_limit is not None and self.exchange.max_staleness is not None
 
     @property
     def groups_ahead(self) -> int:
-        """Number of groups that searchers may have ready for later steps, if staleness is bounded."""
-        assert self.exchange.max_staleness is not None, "without a bound there is no end"
+        """Number of groups that searchers may generate ahead of the trainer; needs exchange.max_staleness."""
+        assert self.exchange.max_staleness is not None, "without a bound there is no limit"
         return (self.exchange.max_staleness + 1) * self.train.prompts_per_step
 
     @property
     def one_world(self) -> bool:
-        """True if all ranks of a start form one MPI world."""
+        """True if trainer and searcher ranks form one MPI world."""
         return self.exchange.transport == "mpi" and self.launch.searchers > 0
 
     @property
     def on_policy(self) -> bool:
-        """True if every step is a policy gradient on samples of its own policy."""
+        """True if every step is a policy gradient on samples of the current policy."""
         return self.exchange.max_staleness == 0 and self.train.objective.policy_gradient
 
     @model_validator(mode="after")
     def _check_and_settle(self) -> Config:
-        """Refuse a config that contradicts itself, then fill in keys left out that follow from others."""
+        """Refuse a contradictory config, then fill in unset keys whose defaults depend on other keys."""
         queue = self.buffer.replay_limit == 1
         if queue and "max_staleness" not in self.exchange.model_fields_set:
             self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))

@@ -1,7 +1,7 @@
 """Config values chosen by name, each with keys of its own: objective, ratio bound, reference, duplicates.
 
-They are written as ``{name: oapl, value_beta: 1}``, or as the name alone, which takes the defaults. Imports
-no heavy library.
+They are written as ``{name: oapl, value_beta: 1}``, or as the name alone for the defaults. Imports no heavy
+library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 OWN = "module:function"
-"""Tag of a user's own objective."""
+"""Tag under which pydantic finds a user's own objective."""
 
 
 class Section(BaseModel):
@@ -29,14 +29,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, given: Any) -> Any:
-        """Give the defaults to sections and lists whose lines are all commented out: YAML has null there."""
+        """Treat a null section or list as unset: YAML has null if all of its lines are commented out."""
         if not isinstance(given, dict):
             return given
         return {key: value for key, value in given.items() if value is not None or not cls._holds_more(key)}
 
     @classmethod
     def _holds_more(cls, key: str) -> bool:
-        """Tell whether a key has keys or items of its own in any case, so that null says nothing."""
+        """Return whether a key holds a section, dict or list that cannot be null."""
         kind = cls.model_fields[key].annotation if key in cls.model_fields else None
         return get_origin(kind) in (dict, tuple) or (isinstance(kind, type) and issubclass(kind, Section))
 
@@ -47,10 +47,11 @@ class Section(BaseModel):
 class ObjectiveSection(Section):
     """A loss over whole groups.
 
-    policy_gradient: it is unbiased only on completions as the policy sampled them. own_samples:
-    log-probabilities and samples must be of one policy. takes_bound: it can use train.ratio_bound, as it does
-    not limit stale data itself. tapered: train.ratio_bound defaults to taper. weighs_kl: it weighs the reward
-    against the KL to the reference. normaliser: divisor of the published loss.
+    policy_gradient: it is unbiased only if groups keep the distribution of the policy's samples. own_samples:
+    completions must be samples of the policy whose log-probabilities are recorded. takes_bound: it may be
+    combined with train.ratio_bound, because it does not limit stale data itself. tapered: train.ratio_bound
+    defaults to taper. weighs_kl: it has a KL term to the reference. normaliser: divisor of the published
+    loss.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -66,10 +67,10 @@ class TrajectoryBalance(ObjectiveSection):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """TB: the squared VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Log-probabilities in the estimate of log Z. behaviour: those of the sampling weights, so that a group's
-    completions cannot sink together on old data. policy: those of the current weights, the paper's
-    equation 7, for fresh or mostly replayed data. none: no KL term; engine-learner mismatch then counts as
-    reward."""
+    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the sampling weights, so that
+    a group's completions cannot become less likely together on old data. policy: the current weights, as in
+    the paper's equation 7, for fresh or mostly replayed data. none: no KL term; a mismatch between engine and
+    learner then acts like a reward."""
 
 
 class TbaPrime(ObjectiveSection):
@@ -77,7 +78,7 @@ class TbaPrime(ObjectiveSection):
     name: Literal["tba_prime"] = "tba_prime"
     """TBA′, for large models: a per-token KL inside the advantage."""
     log_z: LogZ = "behaviour"
-    """Log-probabilities in the group's mean KL; values as in trajectory_balance."""
+    """Policy whose log-probabilities enter the group's mean KL; values as in trajectory_balance."""
 
 
 class Oapl(ObjectiveSection):
@@ -94,8 +95,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """Amount added to the baseline, in units of the reward. If negative, successes weigh more than failures,
-    for stale data (AsymRE)."""
+    """Amount added to the baseline, in units of the reward. A negative value gives successes more weight than
+    failures, which helps on stale data (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -108,15 +109,15 @@ class ClippedTokens(PolicyGradient):
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
-    """Limit for M2PO's mask, which replaces the clip, nats² (M2PO: .04). On the side where the clip would
-    act, the tokens with the largest log-ratios are masked until the mean square of the others there is at
-    most this. null: clip."""
+    """Limit of M2PO's mask, which replaces the clip, nats² (M2PO: .04). It acts on tokens that have moved in
+    the direction of their advantage. Those with the largest log-ratios are masked until the mean square of
+    the rest is at most this limit. null: clip."""
 
 
 class Grpo(ClippedTokens):
     normaliser = "completion_tokens"
     name: Literal["grpo"] = "grpo"
-    """Group-relative policy optimisation."""
+    """Group-relative policy optimisation: a clipped surrogate and a KL penalty per token."""
 
 
 class DrGrpo(ClippedTokens, Shifted):
@@ -128,8 +129,8 @@ class DrGrpo(ClippedTokens, Shifted):
 class DecoupledPpo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Dr. GRPO clipped around the policy of one step before, and weighted by the ratio of that policy to the
-    sampling one. That policy is interpolated as in A-3PO."""
+    """Dr. GRPO, clipped around the policy of the previous step and weighted by the ratio of that policy to
+    the sampling policy. The previous policy is interpolated as in A-3PO."""
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
 
@@ -137,20 +138,20 @@ class DecoupledPpo(PolicyGradient):
 class Gspo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["gspo"] = "gspo"
-    """GRPO with one ratio per completion, the geometric mean of its tokens'."""
+    """GRPO with one ratio per completion, the geometric mean of its tokens' ratios."""
     ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
-    """Distances that the ratio may fall below and rise above 1."""
+    """[low, high]: the gradient stops where the ratio leaves 1 − low … 1 + high."""
 
 
 class Topr(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["topr"] = "topr"
-    """REINFORCE with negatives weighted by min(1, π_θ/π_behaviour) of the completion."""
+    """REINFORCE in which completions below the baseline are weighted by min(1, π_θ/π_behaviour)."""
 
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """Your own function, which takes tba_hpc.objectives.Groups and β and returns a loss per completion."""
+    """Your own function from tba_hpc.objectives.Groups and β to a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -160,11 +161,11 @@ class OwnObjective(ObjectiveSection):
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
-    """No bound: data of any age count the same."""
+    """No bound: stale data count like fresh data."""
 
 
 class RatioWeighted(Section):
-    """Bound that weights a token by π_θ/π_behaviour where it does not act."""
+    """Bound that weights tokens by π_θ/π_behaviour even where it does not act."""
 
 
 class RatioCap(RatioWeighted):
@@ -176,31 +177,30 @@ class RatioCap(RatioWeighted):
 
 class IcePop(RatioWeighted):
     name: Literal["icepop"] = "icepop"
-    """Weight each token by π_θ/π_behaviour, or by 0 where this ratio is outside a band (IcePop)."""
+    """Weight each token by π_θ/π_behaviour, or by 0 if that ratio is outside a band (IcePop)."""
     band: tuple[Fraction, Annotated[float, Field(gt=1)]] = (0.5, 5.0)
-    """Lowest and highest weight other than 0."""
+    """Lowest and highest ratio that is kept."""
 
 
 class Dppo(RatioWeighted):
     name: Literal["dppo"] = "dppo"
-    """Weight each token by π_θ/π_behaviour, or by 0 where its probability has moved far and is pushed further
-    (DPPO)."""
+    """Weight each token by π_θ/π_behaviour, or by 0 if its probability has moved far and a step would move it
+    further (DPPO)."""
     limit: Fraction = 0.15
-    """Largest change of a token's probability, its binary total variation, that may be pushed further."""
+    """Change of a token's probability (binary total variation) beyond which a step may not increase it."""
 
 
 class BinaryKl(RatioWeighted):
     name: Literal["binary_kl"] = "binary_kl"
-    """Weight each token by π_θ/π_behaviour, or by 0 in completions whose tokens' probabilities have moved far
+    """Weight each token by π_θ/π_behaviour, or by 0 if the completion's probabilities have moved far
     (FlashREINFORCE)."""
     limit: Positive = 0.003
-    """Largest mean of the binary KL(π_behaviour‖π_θ) over a completion's tokens that leaves it its weights,
-    nats."""
+    """Mean binary KL(π_behaviour‖π_θ) over a completion's tokens above which its weights are 0, nats."""
 
 
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
-    """Weight completions that are pushed down by min(1, π_θ/π_behaviour) (TOPR)."""
+    """Weight completions that a step makes less likely by min(1, π_θ/π_behaviour) (TOPR)."""
 
 
 # --- References ---
@@ -211,9 +211,9 @@ class ModelReference(Section):
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Role that computes log π_ref. searcher: for all completions, when they are generated. trainer: only for
-    those in its batches, once, with a copy in host memory; searchers then hold no second model and log no
-    KL."""
+    """Role that computes log π_ref. searcher: scores every completion when it is generated. trainer: scores a
+    completion when it first enters a batch, with a copy of the model in host memory; searchers then hold no
+    second model and log no KL."""
 
 
 class FrozenReference(ModelReference):
@@ -224,7 +224,7 @@ class FrozenReference(ModelReference):
 class BehaviourIsReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["behaviour"] = "behaviour"
-    """The sampling weights; no model is loaded (always with OAPL)."""
+    """The policy that sampled each completion; no model is loaded. OAPL requires this."""
 
 
 class ResetReference(ModelReference):
@@ -237,11 +237,11 @@ class ResetReference(ModelReference):
 class LaggedReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["lagged"] = "lagged"
-    """Moving average of the policy's weights, approximated to first order without a model. Per token,
-    log π_ref = log π_θ − c·(log π_θ − log π_behaviour), with c = decay/((1 − decay)·Δ) and Δ the data's age
-    in steps, at least 4. For data of the policy itself π_ref is π_θ."""
+    """Moving average of the policy's weights, approximated to first order without a model: for each token,
+    log π_ref = log π_θ − c·(log π_θ − log π_behaviour), where c = decay/((1 − decay)·Δ) and Δ is the token's
+    age in steps, at least 4. If the policy itself sampled the token, π_ref is π_θ."""
     decay: Fraction = 0.9
-    """Share of the average that each step keeps. It lags decay/(1 − decay) steps behind."""
+    """Factor of the old average at each step; the average lags decay/(1 − decay) steps behind."""
 
 
 # --- Duplicates ---
@@ -249,26 +249,26 @@ class LaggedReference(Section):
 
 class NoDuplicates(Section):
     name: Literal["none"] = "none"
-    """Keep every completion, so that groups are as sampled."""
+    """Keep every completion, so that groups keep the distribution of the samples."""
 
 
 class EqualDuplicates(Section):
     name: Literal["equal"] = "equal"
-    """Keep the newest of equal completions."""
+    """Of equal completions, keep the newest."""
 
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Keep the higher-rewarded one of completions within a small edit distance."""
+    """Of completions within a small edit distance, keep the one with the highest reward."""
     limit: float = Field(0.25, gt=0, le=0.5)
-    """Edit distance below which they are duplicates, as a share of both lengths together."""
+    """Edit distance below which completions are duplicates, as a share of the sum of their lengths."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Keep the higher-rewarded one of completions with similar embeddings."""
+    """Of completions with similar embeddings, keep the one with the highest reward."""
     limit: float = Field(0.4, ge=0, lt=1)
-    """Cosine similarity above which they are duplicates."""
+    """Cosine similarity above which completions are duplicates."""
     model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"
     """Folder or hub name of the sentence encoder, which the leading trainer runs."""
 
@@ -277,7 +277,7 @@ class EmbeddingDuplicates(Section):
 
 
 def _by_name(first: str) -> BeforeValidator:
-    """Let a bare name take the defaults, and keys without a name belong to the ``first`` choice."""
+    """Accept a bare name, which means the defaults, and keys without a name, which belong to ``first``."""
 
     def whole(value: object) -> object:
         if isinstance(value, str):
@@ -288,7 +288,7 @@ def _by_name(first: str) -> BeforeValidator:
 
 
 def _kind(value: Any) -> str | None:
-    """Return the tag of a value; None if it has no name."""
+    """Return the union tag of a value, or None if it has no name."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name
 
@@ -325,7 +325,7 @@ Duplicates = Annotated[
 
 
 def choices(annotation: Any) -> dict[str, type[Section]]:
-    """Return the sections of a union by name, by their tags; {} if ``annotation`` is not such a union."""
+    """Return the sections of a union of variants by tag; {} if ``annotation`` is not such a union."""
     parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
     found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     return {_tag(part): part for part in found} if len(found) > 1 else {}

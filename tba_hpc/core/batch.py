@@ -17,10 +17,10 @@ from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch, offse
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
-    """Return the groups that each rank gets, int64 [B / ranks], in the batch's order.
+    """Return the groups of each rank, int64 [B / ranks], in the batch's order.
 
-    Every rank gets the same number of groups and about the same number of tokens. Groups are dealt longest
-    first, each to the rank with the fewest tokens among those that still have room.
+    Every rank gets the same number of groups and about the same number of tokens. Groups are assigned longest
+    first, each to the rank that has the fewest tokens and still lacks groups.
     """
     assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
     completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
@@ -47,8 +47,8 @@ class Part:
 
 
 READS = 4
-"""Limit on the tokens that attention reads if prompts are shared, as a multiple of a micro-batch's budget.
-Their keys and values are kept in memory, too."""
+"""Limit on the tokens whose keys and values attention reads when prompts are shared, as a multiple of a
+micro-batch's budget. These keys and values take memory, too."""
 
 
 def plan(
@@ -60,17 +60,17 @@ def plan(
     share_prompts: bool,
     enough: int = 0,
 ) -> list[Part]:
-    """Plan what a rank computes: as many parts, and as many micro-batches in each, as every other rank.
+    """Plan a rank's micro-batches. All ranks get equally many parts, with equally many micro-batches in each.
 
-    ZeRO moves weights and gradients between the ranks in every micro-batch, so the ranks compute in step.
-    A micro-batch has at most ``budget`` tokens, padding included. None allows as many as the largest group
-    has, or ``enough`` if that is more. With ``share_prompts`` there is no padding, and a group's completions
-    share its prompt. Attention then reads that prompt once per completion, at most READS times the budget
-    in all. Otherwise a trajectory of several sequences may exceed the budget by their padding, by itself.
+    ZeRO moves weights and gradients between ranks in every micro-batch, so the ranks must compute in step.
+    budget: most tokens of a micro-batch, padding included; None: those of the largest group, or ``enough`` if
+    that is more. share_prompts: a group's completions share its prompt, and nothing is padded. Attention
+    still reads the prompt once per completion, so a micro-batch is also limited to READS times the budget.
+    Without it, a trajectory of several sequences may exceed the budget by its padding.
 
-    Groups that exceed the budget come first, in one part of several micro-batches; ranks with fewer of them
-    add smaller groups. Each further part is one micro-batch of whole groups. These have about equal tokens
-    and come largest first, so that a lack of memory shows at once.
+    Groups larger than the budget come first, in one part of several micro-batches; ranks with fewer of them
+    add smaller groups. Every other part is one micro-batch of whole groups. These parts have about equally
+    many tokens and come largest first, so that a lack of memory shows at once.
     Raises ConfigError if a single sequence exceeds the budget.
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
@@ -109,7 +109,7 @@ def plan(
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
-    """Return a function that counts the tokens of a rectangle of all sequences of some rows."""
+    """Return a function that counts the tokens of given rows, padded to one rectangle."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
     sequences_N = np.bincount(row)
     longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])
@@ -121,7 +121,7 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Deal each rank's groups into sets that all fit: the fewest possible, and equally many on all ranks."""
+    """Divide each rank's groups into sets that fit: the fewest possible, and equally many on all ranks."""
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
         if all(fit(one) for of_rank in sets for one in of_rank):
@@ -130,7 +130,7 @@ def _packed(
 
 
 def _dealt(tokens_B: np.ndarray, share: np.ndarray, number: int) -> list[np.ndarray]:
-    """Deal groups, sorted largest first, into sets of about equal tokens, each to the set with the fewest."""
+    """Divide groups, given largest first, into ``number`` sets with about equally many tokens."""
     sets: list[list[int]] = [[] for _ in range(number)]
     load = np.zeros(number)
     for group in share.tolist():
@@ -151,7 +151,10 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Divide pieces of a batch's rows, in order, into runs that each hold as many pieces as fit."""
+    """Fill micro-batches greedily: append each piece, in order, to the last one while it fits.
+
+    A piece is an array of rows of the batch.
+    """
     runs: list[list[np.ndarray]] = []
     for piece in pieces:
         if runs and fits(np.concatenate([*runs[-1], piece])):
@@ -162,7 +165,7 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
 
 def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
-    """Give every rank the same number of runs: where a rank has fewer, its longest runs are halved."""
+    """Give every rank equally many micro-batches by halving the longest ones of ranks that have fewer."""
     number = max(len(runs) for runs in runs_of_ranks)
     for runs in runs_of_ranks:
         while len(runs) < number:
@@ -173,12 +176,12 @@ def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[lis
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
-    """Return the batch with the reference π_ref^power, which need not sum to 1: log Ẑ absorbs its sum."""
+    """Return the batch with reference π_ref^power. It need not sum to 1: log Ẑ absorbs the constant."""
     return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))
 
 
 def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
-    """Return the batch with the k likeliest tokens in each place; raise ConfigError if fewer are recorded."""
+    """Keep only the k likeliest tokens at each position. Raises ConfigError if fewer are recorded."""
     recorded = batch.top_logprobs.shape[1]
     if k > recorded:
         raise ConfigError(
@@ -202,8 +205,8 @@ def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     """Return the optimizer steps, int32 [N], between each trajectory's sampling weights and ``version``.
 
-    A shard that survived a crash may come from weights ahead of ``version``, whose steps the resume took
-    back. Their distance is also positive.
+    After a crash, a shard may come from weights ahead of ``version``, whose steps the resume has undone.
+    Their distance is positive, too.
     """
     return np.abs(version - batch.version_N)
 
@@ -223,6 +226,6 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
 
 
 def _structured(arrays: Mapping[str, np.ndarray]) -> dict[str, np.dtype]:
-    """Return the dtypes, by name, of those arrays whose dtype has fields."""
+    """Return the dtypes, by name, of the arrays that are structured."""
     dtypes = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}
     return {name: dtype for name, dtype in dtypes.items() if name in arrays}

@@ -1,6 +1,6 @@
 """The replay buffer: a bounded number of completions per prompt, sampled as groups. Imports no torch.
 
-``live_store`` holds the trajectories, ``duplicates`` decides which of them stay, ``mop`` draws the batches.
+``live_store`` holds the trajectories, ``duplicates`` drops duplicates, and ``mop`` draws the batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tba_hpc.core.mop import Sampler
 from tba_hpc.core.types import LIVE_RECORD, Ragged, Trajectories, TrajectoryBatch, as_record, spans
 
 Embed = Callable[[Ragged], np.ndarray]
-"""Function from the tokens that the policy sampled (int32) to embeddings, float32 [N, D], rows of norm 1."""
+"""Function from sampled tokens, int32 [N rows], to their embeddings, float32 [N, D], rows of norm 1."""
 
 ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
 """Function that returns log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
@@ -30,8 +30,8 @@ ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
 class Merged:
     """Result of a merge, in numbers of trajectories.
 
-    added: trajectories merged less the duplicates. duplicates: old or new ones dropped in favour of an equal
-    or near one. evicted: old or new ones that left for lack of room.
+    added: trajectories merged, minus duplicates. duplicates: old or new ones dropped in favour of an equal or
+    similar one. evicted: old or new ones removed because the buffer was full.
     """
 
     added: int
@@ -40,10 +40,10 @@ class Merged:
 
 
 def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
-    """Return V̂ = β·log mean exp(r/β) over all completions of each request, float32 [N]; 0 without ``beta``.
+    """Return V̂ = β·log mean exp(r/β) over the completions of each request, float32 [N].
 
-    V̂ goes from the highest reward (β → 0) to the mean (β → ∞). The trajectories must hold whole requests, as
-    those of a shard do.
+    V̂ lies between the mean reward (β → ∞) and the highest (β → 0). All completions of a request must be
+    given. Without ``beta`` the result is 0.
     """
     if beta is None:
         return np.zeros(len(trajectories), np.float32)
@@ -56,12 +56,14 @@ def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
 
 
 class ReplayBuffer:
-    """Live trajectories of a run. Each one merged is counted once: merged = live + duplicates + evicted.
+    """Trajectories from which the trainer samples its batches.
 
-    queue: whether the oldest are taken first. value_beta: β of the ``soft_values`` that are stored at the
-    merge; None: none are stored. embed: embeds completions to find duplicates, each once, when it arrives.
-    duplicates, evicted: numbers so far. replay_ratio: mean number of steps that have learned from each
-    distinct trajectory of the last batch, that batch included; 1: all were new.
+    Every merged trajectory is counted exactly once: merged = live + duplicates + evicted.
+
+    queue: whether batches take the oldest trajectories first. value_beta: β of the ``soft_values`` that a
+    merge stores; None: it stores none. embed: computes the embeddings that duplicates are found by.
+    duplicates, evicted: totals so far. replay_ratio: mean number of steps, this one included, that have
+    learned from a trajectory of the last batch; 1 if all were new.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class ReplayBuffer:
         value_beta: float | None = None,
         embed: Embed | None = None,
     ) -> None:
-        assert (embed is None) == (config.embedding_model is None), "a limit is one of embeddings"
+        assert (embed is None) == (config.embedding_model is None), "the config decides whether to embed"
         self._config = config
         self._rule = Duplicates(config)
         self._new_sampler = partial(Sampler, config, seed, queue=queue)
@@ -107,32 +109,33 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests whose live trajectories were never in a batch; reads every live record."""
+        """Number of requests whose live trajectories were never in a batch. Takes time O(live)."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct kinds of the live trajectories, ``live_store.KIND`` [M]."""
+        """Distinct combinations of weights and reference among live trajectories, ``live_store.KIND`` [M]."""
         return self._store.kinds
 
     @property
     def added(self) -> int:
-        """Number of trajectories merged so far, less the duplicates."""
+        """Number of trajectories merged so far, minus duplicates."""
         return self._merged - self.duplicates
 
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
-        """Add the trajectories that arrived in ``revision``; neither it nor ``sync`` may decrease.
+        """Add the trajectories that arrived in ``revision``. Neither ``revision`` nor ``sync`` may decrease.
 
-        sync: number shared by all that arrives between two publications; None: each revision is one. The live
-        trajectories of the last sync that brought any are the "most recent" ones. Unless duplicates are kept,
-        a completion equal to a live one of its prompt replaces it and counts as newly arrived. If duplicates
-        are found by edits or embeddings, a completion near to live ones of its prompt replaces them if its
-        reward is higher than all of theirs; otherwise it is not stored. Then the oldest leave: those of a
-        prompt above ``capacity_per_prompt``, and of all above ``capacity``.
+        sync: number shared by everything that arrives between two publications; None: the revision. The
+        newest sync that added trajectories holds the "most recent" ones.
+
+        Unless duplicates are kept, a completion replaces a live one of its prompt that is equal, and counts
+        as newly arrived. If duplicates are found by edits or embeddings, a completion replaces similar live
+        ones of its prompt if its reward is higher than all of theirs; otherwise it is not stored. Finally the
+        oldest trajectories beyond ``capacity_per_prompt`` and ``capacity`` are evicted.
         """
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
@@ -149,13 +152,13 @@ class ReplayBuffer:
         return Merged(len(trajectories) - duplicates, duplicates, self.evicted - before)
 
     def _live_record(self, arrived: Trajectories) -> np.ndarray:
-        """Make the buffer's record of trajectories that arrived; with embeddings if these are compared."""
+        """Make the buffer's record of new trajectories, with embeddings if duplicates are found by them."""
         dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
         if self._embed:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Computed now, because later there is no trace of a request's equal or evicted completions.
+            # Computed now, because a request's duplicates and evicted completions leave no trace.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sampler.sync}.items():
@@ -163,7 +166,7 @@ class ReplayBuffer:
         return record
 
     def _split(self, arrived: Trajectories) -> Iterator[Trajectories]:
-        """Split trajectories into groups of one request each, each with its own prompt alone."""
+        """Split trajectories into one group per request, each holding only its own prompt."""
         record = arrived.record
         changes = (np.diff(record["request_id"]) != 0) | (np.diff(record["prompt_id"]) != 0)
         starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
@@ -177,9 +180,10 @@ class ReplayBuffer:
             yield group
 
     def _prompt(self, prompt: int, text: np.ndarray) -> Ragged | None:
-        """Return the prompt as stored with its live trajectories, if it has any.
+        """Return the tokens stored for a prompt if they equal ``text``, so that groups share the array.
 
-        If the stored text differs, the data have changed since: completions of the old text are evicted.
+        If they differ, the data set has changed: the old prompt's completions are evicted. Returns None if
+        the prompt has no live trajectories.
         """
         live = self._store.live.get(prompt)
         if not live:
@@ -192,7 +196,7 @@ class ReplayBuffer:
         return None
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a group less duplicates; return how many trajectories, new or old, were dropped."""
+        """Store a group without duplicates; return how many trajectories, new or old, were dropped."""
         prompt, keys = prompt_of(group), self._rule.keys(group)
         dropped, live = 0, self._store.live.get(prompt, {})
         if self._rule.possible(live, keys):
@@ -215,7 +219,7 @@ class ReplayBuffer:
     # --- Leaving ---
 
     def _evict_excess(self, touched: Iterable[int]) -> None:
-        """Evict the oldest trajectories of every touched prompt that is too full, then the oldest of all."""
+        """Evict the oldest trajectories of each ``touched`` prompt above its capacity, then of the buffer."""
         limit = self._config.capacity_per_prompt
         for prompt in touched:
             if (excess := len(self._store.live.get(prompt, ())) - limit) > 0:
@@ -224,7 +228,7 @@ class ReplayBuffer:
         self._evict_oldest(list(islice(self._store.groups, excess)), excess)
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
-        """Evict ``excess`` trajectories, beginning with the first of the first group."""
+        """Evict the first ``excess`` trajectories of the given groups."""
         for number in numbers:
             size = len(self._store.groups[number][0])
             excess -= self._evict([(number, np.arange(size) < excess)])
@@ -239,10 +243,10 @@ class ReplayBuffer:
         return self._evict(self._store.parts(unwanted(self._store.record())))
 
     def evict_used_up(self, group_size: int) -> int:
-        """Evict the trajectories that ``replay_limit`` steps have learned from; return how many were evicted.
+        """Evict trajectories that ``replay_limit`` steps have learned from; return how many were evicted.
 
-        What is left of their prompts goes, too, if fewer than ``group_size`` remain: a few leftovers,
-        repeated, would teach little. The cost depends only on the batches since the last call.
+        If fewer than ``group_size`` remain of a prompt, they are evicted, too: repeating a few in a group
+        would teach little. The cost depends only on the batches since the last call.
         """
         used_up = [number for number in self._used_up if number in self._store.groups]
         self._used_up.clear()
@@ -275,9 +279,9 @@ class ReplayBuffer:
     ) -> TrajectoryBatch:
         """Sample B = ``groups`` groups of K = ``group_size`` trajectories, as ``mop.Sampler`` describes.
 
-        Being in a batch, however often, is one use of a trajectory; see ``evict_used_up``. Randomness depends
-        on (seed, step) alone. The cost depends on B, K and the trajectories of the drawn prompts.
-        ``reference`` computes the log-probabilities of groups that lack them; the buffer keeps them.
+        Each batch counts as one use of a trajectory, even if it holds the trajectory several times.
+        Randomness depends only on (seed, step). reference: computes log π_ref for groups that lack it; the
+        buffer stores the result.
         """
         assert self.prompts, "the buffer is filled before it is sampled"
         rows = self._sampler.sample(step, groups=groups, group_size=group_size)
@@ -293,7 +297,7 @@ class ReplayBuffer:
     def _refer(
         self, rows: Sequence[Row], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """Fill in the reference's log-probabilities where they are unknown, in the batch and the buffer."""
+        """Compute missing reference log-probabilities, and store them in the batch and the buffer."""
         offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs) & batch.action_T)
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
@@ -315,13 +319,13 @@ class ReplayBuffer:
     # --- Saving ---
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return plain arrays from which ``restore`` makes a buffer that behaves exactly like this one."""
+        """Return arrays from which ``restore`` makes a buffer that behaves exactly like this one."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
-        """Return a function that makes the ``state`` of this moment, in any thread, while the buffer changes.
+        """Return a function that makes the present ``state`` later, in any thread, while the buffer changes.
 
-        Little is copied now, but what leaves the buffer keeps its memory while the function exists.
+        Little is copied now. Trajectories that leave the buffer stay in memory while the function exists.
         """
         counters = np.array([self._merged, self.duplicates, self.evicted], np.int64)
         newest = np.array([self._revision, self._sampler.sync], np.int64)
@@ -338,7 +342,7 @@ class ReplayBuffer:
         return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Become the buffer whose ``state`` is given. Raises ConfigError if its record fields differ."""
+        """Replace the contents by a saved ``state``. Raises ConfigError if its record fields differ."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
         fields = [field for field in stored.record.dtype.descr if field[0] != "embedding"]

@@ -1,4 +1,4 @@
-"""Duplicates among the completions of a prompt: equal ones, and near ones by edits or by embeddings."""
+"""Finds duplicates among a prompt's completions: equal ones, or similar ones by edits or embeddings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tba_hpc.core.types import Ragged, Trajectories, joined
 
 
 class Duplicates:
-    """Rule of ``buffer.duplicates``: which completions of a prompt stay when others arrive."""
+    """Decides, by ``buffer.duplicates``, which completions of a prompt stay when new ones arrive."""
 
     def __init__(self, config: BufferSection) -> None:
         self._config = config
         self._serials = count()
 
     def keys(self, group: Trajectories) -> list[int]:
-        """Return a key per completion; equal tokens have equal keys, unless the config keeps duplicates.
+        """Return a key per completion. Equal tokens get equal keys, unless the config keeps duplicates.
 
-        Different tokens share a key with probability 2⁻⁶⁴. The key is Python's salted hash of bytes, which
-        takes a quarter of the time of a cryptographic one.
+        Different tokens get the same key with probability 2⁻⁶⁴. The key is Python's salted hash of bytes,
+        which takes a quarter of the time of a cryptographic one.
         """
         if not self._config.deduplicate:
             return list(islice(self._serials, len(group)))
@@ -35,18 +35,18 @@ class Duplicates:
         ]
 
     def possible(self, live: Mapping[int, int], keys: Sequence[int]) -> bool:
-        """Tell whether new completions with ``keys`` may be duplicates, of each other or of ``live`` ones."""
+        """Return whether new completions may be duplicates, of each other or of ``live`` ones."""
         near = isinstance(self._config.duplicates, EditDuplicates | EmbeddingDuplicates)
         return near or len({*keys}) < len(keys) or not live.keys().isdisjoint(keys)
 
     def stays(
         self, live: Iterable[int], older: Sequence[Trajectories], keys: Sequence[int], group: Trajectories
     ) -> np.ndarray:
-        """Tell which completions stay as those of ``group`` arrive one by one, bool [M + N], live ones first.
+        """Return which of M live and N new completions stay, bool [M + N], live ones first.
 
-        live: keys of the M live completions of the prompt, which ``older`` holds. keys: those of the N new
-        ones. A new completion replaces the equal one. It replaces near ones if its reward is higher than all
-        of theirs; otherwise it does not stay.
+        live, older: keys and groups of the live completions. keys, group: those of the new ones, which arrive
+        one by one. A new completion replaces an equal one. It replaces similar ones if its reward is higher
+        than all of theirs; otherwise it does not stay.
         """
         place_of = {key: place for place, key in enumerate(live)}
         all_keys, first = [*place_of, *keys], len(place_of)
@@ -67,9 +67,9 @@ class Duplicates:
         return stays
 
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
-        """Tell, bool [N, M + N], which completions each one of ``group`` is near to.
+        """Return which of all completions each new one is similar to, bool [N, M + N].
 
-        Near means an edit distance below a share of both lengths together, or a cosine above a limit.
+        Similar means an edit distance below a share of the sum of both lengths, or a cosine above a limit.
         """
         together, first = [*older, group], sum(map(len, older))
         match self._config.duplicates:

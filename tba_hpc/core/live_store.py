@@ -1,9 +1,9 @@
 """Store of the replay buffer: its live trajectories, by request and by prompt. Imports no torch.
 
-A group holds the completions that one request brought. It is immutable. If some of its completions leave or
-are used, a new group takes its place, so a snapshot is the list of groups. A group is a bare tuple of the
-columns of its ``Trajectories``, which the garbage collector does not look into: collecting the objects of a
-million trajectories would hold up the loop.
+A group holds the live completions of one request. It is immutable: when completions are evicted or used, a
+new group takes its place. The list of groups is therefore a snapshot. A group is a bare tuple of the columns
+of its ``Trajectories``, because Python's garbage collector does not look into such a tuple; inspecting the
+objects of a million trajectories would hold up the loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from tba_hpc.core.types import LIVE_RECORD, Columns, Ragged, Trajectories, joined, offsets_of
 
 KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
-"""Fields of RECORD that decide when a trajectory becomes stale."""
+"""Fields of RECORD that decide whether a trajectory is stale."""
 
 Row = tuple[int, int]
 """Place of a live trajectory: the number of its group, and its row there."""
@@ -31,8 +31,8 @@ _NOTHING = Trajectories(
 class LiveStore:
     """Groups of live trajectories.
 
-    groups: columns of each group by its number, oldest first, each with its own prompt alone. live: per
-    prompt, the completions' keys, oldest first, each with the number of its group.
+    groups: columns of each group by number, oldest first; a group holds only its own prompt. live: for each
+    prompt, the number of the group of each completion's key, oldest first.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LiveStore:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct kinds of the live trajectories, KIND [M]."""
+        """Distinct combinations of weights and reference among the live trajectories, KIND [M]."""
         return np.array(list(self._kinds), KIND)
 
     def group(self, number: int) -> Trajectories:
@@ -55,7 +55,7 @@ class LiveStore:
         return {number: self.group(number) for number in dict.fromkeys(self.live.get(prompt, {}).values())}
 
     def columns(self) -> list[Columns]:
-        """Return the columns of all groups, oldest first; those of an empty one if there is none."""
+        """Return the columns of all groups, oldest first; if there are none, those of one empty group."""
         return list(self.groups.values()) or [_NOTHING]
 
     def record(self) -> np.ndarray:
@@ -63,7 +63,10 @@ class LiveStore:
         return joined([record for record, *_ in self.columns()])
 
     def parts(self, marked_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Split a mask of all live trajectories, bool [N], into that of each marked group, bool [K]."""
+        """Split a mask of all live trajectories, bool [N], by group; yield number and mask, bool [K].
+
+        Groups without a marked trajectory are left out.
+        """
         numbers, offsets = list(self.groups), offsets_of(len(record) for record, *_ in self.groups.values())
         for place in np.unique(np.searchsorted(offsets, np.flatnonzero(marked_N), "right") - 1).tolist():
             yield numbers[place], marked_N[offsets[place] : offsets[place + 1]]
@@ -85,7 +88,7 @@ class LiveStore:
         return number
 
     def count_uses(self, rows: set[Row]) -> dict[int, np.ndarray]:
-        """Count a use of each trajectory of ``rows``; return, by group, how often these were used, int32."""
+        """Add a use to each trajectory of ``rows``; return their numbers of uses, int32, by group."""
         chosen = dict[int, list[int]]()
         for number, row in rows:
             chosen.setdefault(number, []).append(row)
@@ -99,7 +102,7 @@ class LiveStore:
         return uses
 
     def remove(self, number: int, leaves_K: np.ndarray) -> int:
-        """Remove the trajectories of a group that are marked, bool [K]; return how many."""
+        """Remove the trajectories of a group that ``leaves_K``, bool, marks; return how many."""
         gone = leaves_K.nonzero()[0].tolist()
         if not gone:
             return 0
@@ -123,7 +126,7 @@ class LiveStore:
 
 
 def prompt_of(group: Trajectories) -> int:
-    """Return the prompt of a group."""
+    """Return the id of a group's prompt."""
     return int(group.record["prompt_id"][0])
 
 

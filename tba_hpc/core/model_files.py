@@ -1,4 +1,4 @@
-"""Faults in the files of a model, as far as their names, sizes and headers tell."""
+"""Finds faults in a model's files by their names, sizes and headers, without reading the weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""Beginning of a file that git LFS put in the place of a large one."""
+"""First bytes of a git LFS pointer, which stands in for a large file that was not downloaded."""
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the parts of a model's weights."""
 
-READ = (".safetensors", ".bin", ".json", ".model")
-"""Suffixes of the files that are checked."""
+CHECKED = (".safetensors", ".bin", ".json", ".model")
+"""Suffixes of the files that ``fault`` checks."""
 
 
 def fault(folder: Path) -> str | None:
-    """Say why a model's folder cannot be loaded; None if nothing is found. Reads no weights."""
+    """Return why a model's folder cannot be loaded, or None if no fault is found."""
     lacking = [
         f"{part}, which {index} lists"
         for index in INDICES
@@ -26,16 +26,16 @@ def fault(folder: Path) -> str | None:
     ]
     if lacking:
         return f"lacks {lacking[0]}"
-    files = sorted(file for file in folder.iterdir() if file.suffix in READ and file.is_file())
+    files = sorted(file for file in folder.iterdir() if file.suffix in CHECKED and file.is_file())
     return next((f"holds {file.name}, {found}" for file in files if (found := _fault_of(file))), None)
 
 
 def _fault_of(file: Path) -> str | None:
-    """Describe a faulty file, as the end of a sentence; None if nothing is found."""
+    """Return what is wrong with a file, as the end of a sentence, or None."""
     with file.open("rb") as opened:
         begins = opened.read(len(POINTER))
         if begins == POINTER:
-            return "a pointer of git LFS in the place of the file"
+            return "a git LFS pointer instead of the file"
         if file.suffix != ".safetensors":
             return None
         size, length = file.stat().st_size, int.from_bytes(begins[:8], "little")

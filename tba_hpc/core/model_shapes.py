@@ -1,4 +1,4 @@
-"""Shapes of models from the fields of their config.json, and the memory a token needs. Imports no torch."""
+"""Dimensions of models, from their config.json, and the memory that a token needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
 """Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
 
 LEARNED_POSITIONS = {"gpt2", "bert", "roberta"}
-"""Models with an embedding table of positions; output layers are tied unless config.json says otherwise."""
+"""Models with learned position embeddings, whose output layer is tied unless config.json says otherwise."""
 
 GPT2_FIELDS = {
     "n_embd": "hidden_size",
@@ -28,10 +28,11 @@ GPT2_FIELDS = {
 class Shape:
     """Dimensions of a decoder or a text encoder.
 
-    query, key_value: width of all heads together. inner: hidden width of an MLP, or of one expert if there
-    are several. matrices: weights of a layer's linear maps, all experts together. mixture: whether there are
-    experts. table: weights of the embeddings, learned positions included. head: weights of an untied output
-    layer. vocabulary: 0 if no logits are computed. disk_bytes: bytes of a weight in the model's files.
+    query, key_value: width of all heads together. inner: hidden width of the MLP, or of one expert. matrices:
+    number of weights in a layer's linear maps, all experts together. mixture: True for a mixture of experts.
+    table: number of weights in the embeddings, learned positions included. head: number of weights in an
+    untied output layer. vocabulary: 0 if no logits are computed. disk_bytes: bytes per weight in the model's
+    files.
     """
 
     kind: str
@@ -52,7 +53,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Number of weights without norms and biases, a few hundredths of a percent of a large model."""
+        """Number of weights, without norms and biases; these are below 0.1 % of a large model."""
         return self.layers * self.matrices + self.table + self.head
 
     @property
@@ -65,12 +66,12 @@ class Shape:
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:
-        """Return the shape as a classifier or an embedder, which computes no logits over the vocabulary."""
+        """Return the shape without output layer, as for a classifier or embedder that computes no logits."""
         return replace(self, head=0, vocabulary=0)
 
     @property
     def linear_layers(self) -> dict[str, int]:
-        """Inputs plus outputs of a layer's nn.Linear modules, by name; experts and GPT-2 have none."""
+        """Inputs plus outputs of each nn.Linear module of a layer, by name; experts and GPT-2 have none."""
         hidden, wide = self.hidden, self.hidden + self.inner
         if self.kind == "gpt2":
             return {}
@@ -84,7 +85,7 @@ class Shape:
 
 
 def shape_of(fields: Mapping[str, Any]) -> Shape:
-    """Derive a shape from the fields of a config.json. Raises KeyError naming a field that is missing."""
+    """Derive a shape from the fields of a config.json. Raises KeyError with the name of a missing field."""
     fields = {**fields, **fields.get("text_config", {})}
     kind = fields["model_type"]
     if kind == "gpt2":
@@ -122,8 +123,8 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
     """Return the bytes per token that a layer keeps for the backward pass, without activation checkpointing.
 
-    They hold for transformers with SDPA. RMSNorm keeps float32 copies, LayerNorm keeps its input, and GPT-2's
-    GELU keeps intermediate steps of its formula.
+    The estimate is for Hugging Face's implementations with SDPA. RMSNorm keeps float32 copies, LayerNorm
+    keeps its input, and GPT-2's GELU keeps its intermediate results.
     """
     heads = 3 * shape.query + 2 * shape.key_value
     if shape.gated:
@@ -144,15 +145,17 @@ def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float
 
 
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""Bytes of float32 logits that may be held at once, by kind of device; large products keep a GPU busy."""
+"""Bytes of float32 logits that are computed at once, by device. A GPU needs large products to be busy."""
 
 PASS_TOKENS = 16 << 10
-"""Most tokens per pass of a searcher's reference over several groups; a single group may have more."""
+"""Most tokens in one pass of a searcher's reference over several groups. One group alone may have more."""
 
 ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
-"""Bytes of activations that a micro-batch may keep by default, by kind of device. MOST_TOKENS also limits its
-tokens. Both are enough that a GPU computes while the next layers are launched."""
+"""Default limit on a micro-batch's activations, in bytes, by device. Micro-batches of this size keep a GPU
+computing while the next layers are launched."""
+
 MOST_TOKENS = 32 << 10
+"""Default limit on a micro-batch's tokens, besides ROOM."""
 
 
 def default_micro_batch(token_bytes: float, device: str) -> int:

@@ -20,9 +20,10 @@ UNIFORM_MIX = 0.1
 
 
 class Sampler:
-    """Choice of a step's trajectories among those of a store, or of a ``queue``, which has the oldest first.
+    """Chooses the trajectories of each step's batch from a store.
 
-    sync: the newest one that brought trajectories. These are the "most recent" ones.
+    queue: take the oldest first instead of drawing at random. sync: newest sync that added trajectories;
+    these are the "most recent" ones.
     """
 
     def __init__(self, config: BufferSection, seed: int, store: LiveStore, *, queue: bool) -> None:
@@ -34,33 +35,37 @@ class Sampler:
         self._everyone, self._recent = _Draw(), _Draw()
 
     def begin_sync(self, sync: int) -> None:
-        """Take what arrives from now on as the most recent, unless ``sync`` is still the newest."""
+        """Begin a new set of most recent trajectories, unless ``sync`` is still the newest sync."""
         if sync > self.sync:
             self.sync, self._recent = sync, _Draw()
 
     def arrived(self, prompt: int) -> None:
-        """Let a prompt take part to which this sync brought trajectories."""
+        """Add a prompt that got trajectories in this sync to both draws."""
         self._everyone.add(prompt)
         self._recent.add(prompt)
 
     def sample(self, step: int, *, groups: int, group_size: int) -> list[Row]:
-        """Choose B = ``groups`` groups of K = ``group_size`` trajectories, one group after the other.
+        """Choose B = ``groups`` groups of K = ``group_size`` trajectories, group after group.
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with "most recent"
-        trajectories, and its completions uniformly among these. Otherwise the prompt is drawn among all, and
-        its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of uniform. Completions
-        are distinct if there are K of them. If not, all are taken, and repeats are drawn by the same weights.
-        Each of the two draws takes every prompt once before it takes any again. A batch has a prompt twice
-        only if there are fewer than B prompts. When no recent prompt is left, the draw goes on among all
-        prompts. In a ``queue``, prompts are ordered by the weights that sampled their oldest trajectory, then
-        by its arrival. Randomness depends on (seed, step) alone.
+        trajectories, or among all prompts once none of these is left. Its completions are then drawn
+        uniformly among the recent ones. Otherwise the prompt is drawn among all prompts, and its completions
+        by softmax(reward / reward_temperature), mixed with a share UNIFORM_MIX of the uniform distribution.
+
+        If a prompt has fewer than K completions, all are taken, and repeats are drawn by the same weights.
+        Each of the two draws takes every prompt once before it takes any again. A batch holds a prompt twice
+        only if there are fewer than B prompts. A ``queue`` takes prompts by the age of the weights that
+        sampled their oldest trajectory, then by its arrival. Randomness depends only on (seed, step).
         """
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         prompts = self._queued(groups) if self._queue else self._drawn(rng, groups)
         return [row for prompt, new in prompts for row in self._choose(rng, prompt, group_size, recent=new)]
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
-        """Draw prompts by MOP, each with whether its group is "most recent"; lazy, as ``rng`` is shared."""
+        """Yield a prompt per group, and True if its completions must be "most recent".
+
+        It is a generator because its draws from ``rng`` alternate with those of ``_choose``.
+        """
         taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
             if len(taken) == len(self._store.live):
@@ -74,7 +79,7 @@ class Sampler:
             yield prompt, recent
 
     def _is_recent(self, prompt: int) -> bool:
-        """Tell whether the most recent sync brought a prompt's youngest live trajectory."""
+        """Return whether the most recent sync added a prompt's youngest live trajectory."""
         live = self._store.live.get(prompt)
         if live is None:
             return False
@@ -82,16 +87,15 @@ class Sampler:
         return bool(record["sync"][0] == self.sync)
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Take prompts from a queue, the oldest first."""
+        """Yield prompts, oldest first, in the form of ``_drawn``."""
         record = self._store.record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
 
     def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> list[Row]:
-        """Draw ``count`` trajectories of a prompt, among all or the most recent ones.
+        """Draw ``count`` trajectories of a prompt, among all or only the most recent ones.
 
-        By Gumbel top-k, those with the largest log weight + Gumbel noise are a draw without replacement by
-        weight.
+        The draw without replacement is Gumbel top-k: it takes those with the largest log weight plus noise.
         """
         groups = self._store.groups_of(prompt)
         rows = [(number, row) for number, group in groups.items() for row in range(len(group))]
@@ -120,17 +124,17 @@ class Sampler:
         return {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
 
     def restore(self, arrays: dict[str, np.ndarray], sync: int) -> None:
-        """Go on from the ``state`` of a sampler whose newest sync was ``sync``."""
+        """Restore a saved ``state``, and the newest ``sync`` of that moment."""
         self.sync = sync
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
 
 
 class _Draw:
-    """Prompts in random order, each drawn once per pass, in constant time.
+    """Draws prompts in random order, each once per pass, in constant time.
 
-    waiting: prompts not yet drawn in this pass. drawn: the others. A draw drops the useless prompts that it
-    meets.
+    waiting: prompts not yet drawn in this pass. drawn: the other prompts. Prompts that turn out to be useless
+    are dropped.
     """
 
     def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:
@@ -139,20 +143,20 @@ class _Draw:
         self._members = {*self._waiting, *self._drawn}
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Return the arguments that make an equal draw, as NAME_waiting and NAME_drawn."""
+        """Return the constructor's arguments that make an equal draw, as NAME_waiting and NAME_drawn."""
         return {
             f"{name}_waiting": np.array(self._waiting, np.int64),
             f"{name}_drawn": np.array(self._drawn, np.int64),
         }
 
     def add(self, prompt: int) -> None:
-        """Add a prompt, which takes part from this pass on."""
+        """Add a prompt to the present pass."""
         if prompt not in self._members:
             self._members.add(prompt)
             self._waiting.append(prompt)
 
     def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
-        """Draw the next useful prompt that is not taken, or None; taken ones keep their turn."""
+        """Draw the next useful prompt that is not ``taken``, or return None. Taken ones keep their turn."""
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
             self._drawn += self._waiting  # only taken prompts still wait, so the next pass begins
@@ -164,7 +168,7 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Remove and return a random useful prompt of a pile that is not ``taken``; drop useless ones met."""
+        """Remove and return a random useful prompt that is not ``taken``; drop useless ones on the way."""
         passed_over, found = [], None
         while pile and found is None:
             place = int(rng.integers(len(pile)))

@@ -1,4 +1,4 @@
-"""Users' own functions and classes, which a config names as ``module:function``."""
+"""Imports users' own functions and classes, which a config names as ``module:function``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
 LONGEST_WORDS = 300
-"""Most characters of an error that are shown."""
+"""Most characters of a user's error message that are shown."""
 
 OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
-"""Remedy for a file that the user's code does not find. A run keeps a copy of both."""
+"""Remedy for a file that the user's code does not find. A run copies files that the module's code names."""
 
 IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
-"""Remedy for code of the user's that does not end."""
+"""Remedy for user code that does not return."""
 
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{Path(__file__).parents[1]}/",
 )
-"""Folders of code that is not the user's. Installed code of the user's counts as a library, too."""
+"""Folders whose code is not the user's. The user's own installed packages count as libraries, too."""
 
 
 def is_own(name: str) -> bool:
-    """Tell whether ``name`` has the form ``module:function`` and is not a path."""
+    """Return whether ``name`` has the form ``module:function`` and is not a path."""
     return ":" in name and not is_local(name)
 
 
@@ -48,7 +48,7 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def import_own(key: str, name: str) -> ModuleType:
-    """Import a user's module. Raises ConfigError for any exception in it, with the line that raised it."""
+    """Import a user's module. Any exception becomes a ConfigError with the line that raised it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -62,20 +62,20 @@ def import_own(key: str, name: str) -> ModuleType:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error of the user's code in a few words on one line, even if its own ``str`` fails."""
+    """Return an exception of user code as one short line, even if its ``__str__`` fails."""
     said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
     return " ".join(said.split())[:LONGEST_WORDS]
 
 
 def where_is(thread: int) -> tuple[str, str]:
-    """Return a thread's innermost line of the user's code, as ``r.py:7 in reward``, and its whole stack."""
+    """Return the innermost line of user code in a thread (``r.py:7 in reward``), and its whole stack."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
     last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
     return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Make an error that names the module's last executed line, or the line that is not valid Python."""
+    """Make an error that names the last executed line of the module, or the line with the syntax error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None

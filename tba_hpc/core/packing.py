@@ -1,8 +1,8 @@
 """Lays out sequences for a model: in one row that holds every prompt once, or in a padded rectangle.
 
-All indices are made here, on the host, so that a device is never asked for a length. Imports no torch.
+All indices are computed here, on the host, so that nothing waits for a device. Imports no torch.
 
-Shape letters: N sequences, L tokens of the longest, R tokens of a row, S tokens of all sequences with their
+Shape letters: N sequences, L length of the longest, R tokens in the row, S tokens of all sequences with their
 prompts, T tokens of all completions, A sampled tokens.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from tba_hpc.core.types import Ragged, offsets_of
 
 Layout = Literal["varlen", "padded", "rectangle"]
-"""Form in which a model gets sequences. varlen: in a row, with an attention kernel for sequences of any
-lengths. padded: in a row, with an attention kernel for rectangles. rectangle: in a rectangle [N, L], each
-sequence with its own prompt."""
+"""Form in which a model gets sequences. varlen: in one row, with a variable-length attention kernel. padded:
+in one row, with attention over padded rectangles. rectangle: in a rectangle [N, L], each sequence with its
+own prompt."""
 
 Array = Any
 """A numpy array, or the tensor that ``learner.upload`` made of it."""
@@ -27,10 +27,10 @@ Array = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Varlen:
-    """Attention over a row by queries and keys of several lengths.
+    """Indices for variable-length attention over a row.
 
-    A sequence's queries are its own tokens, which are neighbours in the row. Its keys are all of its tokens,
-    including those of a shared prompt, so its last query sees its last key.
+    A sequence's queries are its own tokens, which are contiguous in the row. Its keys are all of its tokens,
+    including those of a shared prompt. The causal mask is aligned at the end: the last query sees all keys.
 
     key_S: int64, place of each key in the row. query_ends: int32 [N + 1], offsets of the sequences' queries
     in the row. key_ends: int32 [N + 1], offsets of their keys in ``key_S``. longest_query, longest_key: the
@@ -46,11 +46,11 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padded:
-    """Attention over a row by rectangles of sequences.
+    """Indices for attention over a row by padded rectangles.
 
-    places: one array, int64 [n, longest], per set of sequences of similar length: the places of their tokens
-    in the row, prompt included; 0 beyond their end. from_R: int64, index into all these arrays, flattened and
-    joined, of each row token's value. The tokens of a shared prompt take theirs from its first sequence.
+    places: one array, int64 [n, longest], per set of sequences of similar length. It holds the index in the
+    row of each token, prompt included, and 0 where padded. from_R: int64, index of each row token in these
+    arrays, flattened and joined. The tokens of a shared prompt point into its first sequence.
     """
 
     places: tuple[Array, ...]
@@ -61,11 +61,11 @@ class Padded:
 class Packed:
     """Sequences for one pass of a model.
 
-    tokens, positions: int64 [1, R] or [N, L], each token and its place in its own sequence. attention: None
-    for a rectangle. before_A: int64, index into flattened ``tokens`` at which a sampled token is predicted.
-    sampled_A: int64, that token; or [A, 1 + C], that token and C others whose log-probabilities are wanted in
-    its place.
-    place_A: int64, its index among the tokens of all completions.
+    tokens, positions: int64 [1, R] or [N, L], each token and its position in its own sequence. attention:
+    None for a rectangle. before_A: int64, index into flattened ``tokens`` of the token before each sampled
+    one, whose output predicts it. sampled_A: int64, the sampled token; or [A, 1 + C], followed by C other
+    tokens whose log-probabilities at its position are needed. place_A: int64, index of the sampled token
+    among the tokens of all completions.
     """
 
     tokens: Array
@@ -86,12 +86,12 @@ def pack(
     begin_T: np.ndarray | None = None,
     others_TC: np.ndarray | None = None,
 ) -> Packed:
-    """Lay out sequences, each a prompt of at least one token and its completion, for one pass.
+    """Lay out sequences for one pass. Each has a prompt of at least one token and a completion.
 
     prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
-    and share it in a row. action_T: bool, whether each completion token was sampled. begin_T: bool, whether
-    a completion token, not a sampled one, begins a sequence of its own; None: none does. others_TC: int,
-    other tokens whose log-probabilities are wanted in the place of each completion token; None: C = 0.
+    and share it in a row. action_T: bool, whether each completion token was sampled. begin_T: bool, whether a
+    completion token, not sampled, begins another sequence; None: none does. others_TC: int, other tokens
+    whose log-probabilities are needed at the position of each completion token; None: C = 0.
     """
     if begin_T is not None and begin_T.any():
         sequences, row_N = cut(sequences, prompt_length_N, begin_T)
@@ -124,9 +124,9 @@ def pack(
 
 
 def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> tuple[Ragged, np.ndarray]:
-    """Cut sequences before the completion tokens that ``begin_T`` marks, as for ``pack``.
+    """Cut sequences before the completion tokens that ``begin_T`` marks; see ``pack``.
 
-    Returns all sequences in order, and the number, int64, of the one from which each is cut.
+    Returns the pieces in order, and for each piece the index, int64, of its original sequence.
     """
     begins = np.flatnonzero(begin_T)
     before = offsets_of(prompt_length_N)  # tokens of all prompts before each
@@ -138,12 +138,12 @@ def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> 
 def _places_in_row(
     own_S: np.ndarray, row_S: np.ndarray, position_S: np.ndarray, first_N: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """Return the place of each token in the row, int64 [S].
+    """Return the index of each token in the row, int64 [S].
 
-    Own tokens follow one another. Those of a shared prompt lie where its first sequence has them.
+    Own tokens follow one another. Tokens of a shared prompt lie where its first sequence has them.
     """
     place_S = own_S.cumsum() - 1
-    lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # for each, the sequence whose prompt it reads
+    lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the first sequence with the same prompt
     in_lender_S = offsets[lender_N[row_S]] + position_S
     place_S[~own_S] = place_S[in_lender_S[~own_S]]
     return place_S
@@ -187,7 +187,7 @@ def _padded(place: Ragged, own: Ragged) -> Padded:
 
 
 def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Divide sequences, longest first, into sets to pad to one length, less than twice that of each."""
+    """Divide sequences, longest first, into sets in which padding less than doubles each length."""
     order_N = np.argsort(-length_N, kind="stable")
     falling_N = length_N[order_N]
     start = 0

@@ -1,6 +1,6 @@
-"""The interfaces between the two loops and the libraries that serve them.
+"""Interfaces between the two loops and the rest: task, engine, reference, learner, exchange.
 
-Both transports of the exchange pass one suite, ``tests/contracts``. Nothing here imports a heavy library.
+Both transports of the exchange pass the same tests, ``tests/contracts``. Imports no heavy library.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ PASS_AT_1 = "pass@1"
 """Name of the score of a task with right and wrong answers."""
 
 RIGHT_AND_ENDED = "right and ended"
-"""Name of the share of answers that are correct and were not cut off by a limit."""
+"""Name of the share of answers that are correct and not truncated."""
 
 IDLE_DEADLINES = 6
-"""Number of deadlines that a searcher gives its trainer between two rounds of the exchange."""
+"""Longest pause between two rounds of the exchange, after which a searcher gives up on its trainer, as a
+multiple of launch.timeout_seconds."""
 
 
 class Tokenizer(Protocol):
@@ -43,10 +44,10 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of ``text`` at the start of a sequence: begun as usual, and not ended."""
+        """Return the tokens, int32 [T], of ``text`` at the start of a sequence: with any BOS, without EOS."""
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of ``text`` as a user's message, up to the model's answer.
+        """Return the tokens, int32 [T], of a chat that ends where the model must answer ``text``.
 
         Raises ConfigError if the model has no chat template.
         """
@@ -57,16 +58,16 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class WholeTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can show special tokens, too: what task.special_tokens needs."""
+    """A tokenizer that can also show special tokens, as task.special_tokens requires."""
 
     def decode_whole(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, special tokens included."""
+        """Return the text of ``tokens``, special tokens included."""
 
 
 def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
-    """Return a function from tokens, int32 [T], to text. special: with special tokens but the EOS at the end.
+    """Return a function from tokens, int32 [T], to text.
 
-    Raises ConfigError if the tokenizer cannot show them.
+    special: show special tokens, except an EOS at the end. Raises ConfigError if the tokenizer cannot.
     """
     if not special:
         return tokenizer.decode
@@ -80,7 +81,7 @@ def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], st
 
 
 Message = dict[str, Any]
-"""A message of a chat: role, content, and whatever else a chat template knows."""
+"""A chat message: role, content, and any other fields that the chat template uses."""
 
 
 @runtime_checkable
@@ -90,23 +91,25 @@ class ChatTokenizer(Tokenizer, Protocol):
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """Return the text of a conversation. ask: up to the model's next message. options: of the template.
+        """Return the text of a conversation.
 
-        Raises ConfigError if the model has no chat template, or if the template refuses the messages.
+        ask: add the beginning of the model's next message. options: variables of the chat template. Raises
+        ConfigError if the model has no chat template, or if the template refuses the messages.
         """
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of rendered text; nothing is added at its start or end."""
+        """Return the tokens, int32 [T], of rendered text, with nothing added at its start or end."""
 
 
 class Task(ABC):
     """A set of prompts and the rewards of completions.
 
-    It must have the first three methods. A class of a user's own need not derive from this one:
-    ``task_contract.with_defaults`` adds what it lacks. score_name: name of the share of prompts answered
-    correctly. evaluation_temperature: temperature at which evaluation prompts are answered; 0 is greedy.
-    longest_call: deadline of a call of ``rewards`` or ``correct``, s; None: the run's. A task whose calls
-    load models, or wait for what has deadlines of its own, says infinity.
+    The first three methods are required. A user's class need not derive from this one:
+    ``task_contract.with_defaults`` adds the other methods.
+
+    score_name: name of the share of prompts answered correctly. evaluation_temperature: sampling temperature
+    of evaluations; 0 is greedy. longest_call: time limit of a call of ``rewards`` or ``correct``, s; None:
+    the run's. It is infinite for a task whose calls load models, or which sets time limits itself.
     """
 
     score_name: str = PASS_AT_1
@@ -119,50 +122,50 @@ class Task(ABC):
 
     @abstractmethod
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        """Return a number per completion of one prompt. Called in one thread, not the main one.
+        """Return the reward of each completion of one prompt. Always called in the same background thread.
 
         A completion whose reward is not finite is set aside. If this method raises, all of them are.
         """
 
     @abstractmethod
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
-        """Tell whether each completion counts for the score; called in the same thread as ``rewards``."""
+        """Return whether each completion is correct. Called in the same thread as ``rewards``."""
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return the terms of a reward that is a sum, for the metrics; called right after ``rewards``.
+        """Return the named terms whose sum is the reward, for the metrics.
 
-        They are, by name, a number per completion of that call.
+        Called right after ``rewards``; each term has a number per completion of that call.
         """
         return {}
 
     def grades(self) -> Sequence[float]:
-        """Return rewards in evaluations, if answers are more or less good; called right after ``correct``.
+        """Return the rewards of an evaluation's answers, or () if answers are only right or wrong.
 
-        There is one per completion of that call; () means that answers are only right or wrong.
+        Called right after ``correct``, with a reward per completion of that call.
         """
         return ()
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return figures by name, such as diversity, over all completions of ``groups``, for tba evaluate."""
+        """Return further statistics of all completions, by name, such as diversity, for tba evaluate."""
         return {}
 
     def encode_question(self, text: str) -> np.ndarray | None:
-        """Return tokens, int32 [T], of the prompt for a user's question to tba ask; None: the text alone."""
+        """Return the prompt, int32 [T], for a question asked by tba ask; None: the tokens of the text."""
         return None
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Wrap a generator of turns in one of conversations with an environment, if the task has one.
+        """Return a generator of whole conversations that uses ``generator`` for the turns.
 
-        ``tokenizer`` is for the caller's thread.
+        A task without an environment returns ``generator`` itself. tokenizer: used in the caller's thread.
         """
         return generator
 
     def question(self, text: str) -> Prompt:
-        """Return the start of a conversation about a user's question; only asked of tasks that converse."""
+        """Return the prompt of a conversation about a user's question. Only called if ``converse`` wraps."""
         raise NotImplementedError
 
     def show_special_tokens(self) -> None:
-        """Show special tokens of completions from now on, by ``decoder``. Raises ConfigError if it cannot."""
+        """Decode completions with their special tokens from now on. Raises ConfigError if it cannot."""
         name = f"{type(self).__module__}:{type(self).__qualname__}"
         raise ConfigError(
             f"task.special_tokens would be ignored by the task {name}: give it the method "
@@ -171,38 +174,38 @@ class Task(ABC):
 
 
 class Victim(Protocol):
-    """A fixed model, other than the policy, that a task queries, such as the one that red-teaming tests."""
+    """A fixed model, other than the policy, that a task queries, such as the target of red-teaming."""
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Return sampled answers to each text, equally many. Blocks; any thread may call it.
+        """Return sampled answers to each text, the same number for each. Blocks; any thread may call it.
 
-        Raises ConfigError if the model cannot be served, EngineError if it keeps dying.
+        Raises ConfigError if the model cannot be served, or EngineError if the engine keeps dying.
         """
 
 
 class Serve(Protocol):
-    """Function that makes a Victim, given to tasks whose constructor has an argument ``serve``."""
+    """Function that makes a Victim; tasks whose constructor has an argument ``serve`` are given one."""
 
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
         """Begin to serve ``model``. Raises ConfigError.
 
-        generator: sampling, number of answers to a text (completions_per_prompt) and memory. chat: whether
-        texts are a user's messages in the model's chat template. keys: config keys that errors name, that of
-        the path first.
+        generator: sampling parameters, memory, and the number of answers to a text (completions_per_prompt).
+        chat: whether the chat template turns each text into a user's message. keys: config keys that errors
+        name; the first is that of the model's path.
         """
 
 
 class Generator(Protocol):
     """A policy that samples by continuous batching: submit requests, step, take finished groups.
 
-    version: number of the weights in use. load_seconds: pause of generation for the last load. busy_seconds:
-    time spent generating so far. rebuilds: number of dead engines replaced.
+    version: version of the weights in use. load_seconds: pause of generation for the last load.
+    busy_seconds: time spent generating so far. rebuilds: number of dead engines replaced.
 
-    It may also have these. nan_groups: number of groups sampled again so far because a log-probability was
-    NaN. recompute_share: share of the tokens computed so far that a load of weights had made worthless.
-    stage: what the engine is doing before it can sample; empty once it can.
+    Optional attributes: nan_groups: number of groups sampled again because a log-probability was NaN.
+    recompute_share: share of all computed tokens that repeated earlier work because weights were loaded.
+    stage: what the engine is doing while it starts; empty once it can sample.
     """
 
     @property
@@ -219,20 +222,20 @@ class Generator(Protocol):
 
     @property
     def loading(self) -> bool:
-        """True while the last ``load`` is under way."""
+        """True while a ``load`` is in progress."""
 
     @property
     def in_flight(self) -> int:
-        """Number of completions that have not ended, and of finished groups yet to be returned."""
+        """Number of unfinished completions, plus that of finished groups that ``step`` has yet to return."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its completions hold what its ``sampling`` asks for, ``top_logprobs`` included.
+        """Queue a request. Completions must have ``top_logprobs`` if ``request.sampling`` asks for them.
 
-        Raises ValueError if prompt and completion exceed the context.
+        Raises ValueError if prompt and completion exceed the context length.
         """
 
     def step(self) -> list[Group]:
-        """Generate for a moment; return the groups that are now complete."""
+        """Generate for a short time; return the groups that are now complete."""
 
     def load(self, update: WeightUpdate) -> None:
         """Replace the weights in place; requests in flight continue under the new weights.
@@ -245,29 +248,29 @@ class Generator(Protocol):
 
 
 class Reference(Protocol):
-    """The reference policy π_ref. Called in one thread, not the main one.
+    """The reference policy π_ref. Always called in the same background thread.
 
-    step: optimizer step of this policy (0: the initial one), or BEHAVIOUR. has_model: whether it computes
-    anything; if not, it gives the sampling log-probabilities, or NaN for the trainer to replace.
+    step: optimizer step of this policy (0: the initial one), or BEHAVIOUR. has_model: False if nothing is
+    computed here: log-probabilities are those of sampling, or NaN for the trainer to replace.
     """
 
     step: int
     has_model: bool
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return, per completion, each token's log-probability at model.logprob_temperature, float32 [T].
+        """Return the tokens' log-probabilities at model.logprob_temperature, float32 [T] per completion.
 
-        An environment's tokens may have any number.
+        Values at an environment's tokens are ignored.
         """
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group, perhaps together."""
+        """Compute ``logprobs`` of several groups, which may share a forward pass."""
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group under other weights. ``weights.data`` is unchanged after it."""
+        """Compute ``logprobs`` of several groups under other weights; ``weights.data`` stays unchanged."""
 
     def load(self, step: int) -> None:
-        """Become the policy of ``step``, which the trainer has exported."""
+        """Load the policy that the trainer exported at ``step``."""
 
 
 class Learner(Protocol):
@@ -288,36 +291,36 @@ class Learner(Protocol):
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Return log π_ref of the completions' tokens, float32 [T], rows in order, if it is scored here.
+        """Return log π_ref of all completion tokens, float32 [T], if the trainer scores the reference.
 
         step: optimizer step of the reference: 0, or one that was exported.
         """
 
     def write_weights(self, out: np.ndarray) -> Callable[[], object] | None:
-        """Copy the current weights into ``out``, uint8 [layout.nbytes], or begin to copy them: see ``Write``.
+        """Copy, or begin to copy, the current weights into ``out``, uint8 [layout.nbytes]; see ``Write``.
 
         Later steps do not change what is written.
         """
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy weights and optimizer; return a function that writes them durably into an existing ``folder``.
+        """Copy weights and optimizer state; return a function that writes them to an existing ``folder``.
 
-        The function is called once, before the next ``save``, in any thread. It returns once all ranks have
-        written; its result is lines of the inventory for files whose checksums are known by then. It raises
-        StateError if they cannot be written, or DiskFullError for lack of room; then ``save`` may be called
+        Call the function once, in any thread, before the next ``save``. It returns once all ranks have
+        written durably. Its result is the inventory's lines for files whose checksums are known by then. It
+        raises StateError if writing fails, or DiskFullError if the disk is full; ``save`` may then be called
         again.
         """
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote: exactly for the same number of ranks, otherwise up to rounding.
+        """Restore what ``save`` wrote: exactly if the number of ranks is the same, otherwise up to rounding.
 
-        Raises StateError if the folder is of another model or lacks something that is needed.
+        Raises StateError if the folder belongs to another model or is incomplete.
         """
 
     def export(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename.
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load. It appears by an atomic rename.
 
-        With LoRA the adapter is merged into the weights, and also lies in the subfolder ``adapter.FOLDER``.
+        With LoRA the adapter is merged into the weights, and also saved in the subfolder ``adapter.FOLDER``.
         """
 
     def close(self) -> None:
@@ -325,99 +328,98 @@ class Learner(Protocol):
 
 
 class SharedLearner(Learner, Protocol):
-    """A learner that is spread over all trainer ranks; each holds a part."""
+    """A learner that is sharded over all trainer ranks."""
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Obey the leader until it closes the learner.
+        """Carry out the leader's calls until it closes the learner.
 
-        ``slot`` is called once per ``write_weights`` of the leader. It returns the buffer, uint8
-        [layout.nbytes], that receives this rank's part of the weights. None: the leader writes all of them,
-        as without Config.one_world.
+        slot: called once per ``write_weights`` of the leader. It returns the buffer, uint8 [layout.nbytes],
+        for this rank's part of the weights. None: the leader writes all of them, as without Config.one_world.
         """
 
 
 class Backend(Protocol):
-    """The implementation behind ``model.path``: how a policy is trained and sampled.
+    """Implementation of a policy's training and sampling, chosen by ``model.path``.
 
-    The usual one is in ``engine.hf_backend``. Your own is a class that is called with the run's Config
-    and named as ``model.path=module:Class``; the module is looked up like reward functions.
+    The default is in ``engine.hf_backend``. Your own is a class named by ``model.path=module:Class`` and
+    constructed from the run's Config; the module is looked up like reward functions.
     """
 
     def tokenizer(self) -> Tokenizer:
-        """Make a new tokenizer; each is used in one thread."""
+        """Make a new tokenizer. Each is used in one thread only."""
 
     def generator(self, *, seed: int) -> Generator:
         """Make a searcher's generator."""
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """Make a searcher's reference, at first the initial policy.
+        """Make a searcher's reference, which begins as the initial policy.
 
-        folder_of: gives, by step, the folder of the exported policy that becomes the reference.
+        folder_of: function from a step to the folder of the policy exported then.
         """
 
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make a trainer rank's learner; ``store``: this attempt's private folder, shared by these ranks."""
+        """Make a trainer rank's learner. store: this attempt's folder, shared by all trainer ranks."""
 
 
 Write = Callable[[np.ndarray], Callable[[], object] | None]
-"""Function that writes weights into a buffer, uint8. If it returns a function, it has only begun to write.
-The returned function, called in any thread, waits until all is written. It raises ExchangeError if another
-rank is gone."""
+"""Function that writes weights into a buffer, uint8. It may return before all is written; then it returns a
+function that any thread can call to wait for the rest. That function raises ExchangeError if another rank is
+gone."""
 
 
 class TrainerExchange(Protocol):
-    """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
+    """The leading trainer's end of the exchange. Only ``close`` waits for searchers."""
 
     def publish(self, publication: Publication, write: Write) -> bool:
         """Start a round: ``write`` fills a uint8 buffer with the weights of ``publication``; see ``Write``.
 
-        Returns False, with nothing written, while a round is under way. Raises ExchangeError, naming who is
-        missing, once a round has outlasted its deadline.
+        Returns False, with nothing written, while another round is in progress. Raises ExchangeError, which
+        names the missing ranks, if that round has exceeded its deadline.
         """
 
     def gather(self) -> bool:
-        """Start a round as ``publish`` does, but without weights, to fetch shards that the trainer awaits."""
+        """Start a round without weights, to fetch shards that the trainer waits for; see ``publish``."""
 
     def collect(self) -> list[Shard]:
-        """Return the shards that arrived since the last call, each exactly once, in order per searcher."""
+        """Return the shards that arrived since the last call: each exactly once, each searcher's in order."""
 
     @property
     def stop_requested(self) -> bool:
-        """True once a searcher has been asked (by a signal) to stop the run."""
+        """True once a signal has asked a searcher to stop the run."""
 
     def close(self) -> list[Shard]:
-        """Finish the round under way, tell every searcher that the run is over, return the last shards."""
+        """Finish the present round, tell every searcher that the run is over, and return the last shards."""
 
 
 class SearcherExchange(Protocol):
     """A searcher's end of the exchange. No call waits."""
 
     def offer(self, shard: Shard) -> None:
-        """Hand over a shard that is already sealed on disk."""
+        """Offer a shard, already sealed on disk, to the trainer."""
 
     def poll(self) -> WeightUpdate | None:
-        """Return the newest weights not seen before, if any."""
+        """Return the newest weights, or None if they were returned before."""
 
     def request_stop(self) -> None:
-        """Ask the trainer to stop the run at its next safe point; do nothing if only this searcher leaves."""
+        """Ask the trainer to stop the run at its next safe point. Elastic searchers leave alone instead."""
 
     @property
     def pending(self) -> int:
-        """Number of shards offered and not yet merged; back-pressure depends on it."""
+        """Number of shards offered and not yet merged, which limits how far a searcher runs ahead."""
 
     @property
     def closed(self) -> bool:
-        """True once the trainer has ended the run and every published weight has been polled."""
+        """True once the trainer has ended the run and ``poll`` has returned the last weights."""
 
     def close(self) -> None:
-        """Leave. Shards not yet merged stay on disk, and a resume merges them."""
+        """Leave the exchange. Shards not yet merged stay on disk, and a resume merges them."""
 
 
 class EngineError(RuntimeError):
-    """Raised if the engine died again and again; the message says how often and why."""
+    """Raised if the engine keeps dying; the message says how often and why."""
 
 
 class ExchangeError(RuntimeError):
-    """Raised if a peer is missing; the message names who, for how long, and the likely cause."""
+    """Raised if a rank is missing; the message says which, for how long, and the likely cause."""

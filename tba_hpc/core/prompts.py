@@ -1,4 +1,4 @@
-"""The requests of a run: the order of their prompts, which are completed, and how each is sampled."""
+"""The requests of a run: which prompt each one asks, how it is sampled, and whether it is completed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tba_hpc.core.types import Request, Sampling
 from tba_hpc.core.wording import count
 
 TEMPERED_SHARE = 0.5
-"""Share of a run's prompts that are sampled at a temperature from generator.tempered_range, if it is set."""
+"""Share of requests sampled at a random temperature from generator.tempered_range, if that is set."""
 
 _PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
 _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """The requests whose groups lie in sealed shards, as a growing bitmap."""
+    """Set of the requests whose groups are in sealed shards, as a growing bitmap."""
 
     def __init__(self) -> None:
-        self._done = np.zeros(0, np.uint8)  # perhaps with room for more at the end
+        self._done = np.zeros(0, np.uint8)  # may have spare bytes at the end
 
     @classmethod
     def from_array(cls, packed: np.ndarray) -> CompletedRequests:
@@ -54,13 +54,13 @@ class CompletedRequests:
         self.add(np.flatnonzero(np.unpackbits(other.to_array())))
 
     def __contains__(self, request_id: int) -> bool:
-        """Tell whether the group of a request is sealed."""
+        """Return whether a request's group is sealed."""
         return request_id < 8 * len(self._done) and bool(
             self._done[request_id // 8] & (128 >> request_id % 8)
         )
 
     def among(self, request_ids: np.ndarray) -> np.ndarray:
-        """Tell which of these groups are sealed: bool, in the shape of ``request_ids`` (int64)."""
+        """Return which requests' groups are sealed: bool, in the shape of ``request_ids`` (int64)."""
         known = request_ids < 8 * len(self._done)
         found = np.zeros(request_ids.shape, bool)
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
@@ -74,9 +74,10 @@ def _bit(request_ids: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a run, as a searcher learns it when it joins.
+    """Progress of a run, sent to a searcher when it joins.
 
-    completed: the requests in all shards before the cursors. cursors: next shard to merge per searcher.
+    completed: requests in all shards before the cursors. cursors: index of the next shard to merge, by
+    searcher.
     """
 
     completed: CompletedRequests = field(default_factory=CompletedRequests)
@@ -88,13 +89,13 @@ class Progress:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Progress:
-        """Inverse of to_bytes. Raises ValueError if bytes are missing."""
+        """Inverse of to_bytes. Raises ValueError if ``data`` is truncated."""
         bitmap, cursors = msgspec.msgpack.decode(data, type=tuple[bytes, dict[int, int]])
         return cls(CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)), cursors)
 
 
 class PromptOrder:
-    """Order in which requests ask prompts: epochs, each of them a permutation drawn from (seed, epoch)."""
+    """Assigns a prompt to each request: in every epoch a new permutation, drawn from (seed, epoch)."""
 
     def __init__(self, seed: int, n_prompts: int) -> None:
         self._seed = seed
@@ -103,7 +104,7 @@ class PromptOrder:
         self._permutation = np.empty(0, np.int64)
 
     def prompt_of(self, request_id: int) -> int:
-        """Return the id of the prompt that a request asks."""
+        """Return the id of a request's prompt."""
         epoch, place = divmod(request_id, self._n_prompts)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -112,10 +113,10 @@ class PromptOrder:
         return int(self._permutation[place])
 
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
-        """Yield requests ≡ ``place`` (mod ``places``), ascending without end, less those that are completed.
+        """Yield the requests ≡ ``place`` (mod ``places``) that are not completed, ascending without end.
 
-        Only the searcher with this place issues them, so that none is issued twice in an attempt. The next
-        searcher with the place, or a resume with any number of searchers, issues those that were not sealed.
+        Only the searcher with this place issues them, so none is issued twice in an attempt. Requests that it
+        did not seal are issued by the next searcher with this place, or by a resume with any number of them.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -124,7 +125,7 @@ class PromptOrder:
 def training_requests(
     config: Config, task: Task, searcher: int, completed: CompletedRequests
 ) -> Iterator[Request]:
-    """Yield the requests of one searcher without end, in the run's order, less those completed before."""
+    """Yield one searcher's requests that are not ``completed``, in the run's order, without end."""
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
@@ -152,7 +153,7 @@ def _temperature(config: Config, request_id: int) -> float:
 
 
 def prompt_room(config: Config) -> int:
-    """Return the number of tokens that the longest completion leaves to a prompt."""
+    """Return the maximum length of a prompt, in tokens, that leaves room for the longest completion."""
     return config.model.context_length - config.generator.max_tokens
 
 
@@ -170,10 +171,7 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError if the prompts are too few for the initial buffer, or for a step's groups.
-
-    Likewise if the buffer is a queue that may be too full for what the searchers sample.
-    """
+    """Raise ConfigError if there are too few prompts for the initial buffer, for a step, or for a queue."""
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt
     if config.exchange.max_staleness is None and room < buffer.initial_completions:
@@ -193,7 +191,7 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
 
 
 def _refuse_a_small_queue(config: Config, prompts: int) -> None:
-    """Raise ConfigError if groups could be evicted before a step has learned from them."""
+    """Raise ConfigError if the buffer is too small to keep every group until a step has learned from it."""
     buffer, size = config.buffer, config.generator.completions_per_prompt
     if buffer.capacity < (needed := config.groups_ahead * size):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Learning rate, target policy and reference as pure functions of the step: a resume needs no scheduler.
+"""Learning rate, target policy and reference as pure functions of the step, so a resume needs no scheduler.
 
-Steps count from 0; step ``i`` makes version ``i + 1``.
+Steps are counted from 0; step ``i`` makes version ``i + 1``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Return the learning rate of ``step``, on a schedule over all ``steps`` or until its ``decay`` ends.
+    """Return the learning rate of ``step``. Its schedule spans all ``steps``, unless ``decay`` ends before.
 
-    No step has a rate of zero. Warm-up rises from zero before the first step, so that step 0 has
-    peak / warmup_steps, and step warmup_steps − 1 has the peak. Decay ends at zero after the last step.
+    No step has a rate of zero. Step 0 has peak / warmup_steps, and step warmup_steps − 1 has the peak. The
+    rate would reach zero one step after the last.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -28,12 +28,12 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 
 def laid_out_for(train: TrainSection) -> int:
-    """Return the number of optimizer steps after which the learning rate has decayed."""
+    """Return the optimizer step at which the learning rate's decay ends."""
     return train.learning_rate.decay[1] if train.learning_rate.decay else train.steps
 
 
 def _decay(config: LearningRate, share: float) -> float:
-    """Return the rate as a share of the peak, given the share of the decay that is left."""
+    """Return the rate divided by the peak. share: part of the decay that remains, from 1 to 0."""
     match config.schedule:
         case "constant":
             return 1.0
@@ -44,10 +44,10 @@ def _decay(config: LearningRate, share: float) -> float:
 
 
 def beta(train: TrainSection, step: int) -> float:
-    """Return the KL coefficient of the target policy of ``step``: β·T.
+    """Return the KL coefficient β′ = β·T of the target policy of ``step``.
 
-    The tempered target log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′), with β′ = β·T. The power
-    p = 1/(γ·T) is the ``reference_power``.
+    The tempered target R, with log R = (log π_ref/γ + r/β)/T, equals π_ref^p·exp(r/β′). The power
+    p = 1/(γ·T) is ``reference_power``.
     """
     return at(train.beta, step) * at(train.target_temperature, step)
 
@@ -63,10 +63,10 @@ def at(schedule: Schedule, step: int) -> float:
 
 
 def reference(config: TrainSection, step: int) -> int:
-    """Return the reference policy of ``step``: its optimizer step (0: the initial policy), or BEHAVIOUR.
+    """Return the optimizer step of the reference policy at ``step``, 0 for the initial one, or BEHAVIOUR.
 
-    If the reference is reset every ρ steps (TBA′), step ρ is the first to learn against the policy that ρ
-    steps have made. The reference of the last step stays after it, for the last evaluation.
+    If the reference is reset every ρ steps (TBA′), step ρ is the first to use the policy made by ρ steps. The
+    last evaluation uses the reference of the last step.
     """
     match config.reference:
         case ResetReference(every=every):

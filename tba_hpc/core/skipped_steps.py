@@ -1,4 +1,4 @@
-"""Optimizer steps that are skipped because the loss or the gradient is not finite."""
+"""Counts optimizer steps that are skipped because the loss or the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tba_hpc.config import ConfigError
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
-"""Skipped steps in a row that end a run. A bad group leaves with its batch; a broken policy stays."""
+"""Consecutive skipped steps that end a run. A bad group is gone in the next batch; a broken policy is not."""
 
 
 class SkippedSteps:
-    """Counter of skipped steps on a trainer rank. total: number so far."""
+    """Counter of skipped steps on a trainer rank. total: all of them so far."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -25,7 +25,7 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def skipped(self, prompt_ids: Iterable[int]) -> None:
-        """Note a skipped step, and log it. Raises ConfigError at the last of MOST_IN_A_ROW in a row.
+        """Note and log a skipped step. Raises ConfigError if it is number MOST_IN_A_ROW in a row.
 
         prompt_ids: prompts of the groups whose loss is not finite; empty if only the gradient norm is not.
         """

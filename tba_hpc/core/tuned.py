@@ -1,4 +1,4 @@
-"""The learning rate times age of data that shipped configs were tuned for, and whether a run exceeds it."""
+"""Compares a run's learning rate, times the age of its data, with that of tuned shipped configs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def shipped_configs() -> dict[str, Config]:
 
 
 def expected_age(config: Config) -> int:
-    """Return the expected optimizer steps between the weights that sample and those that learn.
+    """Return the expected age of data, in optimizer steps from sampling weights to learning weights.
 
-    This is the bound on staleness, if there is one. Otherwise it is 2k − 1 for data sampled during k steps
-    and learned from in the k steps after them. Slow searchers and replay add to it.
+    It is exchange.max_staleness, if that is set. Otherwise it is 2k − 1, because data sampled during k steps
+    are used in the next k steps. Slow searchers and replay make data older.
     """
     bound = config.exchange.max_staleness
     return 2 * config.exchange.sync_every - 1 if bound is None else bound
 
 
 def beyond_tuned(config: Config) -> tuple[str, str] | None:
-    """Return a finding and a remedy if rate × age exceeds that of the nearest shipped config, else None.
+    """Return a warning and a remedy if rate × age exceeds that of similar shipped configs, otherwise None.
 
-    The highest stable rate falls as 1/age (arXiv 2607.01083). The nearest configs have the same model, or
-    otherwise the same task and objective. None is also returned if there is no such config.
+    The highest stable rate falls as 1/age (arXiv 2607.01083). Similar configs have the same model or, if
+    there are none, the same task and objective.
     """
     rate, age = config.train.learning_rate.peak, expected_age(config)
     alike = _alike(config)
@@ -47,7 +47,7 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
 
 
 def _alike(config: Config) -> dict[str, Config]:
-    """Return the nearest shipped configs; rates for adapters and for whole models are not comparable."""
+    """Return similar shipped configs. Rates of adapters and of whole models are not compared."""
     kind = {
         name: other
         for name, other in shipped_configs().items()

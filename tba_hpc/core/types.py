@@ -2,8 +2,8 @@
 
 Shape letters, used as suffixes of names throughout the project (``reward_N``, ``logprob_BK``):
     N trajectories (sequences), P distinct prompts, B groups of a batch, K completions of a group
-    T tokens in all, A those of them that the policy sampled (actions), L positions of the longest sequence
-    D width of a hidden state or embedding, V vocabulary, C likeliest tokens in a place
+    T tokens in all, A tokens sampled by the policy (actions), L length of the longest sequence
+    D width of a hidden state or embedding, V vocabulary, C likeliest tokens at a position
     a digit is the size of an axis (``mean_B1``)
 """
 
@@ -26,16 +26,16 @@ Role = Literal["trainer", "searcher"]
 ResourceKind = Literal["model", "data set", "file"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""All finish reasons. The record field ``truncated`` is an index into these; 0 means not cut off."""
+"""All finish reasons. The record field ``truncated`` is an index into this tuple; 0 means not cut off."""
 
 BEHAVIOUR = -1
-"""Stands in place of a reference's step: log π_ref is then the log-probability under the sampling policy."""
+"""Reference step that stands for the sampling policy: log π_ref is then the recorded log-probability."""
 
 BEGIN = np.float32(np.inf)
-"""Stands in place of the log-probability of the token, not a sampled one, at which a further sequence begins.
+"""Marker in ``logprobs``: another sequence begins at this token, which the policy did not sample.
 
 A trajectory has several sequences if its agent asked for turns that did not continue an earlier one. They
-share its reward. Attention in a further sequence begins here, and sees neither the prompt nor the others."""
+share its reward. Attention within such a sequence starts at this token: it sees no other sequence."""
 
 RECORD = np.dtype(
     [
@@ -50,22 +50,22 @@ RECORD = np.dtype(
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""Fields that a searcher records of a trajectory, filled in by ``Trajectories.of_groups``. A field added
-here reaches the batch; ``objectives.Groups.of`` names those that an objective sees."""
+"""Fields that a searcher records for each trajectory; ``Trajectories.of_groups`` fills them in. A field added
+here reaches the batch. ``objectives.Groups.of`` selects the fields that an objective sees."""
 
 LIVE_RECORD = np.dtype(
     [
         *RECORD.descr,
-        ("revision", "<i8"),  # revision of the buffer: the merge that brought it
-        ("sync", "<i8"),  # the sync that brought it
-        ("uses", "<i4"),  # steps that have learned from it
+        ("revision", "<i8"),  # revision of the buffer: the merge that added it
+        ("sync", "<i8"),  # sync at which it arrived
+        ("uses", "<i4"),  # number of steps that have learned from it
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
     ]
 )
-"""Record in the buffer, its checkpoints and batches: RECORD plus what the trainer adds at the merge."""
+"""Record in the buffer, its checkpoints and batches: RECORD and fields that the trainer adds at a merge."""
 
 TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
-"""Dtype of one of the likeliest tokens in a place. float16 changes its probability by at most 2e-4."""
+"""Dtype of one of the likeliest tokens at a position. float16 changes a probability by at most 2e-4."""
 
 PER_TOKEN = ("logprobs", "ref_logprobs", "top_logprobs")
 """Fields of Trajectories that hold one value, or one row, per completion token."""
@@ -82,7 +82,7 @@ Columns = tuple[np.ndarray, ...]
 
 
 def make_uid(searcher: int, shard: int, row: int) -> int:
-    """Pack the identity of a trajectory into an integer: 20 bits of searcher, 24 of shard, 20 of row."""
+    """Pack a trajectory's searcher (20 bits), shard (24 bits) and row (20 bits) into one integer."""
     return searcher << 44 | shard << 20 | row
 
 
@@ -90,7 +90,7 @@ def make_uid(searcher: int, shard: int, row: int) -> int:
 class Resource:
     """A model, data set or file that a config names under ``key``.
 
-    name: hub name or path. subset: name of the configuration, for a data set that has several.
+    name: hub name or path. subset: configuration of a data set that has several.
     """
 
     kind: ResourceKind
@@ -152,8 +152,8 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate contiguous arrays of one dtype, at least one, as np.concatenate does.
 
-    It joins about a thousand at a time, because one call for 100,000 groups would block the other threads.
-    It joins records as bytes, because numpy copies them field by field, which is ten times slower.
+    A thousand arrays are joined per call, because one call for 100,000 groups would block other threads.
+    Structured arrays are joined as bytes: numpy would copy them field by field, ten times slower.
     """
     dtype = arrays[0].dtype
     if dtype.names:
@@ -168,7 +168,7 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices, int64 [T], of the tokens of ``rows``, and their copies' offsets, int64 [N + 1]."""
+    """Return the indices, int64 [T], of the tokens in ``rows``, and the rows' new offsets, int64 [N + 1]."""
     start_N = offsets[rows]
     length_N = offsets[rows + 1] - start_N
     packed = offsets_of(length_N)
@@ -186,15 +186,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled answer, or the whole conversation that follows a prompt, or several sequences.
+    """One answer to a prompt, or a whole conversation that follows it, perhaps in several sequences.
 
     tokens: int32 [T], including the EOS or the whole stop string that ended it. logprobs: float32 [T], under
-    the sampling weights at model.logprob_temperature, whatever temperature they were sampled at. They are NaN
-    at tokens that an environment gave, or BEGIN; the first token is never one of these. finish_reason: what
-    ended it; "turns" means the limit task.options.max_turns. reward: the environment's own, NaN if it failed.
-    calls, failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest tokens in
-    the place of each token, as Sampling asks; meaningless at an environment's tokens. None: C = 0. last_turn:
-    tokens of the turn that was sampled last, int32; None: all.
+    the sampling weights at model.logprob_temperature, whatever the sampling temperature was. A token from the
+    environment has NaN, or BEGIN; the first token is always sampled. finish_reason: what ended the
+    completion; "turns" is the limit task.options.max_turns. reward: given by the environment, NaN if it
+    failed. calls, failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest
+    tokens at each position, meaningless at the environment's tokens; None if C is 0. last_turn: tokens of the
+    last sampled turn, int32; None: all tokens.
     """
 
     tokens: np.ndarray
@@ -208,7 +208,7 @@ class Completion:
 
     @property
     def action_T(self) -> np.ndarray:
-        """Mask, bool [T], of the tokens that the policy sampled; the others are the environment's."""
+        """Mask, bool [T]: True where the policy sampled the token, False where the environment gave it."""
         return self.logprobs < BEGIN  # NaN is not
 
     @property
@@ -218,18 +218,18 @@ class Completion:
 
     @property
     def turns(self) -> int:
-        """Number of times the policy spoke, which is the number of runs of sampled tokens."""
+        """Number of the policy's turns, counted as runs of consecutive sampled tokens."""
         action_T = self.action_T
         return 1 + int(np.count_nonzero(action_T[1:] & ~action_T[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters by which completions are drawn.
+    """Sampling parameters.
 
-    temperature: 0 is greedy. max_tokens: a completion is cut off there. min_tokens: it cannot end before.
-    top_logprobs: number C of likeliest tokens that are recorded, with log-probabilities, in each place.
-    stop: texts that end a completion, besides generator.stop.
+    temperature: 0 is greedy. max_tokens, min_tokens: longest and shortest completion. top_logprobs: number C
+    of likeliest tokens recorded, with log-probabilities, at each position. stop: texts that end a completion,
+    in addition to generator.stop.
     """
 
     temperature: float
@@ -256,7 +256,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one request. versions: int32 [n, 2], oldest and newest weights of each."""
+    """All completions of one request. versions: int32 [n, 2], oldest and newest weights that sampled each."""
 
     request: Request
     completions: tuple[Completion, ...]
@@ -265,10 +265,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group as a searcher records it.
+    """A group with its rewards and reference log-probabilities, ready for a shard.
 
-    rewards: one finite number per completion. ref_logprobs: float32 [T] per completion, under the policy
-    ``reference``, which is numbered as in RECORD.
+    rewards: one finite number per completion. ref_logprobs: float32 [T] per completion. reference: step of
+    the policy that computed them, as in RECORD.
     """
 
     group: Group
@@ -279,15 +279,15 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """N scored completions, such as a shard, a group in the buffer or a batch.
+    """N scored completions: those of a shard, of a group in the buffer or of a batch.
 
-    record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32 [P
+    record: RECORD [N], or a dtype that begins with its fields, such as LIVE_RECORD. prompts: Ragged int32 [P
     rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
-    aligned with ``completions.values``, under the sampling policy and the record's reference. Both are at
-    model.logprob_temperature. At an environment's tokens logprobs are NaN, or BEGIN, and ref_logprobs are
-    meaningless.
-    If the trainer scores the reference, ref_logprobs are NaN until it has computed them. top_logprobs:
-    TOP_LOGPROBS [T, C], as in the completions; C is 0 if they are left out.
+    aligned with ``completions.values``, under the sampling policy and the record's reference, at
+    model.logprob_temperature. top_logprobs: TOP_LOGPROBS [T, C] as in Completion; if omitted, C is 0.
+
+    At the environment's tokens logprobs are NaN, or BEGIN, and ref_logprobs are meaningless. If the trainer
+    scores the reference, ref_logprobs are NaN until it has computed them.
     """
 
     record: np.ndarray
@@ -298,7 +298,7 @@ class Trajectories:
     top_logprobs: np.ndarray = field(default_factory=partial(np.empty, (0, 0), TOP_LOGPROBS))
 
     def __post_init__(self) -> None:
-        """Make an empty row for each token if ``top_logprobs`` are left out."""
+        """Make an empty row for each token if ``top_logprobs`` was omitted."""
         if self.top_logprobs.shape == (0, 0):
             object.__setattr__(self, "top_logprobs", np.empty((len(self.logprobs), 0), TOP_LOGPROBS))
 
@@ -307,7 +307,7 @@ class Trajectories:
 
     @property
     def action_T(self) -> np.ndarray:
-        """Mask, bool [T], of completion tokens that the policy sampled; the others are an environment's."""
+        """Mask, bool [T], of completion tokens: True where the policy sampled, not an environment."""
         return self.logprobs < BEGIN  # NaN is not
 
     @property
@@ -317,14 +317,14 @@ class Trajectories:
 
     @property
     def actions(self) -> Ragged:
-        """Completions without an environment's tokens, int32 [N rows]."""
+        """Sampled tokens of each completion, without an environment's, int32 [N rows]."""
         action_T = self.action_T
         before = offsets_of(action_T)
         return Ragged(self.completions.values[action_T], before[self.completions.offsets])
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Requests that the completions answer, int64 [groups], in order."""
+        """Request of each group, int64 [groups], in order."""
         request_id_N = self.record["request_id"]
         first_N = np.ones(len(request_id_N), np.bool_)
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
@@ -332,9 +332,9 @@ class Trajectories:
 
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
-        """Pack the completions of one or more groups in order, each distinct prompt once. Uids are left 0.
+        """Pack the completions of one or more groups, which may be empty, in order.
 
-        Groups may be empty.
+        Each distinct prompt is stored once. Uids are left 0.
         """
         groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
@@ -399,7 +399,7 @@ class Trajectories:
 
     @property
     def columns(self) -> Columns:
-        """Arrays of this object, in the order of COLUMNS, not copied."""
+        """All arrays, in the order of COLUMNS, without copying."""
         prompts, completions = self.prompts, self.completions
         ragged = (prompts.values, prompts.offsets, completions.values, completions.offsets)
         return self.record, *ragged, *(getattr(self, name) for name in PER_TOKEN)
@@ -491,10 +491,10 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def on_policy_N(self) -> np.ndarray:
-        """Mask, bool [N], of trajectories that version ``step`` sampled whole and that its sync brought.
+        """Mask, bool [N], of trajectories that version ``step`` sampled whole and that arrived in its sync.
 
-        A trajectory that has this version's number but came before its publication is not among them: its
-        weights were made by steps that a resume has taken back.
+        A trajectory with the same version number that arrived before its publication does not count: its
+        weights were made by steps that a resume has undone.
         """
         names = ("sync", "version_oldest", "version_newest")
         return np.logical_and.reduce([self.record[name] == self.step for name in names])
@@ -530,7 +530,7 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def cell_T(self) -> np.ndarray:
-        """Index, int64 [T], of each completion token in a flattened rectangle [N, L]; L: the longest."""
+        """Index, int64 [T], of each completion token in a flattened rectangle [N, L] of all completions."""
         offsets, length_N = self.completions.offsets, self.completion_length_N
         start_N = np.arange(len(self)) * int(length_N.max()) - offsets[:-1]
         return np.arange(offsets[-1]) + start_N.repeat(length_N)
@@ -539,9 +539,9 @@ class TrajectoryBatch(Trajectories):
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
     """Return the age of each token, int32 [T]: optimizer steps from the weights that sampled it to ``step``.
 
-    record_N: RECORD [N]. length_N: int64, sampled tokens of each completion. Versions are interpolated
-    linearly between the first and the last token. That is exact if one version sampled all tokens, or if
-    weights changed at even intervals. Ages are below 0 if a resume took back the steps that made the weights.
+    record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion. Versions are
+    interpolated linearly between the first and the last token, which is exact if weights changed never or at
+    even intervals. An age is negative if a resume has undone the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
@@ -552,10 +552,10 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A sealed slice of a searcher's trajectories, number ``index``.
+    """Trajectories that a searcher sealed together on disk: its shard number ``index``.
 
-    run: ``RunDir.identity`` of the run that sealed it; 0 if unknown. set_aside: requests without a single
-    usable reward. image: bytes of its file, if at hand.
+    run: ``RunDir.identity`` of the run; 0 if unknown. set_aside: requests that got no usable reward. image:
+    bytes of the file, if they are in memory.
     """
 
     searcher: int
@@ -567,13 +567,13 @@ class Shard:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Requests that it completes, int64: those that it answers in order, then those set aside."""
+        """Requests that the shard completes, int64: the answered ones in order, then those set aside."""
         return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Place of one tensor in the flat byte buffer of all weights: ``[start, end)``."""
+    """A tensor and its byte range ``[start, end)`` in the flat buffer of all weights."""
 
     name: str
     dtype: str  # safetensors' spelling: F32, BF16, F16
@@ -586,7 +586,7 @@ class WeightSlot:
 class LoraWeights:
     """Description of a LoRA adapter, which adds ``scale``·B·A to the weights of its layers.
 
-    base: ``learner.adapter.identity`` of the weights to which it is added.
+    base: ``learner.adapter.identity`` of the model that it adapts.
     """
 
     base: str
@@ -597,7 +597,7 @@ class LoraWeights:
 class WeightLayout:
     """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names.
 
-    lora: None if these are all of the policy's weights; otherwise these are an adapter's alone.
+    lora: set if the tensors are only those of an adapter; None if they are all of the policy's.
     """
 
     slots: tuple[WeightSlot, ...]
@@ -612,7 +612,7 @@ class WeightLayout:
     def of(
         cls, tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str, lora: LoraWeights | None = None
     ) -> WeightLayout:
-        """Lay tensors of (name, shape) end to end in one dtype (F32, BF16, F16)."""
+        """Lay out tensors, given as (name, shape), end to end in one dtype (F32, BF16 or F16)."""
         width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
         slots, start = [], 0
         for name, shape in tensors:
@@ -640,13 +640,12 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Announcement that goes with published weights; both exchanges carry it as JSON.
+    """Announcement that accompanies published weights; both exchanges send it as JSON.
 
     version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
     split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
-    on, or BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. lease_ends:
-    budget_end of each elastic searcher at work, by its number and lease. final: whether these are the last
-    weights of the run.
+    on, or BEHAVIOUR. budget_end: first request that may not be issued yet; None: no limit. lease_ends:
+    budget_end of each elastic searcher, by searcher and lease. final: True for the last weights of the run.
     """
 
     version: int
@@ -658,14 +657,14 @@ class Publication:
     final: bool = False
 
     def for_lease(self, searcher: int, lease: int) -> Publication:
-        """Return this for an elastic searcher, with the end of its own budget; 0 if it was granted none."""
+        """Return the publication with the budget_end of one elastic searcher; 0 if it was granted none."""
         end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:
-    """Weights as a searcher gets them. They stay unchanged until it takes others or drops these.
+    """Weights that a searcher received. They stay unchanged until it takes newer ones or drops this object.
 
     data: uint8 [layout.nbytes], perhaps shared and read-only. file: the file that holds them, if other
     processes may read it.
@@ -677,6 +676,6 @@ class WeightUpdate:
     file: WeightFile | None = None
 
     def private(self) -> WeightUpdate:
-        """Return the same weights to keep and write to; memory from a file is shared until it is written."""
+        """Return a private, writable copy; weights from a file are mapped copy-on-write."""
         data = self.file.map("c") if self.file else self.data.copy()
         return replace(self, data=data)

@@ -1,4 +1,4 @@
-"""Requests over HTTP, by httpx, to addresses that may hold secrets."""
+"""HTTP clients for addresses that may contain secrets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs addresse
 
 
 def client() -> httpx.AsyncClient:
-    """Return a client without timeouts, for callers with a deadline of their own.
+    """Return a client without timeouts, for callers that set their own deadline.
 
-    It trusts the system's certificates, and follows no redirections. A proxy that the environment names is
-    used for https alone, because it could read plain http.
+    It trusts the system's certificates, and follows no redirects. The environment's proxy is used only for
+    https, because a proxy could read plain http.
     """
     direct = {"http://": httpx.AsyncHTTPTransport()}
     return httpx.AsyncClient(verify=_system(), mounts=direct, timeout=None)

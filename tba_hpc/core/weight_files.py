@@ -1,4 +1,4 @@
-"""Weights in a file that the processes of a node map into memory without copies."""
+"""Files of weights that the processes of a node share by mapping them into memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 SHARED_MEMORY = Path("/dev/shm")
 
 Mode = Literal["r", "r+", "c"]
-"""Mode as of numpy.memmap; with "c", writes stay private."""
+"""Mode of numpy.memmap: "c" is copy-on-write."""
 
 
 class WeightFile:
-    """Weights at the end of an open file, ``nbytes`` from ``offset`` on.
+    """Weights in an open file: its last ``nbytes`` bytes, from ``offset`` on.
 
     The file needs no name: it lives as long as a process has it open. Each object has its own descriptor,
-    closed when nothing refers to the object any more. generation: number of times that its memory was given
-    back, as its owner counts; each time it gets other pages.
+    which is closed with the last reference to the object. generation: counter for the owner, who increases it
+    whenever the file gets new memory pages.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
@@ -31,13 +31,13 @@ class WeightFile:
 
     @classmethod
     def open(cls, path: str | Path, nbytes: int, *, write: bool = False) -> Self:
-        """Open the last ``nbytes`` of a file."""
+        """Open the weights in the last ``nbytes`` of a file."""
         descriptor = os.open(path, os.O_RDWR if write else os.O_RDONLY)
         return cls(descriptor, nbytes, os.fstat(descriptor).st_size - nbytes)
 
     @classmethod
     def copy_of(cls, data: np.ndarray) -> Self:
-        """Copy weights, uint8 [nbytes], into a file in memory that has no name."""
+        """Copy weights, uint8 [nbytes], into an anonymous file in memory."""
         file = cls(os.memfd_create("weights"), len(data))
         os.truncate(file._descriptor, file.nbytes)
         np.copyto(file.map("r+"), data)
@@ -45,12 +45,12 @@ class WeightFile:
 
     @property
     def path(self) -> str:
-        """Path to the same file, for this process and those it has started, while this object lives."""
+        """Path at which this process and its children can open the file while this object lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def inode(self) -> int:
-        """Inode number, which no other file has while this one is open or mapped."""
+        """Inode number, unique while the file is open or mapped."""
         return os.fstat(self._descriptor).st_ino
 
     @property
@@ -59,18 +59,18 @@ class WeightFile:
         return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:
-        """Map the weights, uint8 [nbytes]; they stay mapped after this object is gone."""
+        """Map the weights, uint8 [nbytes]. The mapping may outlive this object."""
         return np.memmap(self.path, np.uint8, mode, self.offset, (self.nbytes,))
 
     def reader(self) -> Self:
-        """Open the same weights again; ``has_readers`` is true while the returned reader lives."""
+        """Open the same file as a reader; ``has_readers`` is True while it lives."""
         reader = self.open(self.path, self.nbytes)
         fcntl.flock(reader._descriptor, fcntl.LOCK_SH)
         return reader
 
     @property
     def has_readers(self) -> bool:
-        """True if any process has a ``reader`` of this file."""
+        """True if any process holds a ``reader`` of this file."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,7 +83,7 @@ class WeightFile:
         os.posix_fallocate(self._descriptor, self.offset, self.nbytes)
 
     def give_back(self) -> None:
-        """Drop the contents, so that the file takes no memory until it is written again."""
+        """Drop the contents and release their memory or disk space; the file keeps its length."""
         os.truncate(self._descriptor, self.offset)
         os.truncate(self._descriptor, self.offset + self.nbytes)
 

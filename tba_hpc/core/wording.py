@@ -1,4 +1,4 @@
-"""Formats numbers for people to read, and makes untrusted text safe to print on a terminal."""
+"""Formats numbers and lists for people to read, and makes untrusted text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that would control a terminal or reverse the order of a text, but not tab and line end."""
+"""Characters that control a terminal or reverse the direction of text, except tab and newline."""
 
 
 def print_in_any_encoding() -> None:
-    """Let standard output and error replace characters that their encoding lacks, so no command fails."""
+    """Make stdout and stderr replace characters that they cannot encode, so that printing never fails."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # neither closed nor replaced
             stream.reconfigure(errors="replace")
 
 
 def output_is_lost() -> bool:
-    """Return whether standard output takes no more, as on a full disk; it is then redirected to nowhere."""
+    """Return whether writing to stdout fails, as on a full disk; stdout is then redirected to /dev/null."""
     try:
         print(flush=True)
     except OSError:
@@ -34,7 +34,7 @@ def output_is_lost() -> bool:
 
 @contextmanager
 def without_fail() -> Iterator[None]:
-    """Keep an error in output from ending the program; print a line about it on standard error, once."""
+    """Continue after the block if showing something fails; the first time, print a line on stderr."""
     try:
         with though_output_is_lost():
             yield
@@ -44,7 +44,7 @@ def without_fail() -> Iterator[None]:
 
 @contextmanager
 def though_output_is_lost() -> Iterator[None]:
-    """Continue after the block if standard output takes no more; it is then redirected to nowhere."""
+    """Continue after the block if writing to stdout fails; stdout is then redirected to /dev/null."""
     try:
         yield
         print(end="", flush=True)
@@ -60,7 +60,7 @@ def _complain(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Escape a text's control characters, so that they are shown (``\x1b``) and not obeyed."""
+    r"""Escape control characters, so that a terminal shows them (``\x1b``) instead of obeying them."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -71,18 +71,18 @@ def count(number: int, thing: str) -> str:
 
 
 def first_few(things: Sequence[object], most: int = 5, between: str = ", ") -> str:
-    """List things, such as ``3, 5, 8``; if more than ``most``, list the first ones ``and 7 more``."""
+    """Join things: ``3, 5, 8``. If there are more than ``most``, the rest is counted: ``… and 7 more``."""
     more = f" and {len(things) - most} more" if len(things) > most else ""
     return between.join(map(str, things[:most])) + more
 
 
 def first_words(text: str) -> str:
-    """Return a long text's first line up to its first comma, with single blanks."""
+    """Return the first line of a text up to its first comma, with single spaces."""
     return " ".join(text.partition("\n")[0].partition(",")[0].split())
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """Return ``did you mean 'x'?``; if no valid name is near, ``otherwise``, by default all valid names."""
+    """Return ``did you mean 'x'?`` if a valid name is similar; else ``otherwise`` or all valid names."""
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1)
     known = otherwise or f"valid are {', '.join(names) or 'none'}"
@@ -95,7 +95,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as minutes and seconds, with hours if there are any: 2:05, 1:02:05."""
+    """Format seconds as 2:05 (minutes and seconds) or 1:02:05 (with hours)."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

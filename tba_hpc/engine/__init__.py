@@ -1,1 +1,1 @@
-"""Engines: vLLM samples completions with the newest weights, in a process of its own."""
+"""Engines: vLLM samples completions with the newest weights, in a separate process."""

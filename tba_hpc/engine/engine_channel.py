@@ -1,7 +1,7 @@
-"""Messages between a searcher's rank and the process of its engine, and the socket that carries them.
+"""Messages between a searcher's rank and its engine's process, and the socket that carries them.
 
-Nothing here needs vLLM or torch, so that the rank's end stays light. A message is sent as its length and then
-its content as msgpack. Arrays travel as raw bytes.
+A message is sent as its length, then its content as msgpack; arrays are raw bytes. Imports neither vLLM nor
+torch, so that ranks stay light.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
 
 LENGTH_BYTES = 4
-"""Size of the length that precedes each message, bytes."""
+"""Bytes of the length that precedes each message."""
 
 READ_BYTES = 1 << 20
-"""Most bytes that are read from the socket at once."""
+"""Most bytes read from the socket at once."""
 
 
 class EngineSettings(Section):
-    """Settings of an engine. Its process gets them as JSON on standard input."""
+    """Settings of an engine, sent to its process as JSON on standard input."""
 
     model: ModelSection
     generator: GeneratorSection
     seed: int
     graphs: str = ""
-    """vLLM's name for the kind of CUDA graphs; empty: as in generator.engine, or else as vLLM chooses."""
+    """cudagraph_mode for vLLM; empty: that of generator.engine, or else vLLM's default."""
     top_logprobs: int = 0
-    """Highest number of likeliest tokens per place that a request asks for."""
+    """Largest number of likeliest tokens per position that a request may ask for."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -49,7 +49,7 @@ class Submit(Message):
 
 
 class Load(Message):
-    """Command to use the weights at the end of the file at ``path``. generation: as WeightFile has it."""
+    """Command to load the weights at the end of the file at ``path``. generation: that of the WeightFile."""
 
     version: int
     path: str
@@ -58,13 +58,13 @@ class Load(Message):
 
 
 class Building(Message):
-    """Answer while the engine is being built: the stage that now begins."""
+    """Answer at the beginning of each stage while the engine is being built."""
 
     stage: str
 
 
 class Ready(Message):
-    """Answer once the engine is built. graphs: vLLM's name for the kind of its CUDA graphs."""
+    """Answer once the engine is built. graphs: the cudagraph_mode that vLLM uses."""
 
     graphs: str = "NONE"
 
@@ -76,13 +76,13 @@ class Refused(Message):
 
 
 class Broken(Message):
-    """Answer that a part of vLLM cannot be loaded on this machine, at the start or later; which, and why."""
+    """Answer that a part of vLLM cannot be loaded on this machine, at the start or later."""
 
     reason: str
 
 
 class Died(Message):
-    """Last answer of an engine that raised an exception, which ``reason`` tells in one sentence."""
+    """Last answer of an engine that raised an exception. reason: the exception in one sentence."""
 
     reason: str
 
@@ -95,16 +95,17 @@ class Loaded(Message):
 
 
 class Misfit(Message):
-    """Answer that its model cannot take the weights given last, or not all of them; why, and what to do."""
+    """Answer that the model cannot take the last weights, or not all of them. reason: cause and remedy."""
 
     reason: str
 
 
 class Finished(Message):
-    """All completions of a request, K of them with T tokens in all, as flat arrays.
+    """All K completions of a request as flat arrays with T tokens.
 
-    tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS
-    or a stop string ended it. versions: int32 [K, 2], oldest and newest. top_logprobs: TOP_LOGPROBS [T, C].
+    tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 if EOS or
+    a stop string ended the completion. versions: int32 [K, 2], of the oldest and newest weights.
+    top_logprobs: TOP_LOGPROBS [T, C].
     """
 
     request: int
@@ -117,11 +118,11 @@ class Finished(Message):
 
 
 class Progress(Message):
-    """Answer when groups are complete, and many times a second as a sign that the engine works.
+    """Answer when groups are complete, and many times a second as a sign of life.
 
-    All figures count from the Progress before. busy_seconds: time inside the engine's step. ended:
-    completions that have ended, of complete and other groups. computed: tokens computed. recomputed: those
-    of them that were computed again because a load of weights had made them worthless.
+    All figures are since the last Progress. busy_seconds: time inside vLLM's step. ended: number of
+    completions that ended, in complete and other groups. computed: number of tokens computed. recomputed:
+    number of them that repeated earlier work because weights were loaded.
     """
 
     busy_seconds: float
@@ -143,7 +144,7 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """One end of the socket, which receives messages of type T.
 
-    Sending never waits. Later calls send what the socket does not take now.
+    Sending never blocks: later calls send what the socket does not accept now.
     """
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
@@ -153,16 +154,16 @@ class Channel(Generic[T]):
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self.closed = False
-        """True once the other end is gone and all that it sent was received."""
+        """True once the other end is gone and everything that it sent has been received."""
 
     def send(self, message: Message) -> None:
-        """Send a message, or keep it for a later call to send."""
+        """Send a message, or queue it for a later call."""
         payload = msgspec.msgpack.encode(message)
         self._outgoing += len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         self._write()
 
     def receive(self, seconds: float) -> list[T]:
-        """Return the messages that have come; wait up to ``seconds`` if there is nothing to read."""
+        """Return the messages that have arrived; wait up to ``seconds`` if there is nothing to read."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll.poll(seconds * 1000)
@@ -178,7 +179,7 @@ class Channel(Generic[T]):
         return messages
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def _write(self) -> None:
@@ -199,5 +200,5 @@ class Channel(Generic[T]):
 
 
 def tell_broken(descriptor: int, error: ImportError) -> None:
-    """Tell the rank at the other end of a socket, as the last message, what cannot be imported here."""
+    """Send a last message, that ``error`` stops this process, to the rank at the other end of a socket."""
     Channel(socket.socket(fileno=descriptor), COMMANDS).send(Broken(str(error).split("\n")[0]))

@@ -1,7 +1,7 @@
-"""Main module of a vLLM engine's process, which is bound to die with its rank before the slow imports.
+"""Main module of a vLLM engine's process. It binds the process's life to its rank's before slow imports.
 
-It must not know what an engine is. Only ``vllm_generator`` starts it:
-``python -m tba_hpc.engine.engine_process PARENT SOCKET``, with the settings on its standard input.
+``vllm_generator`` starts it as ``python -m tba_hpc.engine.engine_process PARENT SOCKET``, with the settings
+on standard input. It must not know what an engine is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tba_hpc.run.signals import die_with
 
 
 def main() -> None:
-    """Serve the rank that started this process until it hangs up."""
+    """Serve the rank that started this process until it closes the connection."""
     parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
     settings = sys.stdin.read()
-    gc.disable()  # until the engine is built: imported objects stay, and scanning them takes seconds
+    gc.disable()  # until the engine is built: scanning imported objects, which stay, takes seconds
     try:
         from tba_hpc.engine import vllm_engine
     except ImportError as error:

@@ -17,9 +17,9 @@ from tba_hpc.run.inputs import first_day
 
 @dataclass(frozen=True, slots=True)
 class HfBackend:
-    """A Hugging Face model; its libraries are imported when needed. Methods raise ConfigError.
+    """A Hugging Face model, trained by DeepSpeed and sampled by vLLM. Methods raise ConfigError.
 
-    day: the date that the chat template writes into prompts, if it writes one.
+    Heavy libraries are imported when needed. day: date for chat templates that write one into prompts.
     """
 
     config: Config
@@ -32,7 +32,7 @@ class HfBackend:
         return load_tokenizer(self.config.model.path, day=self.day)
 
     def generator(self, *, seed: int) -> Generator:
-        """Return a generator with an engine of its own, which is still being built on return."""
+        """Return a generator whose engine is still being built."""
         from tba_hpc.engine.vllm_generator import VllmGenerator
 
         launch = self.config.launch
@@ -46,7 +46,7 @@ class HfBackend:
         )
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """Load the model itself, the reference that a run begins with."""
+        """Load the initial reference, which is the model itself."""
         from tba_hpc.learner.hf_reference import load_reference
 
         return load_reference(self.config, folder_of)
@@ -54,14 +54,14 @@ class HfBackend:
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make one rank's learner; all ranks meet in ``store``. Raises ExchangeError, too."""
+        """Make one rank's learner; all ranks meet in ``store``. Also raises ExchangeError."""
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner(self.config, rank=rank, ranks=ranks, store=store, references=folder_of)
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:
-    """Return the backend of a config. Raises ConfigError if a class of the user's own is not found."""
+    """Return the backend of a config. Raises ConfigError if the user's own class is not found."""
     modules.use(run.modules)
     modules.use_here()
     return own_backend(config) or HfBackend(config, first_day(run))

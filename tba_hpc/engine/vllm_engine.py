@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
-"""Interval of messages to the rank while no group is finished, s. They let the rank submit more requests."""
+"""Interval of Progress messages while no group is finished, s. They let the rank submit more requests."""
 
 CPU_KV_CACHE_MB = 512
-"""KV cache without a GPU if none is configured, MiB. vLLM's own default would take most of the memory."""
+"""Default KV cache on a CPU, MiB. vLLM's default would take most of the memory."""
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -77,26 +77,26 @@ CPU_ENVIRONMENT = {
 }
 
 ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Overrides a site's network settings: an engine's workers are on its node, and nothing else connects."""
+"""Network settings that override a site's, because an engine's workers are all on its node."""
 
-YIELDS = 5
-"""Niceness of an engine that computes on the CPU, so that ranks and trainer go first on shared cores."""
+NICENESS = 5
+"""Niceness of an engine on a CPU, so that ranks and trainer have priority on shared cores."""
 
 HIGHEST_TEMPERATURE = 2.0
-"""Highest temperature that vLLM accepts when it makes parameters, though its samplers have no limit."""
+"""Highest temperature that vLLM's SamplingParams accepts. Its samplers have no limit."""
 
-NAMED = 3
-"""Most parameters that are named of those that a load of weights has missed."""
+LISTED = 3
+"""Number of parameters that an error lists."""
 
 STAGES = {"determine_available_memory": "compiling", "compile_or_warm_up_model": "capturing graphs"}
-"""Stages of a start on a GPU, by the executor's method that begins each. A CPU warms up instead."""
+"""Stages of a start on a GPU, by the executor's method that performs each. A CPU warms up instead."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""Logger that warns at every load that rotary embeddings, which have no weights, got none."""
+"""Logger that warns at every load about rotary embeddings, which have no weights to load."""
 
 
 def serve(settings: str, descriptor: int) -> None:
-    """Serve the rank at the other end of a socket until it hangs up. settings: EngineSettings as JSON."""
+    """Serve the rank at the other end of a socket until it closes it. settings: EngineSettings as JSON."""
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
         wanted = EngineSettings.model_validate_json(settings)
@@ -106,13 +106,13 @@ def serve(settings: str, descriptor: int) -> None:
     except Exception as error:
         traceback.print_exc()
         reason = first_sentence(error)
-        lacking = isinstance(error, ImportError)  # also one that is first imported while the engine works
+        lacking = isinstance(error, ImportError)  # vLLM imports some modules only while it works
         channel.send(Broken(reason) if lacking else Died(f"{type(error).__name__}: {reason}"))
         sys.exit(1)
 
 
 def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """Return the engine. If vLLM does not accept the settings, tell the rank and end the process."""
+    """Build the engine. If vLLM does not accept the settings, tell the rank and end the process."""
     prepare_environment()
     try:
         require_kernels()
@@ -133,13 +133,13 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     for path in llm.collective_rpc("rendezvous"):  # all workers have met, and nobody else removes the file
         Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
-        os.nice(YIELDS)  # not earlier: others wait while it is built
+        os.nice(NICENESS)  # not earlier: others wait while it is built
     channel.send(Ready(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name))
     return llm
 
 
 def prepare_environment() -> None:
-    """Set variables that vLLM reads once, when it is imported. The user's values win over the defaults."""
+    """Set environment variables that vLLM reads when it is imported. The user's values take precedence."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
     os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
@@ -151,7 +151,7 @@ def prepare_environment() -> None:
 
 
 def require_kernels() -> None:
-    """Load vLLM's compiled part. Raises ImportError if that fails, as where a library is missing.
+    """Load vLLM's compiled extension. Raises ImportError if that fails, for example if a library is missing.
 
     vLLM itself only logs the failure, and stops later with another error.
     """
@@ -171,7 +171,7 @@ def require_kernels() -> None:
 
 
 def tell_stages(channel: Channel[Command]) -> None:
-    """Have vLLM tell the rank each stage of its start, whether or not its workers are processes."""
+    """Make vLLM report each stage of its start to the rank."""
     from vllm.v1.executor import Executor
 
     def telling(stage: str, method: Callable[[Executor], object]) -> Callable[[Executor], object]:
@@ -188,7 +188,7 @@ def tell_stages(channel: Channel[Command]) -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """Return the engine; the model's files hold weights of version 0. Raises ValueError if vLLM refuses."""
+    """Build the engine, with the model's files as version 0. Raises ValueError if vLLM refuses."""
     # Not before prepare_environment(): vllm reads its environment when it is imported.
     from vllm import LLM
 
@@ -226,10 +226,10 @@ def build(settings: EngineSettings) -> LLM:
 
 
 def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> dict[str, Any]:
-    """Add to vLLM's arguments CUDA graphs for batches of up to ``sequences``, unless they set sizes.
+    """Add CUDA graphs for batches of up to ``sequences`` to vLLM's arguments, unless these set the sizes.
 
-    The sizes that vLLM chooses end at 512; it decodes larger batches without graphs. kind: the kind of
-    graphs, if it is not to be that of ``engine``.
+    vLLM's default sizes end at 512; it decodes larger batches without graphs. kind: cudagraph_mode that
+    replaces the one in ``engine``; empty: keep it.
     """
     compilation = engine.get("compilation_config") or {}
     compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
@@ -239,11 +239,11 @@ def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> di
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Return the batch sizes, in tokens, that get a graph of their own.
+    """Return the batch sizes, in tokens, for which CUDA graphs are captured.
 
-    Other batches are padded to the next size, large ones by at most an eighth. Prompts computed beside
-    decoding make batches larger than ``sequences``. Sizes therefore reach 2·``sequences``, as vLLM's do, but
-    beyond 512 only ``sequences``.
+    Other batches are padded to the next size; the padding of large ones is at most an eighth. Prompts that
+    are computed along with decoding make batches larger than ``sequences``. The largest size is therefore
+    2·``sequences`` up to 512, as in vLLM, but at least ``sequences``.
     """
     largest = max(sequences, min(2 * sequences, 512))
     sizes = [1, 2, 4, 8]
@@ -253,35 +253,35 @@ def graph_sizes(sequences: int) -> list[int]:
 
 
 class Engine:
-    """Steps a vLLM engine for the rank at the other end of ``channel``."""
+    """Runs a vLLM engine for the rank at the other end of ``channel``."""
 
     def __init__(self, channel: Channel[Command], llm: LLM, settings: EngineSettings) -> None:
         self._channel = channel
         self._llm = llm
         self._settings = settings
         self._keeps_kv = settings.generator.keep_kv
-        self._loads = 0  # of weights
-        self._busy = 0.0  # seconds inside steps, not yet told to the rank
-        self._open = 0  # completions that have not ended, as last told to the rank
-        self._computed = self._recomputed = 0  # tokens, not yet told to the rank
-        self._lost: dict[str, int] = {}  # number of tokens that the last load made worthless, by sequence
+        self._loads = 0  # number of times that weights were loaded
+        self._busy = 0.0  # seconds inside steps since the last Progress
+        self._open = 0  # unfinished completions at the last Progress
+        self._computed = self._recomputed = 0  # tokens since the last Progress
+        self._lost: dict[str, int] = {}  # tokens that must be computed again after a load, by sequence
         self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
     def serve(self) -> None:
-        """Serve the rank until it hangs up. Commands take effect between two steps, in their order."""
+        """Serve the rank until it closes the connection. Commands take effect in order, between two steps."""
         while not self._channel.closed:
             finished: list[Finished] = []
             for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
-                finished += self._obey(command)
+                finished += self._execute(command)
             self._tell(finished + (self._step() if self._decoding else []))
 
     @property
     def _decoding(self) -> bool:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
-    def _obey(self, command: Command) -> list[Finished]:
-        """Carry out a command; return the requests that finished on the way."""
+    def _execute(self, command: Command) -> list[Finished]:
+        """Carry out a command; return requests that finished meanwhile."""
         if isinstance(command, Submit):
             self._submit(command)
             return []
@@ -301,14 +301,14 @@ class Engine:
     def _load(self, command: Load) -> None:
         start = time.monotonic()
         if WeightLayout.from_json(command.layout).lora:
-            unlike = self._llm.collective_rpc("unlike_the_base", args=(command.layout,))
+            unlike = self._llm.collective_rpc("base_mismatch", args=(command.layout,))
             if reason := next(filter(None, unlike), ""):
                 self._channel.send(Misfit(reason))
                 return
         given = command.path, command.layout, command.generation
         missed = self._llm.collective_rpc("load_shared_weights", args=given)
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
-            reason = f"took no new value, or not all of it, for {first_few(names, NAMED)}"
+            reason = f"took no new value, or not all of it, for {first_few(names, LISTED)}"
             remedy = "train a model that this version of vLLM updates as a whole"
             self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
@@ -324,11 +324,11 @@ class Engine:
 
     def _lose_what_is_computed(self) -> None:
         for request in self._scheduler.running:
-            lost = self._lost.get(request.request_id, 0)  # some may not be computed again yet
+            lost = self._lost.get(request.request_id, 0)  # perhaps not all computed again yet
             self._lost[request.request_id] = max(lost, request.num_computed_tokens)
 
     def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
-        """Plan a step with vLLM's ``schedule``; count the tokens that it computes, and computes again."""
+        """Plan a step with vLLM's ``schedule``; count the tokens that it computes or recomputes."""
         step = schedule(*arguments)
         self._computed += step.total_num_scheduled_tokens
         for name in self._lost.keys() & step.num_scheduled_tokens.keys():
@@ -341,14 +341,15 @@ class Engine:
 
     @property
     def _salt(self) -> str | None:
-        """Salt in the hashes of cached prefixes, so that no prefix of other weights is found.
+        """Salt for the hashes of cached prefixes, so that prefixes computed with other weights are not found.
 
-        None if the cache is emptied instead. vLLM can do that only when no request keeps its blocks.
+        It is None if the cache is emptied at each load instead, which is possible unless requests keep their
+        blocks.
         """
         return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
-        """Give the new salt to waiting requests that have nothing computed, whether new or preempted."""
+        """Give the new salt to requests without computed tokens, whether new or preempted."""
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
@@ -356,10 +357,10 @@ class Engine:
                 request.update_block_hashes()
 
     def _complete_steps(self) -> list[Finished]:
-        """Take the tokens of steps that are already under way, if the scheduler runs ahead.
+        """Finish the steps that the scheduler has started in advance; return requests that they finish.
 
-        vLLM labels a token with the version in use when it is taken, and the old weights sample these. On a
-        CPU the scheduler never runs ahead.
+        The old weights sample their tokens, but vLLM labels a token with the version in use when the token
+        arrives. On a CPU no step is started in advance.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -373,7 +374,7 @@ class Engine:
 
     @property
     def _core(self) -> EngineCore:
-        """vLLM's own loop, which runs in this process."""
+        """vLLM's engine core, which runs in this process."""
         return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
 
     @property
@@ -387,7 +388,7 @@ class Engine:
         return [_finished(output) for output in outputs if output.finished]
 
     def _tell(self, finished: list[Finished]) -> None:
-        """Send what is finished; every BEAT_SECONDS, send how much has ended, as a sign of life."""
+        """Send a Progress if requests have finished, and otherwise every BEAT_SECONDS."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
         if finished or now - self._reported >= BEAT_SECONDS:
@@ -397,33 +398,33 @@ class Engine:
 
 
 class WeightLoader:
-    """Extension of vLLM's workers, which loads weights from the rank and applies the policy's temperature.
+    """Extension of vLLM's workers that loads weights from the rank and applies the policy's temperature.
 
-    A worker may be a process of its own (tensor parallelism), so its methods take and return plain values.
+    With tensor parallelism workers are separate processes, so methods take and return plain values.
     """
 
     lora_base: dict[str, torch.Tensor] | None = None
-    """Weights of the model's files, in the engine's dtype, if adapters are sent instead of weights."""
+    """Weights from the model's files, in the engine's dtype; only needed if adapters are published."""
 
     kept_maps: KeptMaps | None = None
-    """Memory maps of the files that bring new weights."""
+    """Memory maps of the files of published weights."""
 
     def rendezvous(self) -> str:
-        """Return the file through which the workers have met; any other path if they met without a file."""
+        """Return the file by which torch.distributed's workers met, or another string if there is none."""
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
-    def unlike_the_base(self, layout: str) -> str:
+    def base_mismatch(self, layout: str) -> str:
         """Return why an adapter of this layout does not fit the model's own weights; empty if it does.
 
-        The model's weights are read once. Unless they need another dtype, they stay in the mapped pages of
-        their files, which workers and searchers of a node share.
+        The model's weights are read once. They stay in the mapped pages of their files, which all workers and
+        searchers of a node share, unless they must be converted to another dtype.
         """
         if self.lora_base is not None:
             return ""
         given, base = WeightLayout.from_json(layout), _weights_of_files(self)
         wanted = [f"{name}.weight" for name in layers_of(given)]
         if lacking := [name for name in wanted if name not in base]:
-            names = first_few(lacking, NAMED)
+            names = first_few(lacking, LISTED)
             return f"has no {names} in its files; save it by save_pretrained and start from that"
         if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
             return (
@@ -435,8 +436,8 @@ class WeightLoader:
     def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
-        An adapter is merged into the model's own weights, W + s·B·A, and the result replaces all weights.
-        Returns the names of parameters that were not replaced, or only in part. vLLM itself only logs them.
+        An adapter is merged into the model's own weights, W + s·B·A. Returns the names of parameters that
+        were not replaced, or only in part; vLLM itself only logs them.
         """
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # missed weights are counted here
         given = WeightLayout.from_json(layout)
@@ -445,7 +446,7 @@ class WeightLoader:
         self.kept_maps = self.kept_maps or KeptMaps(RegisteredMemory())
         tensors = tensors_in(self.kept_maps.map(file), given)
         if given.lora:
-            assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
+            assert self.lora_base is not None, "base_mismatch is called before"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
             tensors = _merged(Adapter.of(tensors, given.lora.scale), self.lora_base, device)
         with _missed(self.get_model()) as missed:  # type: ignore[attr-defined]
@@ -455,7 +456,7 @@ class WeightLoader:
         return missed
 
     def divide_logits(self, temperature: float) -> bool:
-        """Divide the model's logits from now on, under any weights. Return False if no layer makes them."""
+        """Divide the model's logits by ``temperature`` from now on. Returns False if none are computed."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         modules = self.get_model().modules()  # type: ignore[attr-defined]
@@ -467,17 +468,17 @@ class WeightLoader:
 
 @contextmanager
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield a list, which a reload inside the block fills with the parameters that it misses.
+    """Yield a list to which a reload inside the block adds the parameters that it does not fully replace.
 
-    vLLM defers loading, layer by layer, and counts the numbers that have come. A layer that is short of
-    numbers when all weights have been offered would keep the old ones, or whatever the memory held before.
+    vLLM loads a layer only when all of its numbers have arrived. A layer that gets too few would silently
+    keep its old weights, or whatever was in memory.
     """
     missed: list[str] = []
     load: Any = model.load_weights
     served = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        # At this point the scales of quantization are gone, and both names of tied weights are there.
+        # At this point quantization scales are gone, and tied weights have both of their names.
         wanted = served & {name for name, _ in model.named_parameters()}
         loaded: set[str] | None = load(weights)
         missed.extend(sorted(wanted - loaded) if loaded is not None else [])
@@ -492,7 +493,7 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _is_filled_in_part(layer: torch.nn.Module) -> bool:
-    """Tell whether a layer that is being reloaded has some of its numbers, but not all, padding aside."""
+    """Return whether a layer that is being reloaded got some of its numbers, but not all; ignores padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -508,7 +509,7 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
 
 
 def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
-    """Read the weights that the worker's model was built from, by their names in its files, in its dtype."""
+    """Read the weights in the files of a worker's model, by name, in the engine's dtype."""
     from vllm.model_executor.model_loader import get_model_loader
 
     loader: Any = get_model_loader(worker.vllm_config.load_config)
@@ -520,7 +521,7 @@ def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
 def _merged(
     adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights of the base. Those of the adapter's layers are merged with it on the device."""
+    """Yield all weights of the base; those of adapted layers are merged with the adapter on ``device``."""
     for name, weight in base.items():
         yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
 
@@ -528,22 +529,21 @@ def _merged(
 def _divided(
     temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Divide a layer's output, in float32 like the learner's; a forward hook. None on other ranks."""
+    """Divide logits in float32, as the learner does. A forward hook; on some ranks there are no logits."""
     return None if logits is None else logits.float().div_(temperature)
 
 
 def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
-    """Return vLLM's parameters for ``n`` completions of a prompt by an engine of these settings.
+    """Return vLLM's parameters for ``n`` completions of a prompt.
 
-    ``logprobs=C`` asks for the log-probabilities of the sampled token and the C likeliest in its place.
-    These are the policy's: before the sampler's temperature and top-p, and before the end of sequence is
-    ruled out below min_tokens. The engine's logits already include the policy's temperature, so the sampler's
-    is divided by it.
+    ``logprobs=C`` asks for the log-probabilities of the sampled token and of the C likeliest tokens. They are
+    the policy's own: they exclude the sampler's temperature, top-p and min_tokens. The engine's logits are
+    already divided by the policy's temperature, so the sampler's temperature is divided by it, too.
 
-    Tokens become text only if there are stop strings to look for.
+    Tokens are decoded to text only if there are stop strings to find.
 
-    There is no seed per request. It would cost a Python call per sequence and token, and on a GPU the fast
-    sampler. With a seed vLLM 0.32's CPU sampler dies where a prompt is computed in two parts.
+    Requests have no seed, which would cost a Python call per sequence and token, and the fast sampler on a
+    GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -597,10 +597,10 @@ def _flat(rows: list, dtype: type) -> np.ndarray:
 
 
 def _repack_output_layers(model: torch.nn.Module) -> None:
-    """Refresh the packed copy that the CPU kernels keep of the output layer.
+    """Refresh the CPU kernels' packed copy of the output layer.
 
-    vLLM 0.32 repacks a layer when its own weights have been reloaded. An output layer that is tied to the
-    embedding has none of its own, and would silently go on with the old ones.
+    vLLM 0.32 repacks a layer when its own weights have been reloaded. An output layer tied to the embedding
+    has no weights of its own, and would silently keep using the old ones.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -612,8 +612,7 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
 def _repack_experts(model: torch.nn.Module) -> None:
     """Pack the weights of experts for the CPU kernels.
 
-    vLLM 0.32 packs them only when they are first loaded. It writes later ones unpacked into the memory of the
-    packed ones.
+    vLLM 0.32 packs only the first weights. It writes later ones unpacked into the same memory.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.platforms import current_platform
@@ -626,6 +625,6 @@ def _repack_experts(model: torch.nn.Module) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error of vLLM, whose configuration is checked by pydantic."""
+    """Return the first sentence of an error that vLLM, or pydantic within it, raised."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return text.split("\n")[0].split(". ")[0]

@@ -1,6 +1,6 @@
-"""The policy that samples: the searcher's side of a vLLM engine, which is a process of its own.
+"""The searcher's side of a vLLM engine, which runs in a separate process.
 
-The engine therefore shares neither a core nor Python's lock with the searcher. The searcher outlives it.
+Engine and searcher therefore do not compete for Python's lock, and the searcher survives if the engine dies.
 """
 
 from __future__ import annotations
@@ -52,38 +52,39 @@ ENGINE = "tba_hpc.engine.engine_process"
 """Module that the engine's process runs."""
 
 STEP_SECONDS = 0.05
-"""Longest wait of ``step`` for a message of the engine, s."""
+"""Longest time that ``step`` waits for a message from the engine, s."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Number of rebuilds in a row without a finished group after which the searcher gives up."""
+"""Number of rebuilds in a row, without a finished group, after which the searcher gives up."""
 
 TRIES = 4
-"""Number of times that a request is sampled with NaN log-probabilities before the searcher gives up."""
+"""Number of times that a request may get NaN log-probabilities before the searcher gives up."""
 
-LESS_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""Kind of CUDA graphs to try after one that gave NaN log-probabilities; empty: none is left. After any other
-kind it is PIECEWISE, which leaves out the graphs of attention over batches that change."""
+FEWER_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
+"""cudagraph_mode to try after one that gave NaN log-probabilities; empty: none is left. After any mode not
+listed it is PIECEWISE, which computes attention without graphs."""
 
 FAILED, EXITED = "failed", "ended with exit status"
-"""Words for an engine that ended by itself: with an exception that it told, or with an exit status."""
+"""Words for an engine that ended by itself: with a reported exception, or with an exit status alone."""
 
-PASSING = re.compile(
+TRANSIENT = re.compile(
     r"\b(memory|CUDA|NCCL|timeout|timed out)\b|MemoryError|initialization failed", re.IGNORECASE
 )
-"""Words of a failure that another engine may not meet. Of its workers' failures an engine learns no more."""
+"""Words of failures that may not happen again in another engine. Failures of an engine's workers are
+reported only as "initialization failed"."""
 
-LASTING = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImplemented)Error\b")
-"""Failures of code that does not fit its input, which every other engine would meet, too."""
+PERMANENT = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImplemented)Error\b")
+"""Failures caused by a programming error, which would happen in every other engine, too."""
 
 NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
 """Setting that turns CUDA graphs off."""
 
 LONGEST_LOOK = 1.0
-"""Most silence that one look counts, s. A rank that was itself stopped must not blame its engine."""
+"""Most silence counted between two calls, s. A rank that was itself stopped must not blame its engine."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
-"""Seconds in which these must end: a process that has closed its socket, the workers of an engine that is
-gone, and a process that was killed."""
+"""Time limits, s: for the end of a process that has closed its socket, of a dead engine's workers, and of a
+killed process."""
 
 KEYS = (
     "model.path",
@@ -92,30 +93,31 @@ KEYS = (
     "generator.gpu_memory_utilization",
     "generator.tensor_parallel",
 )
-"""Keys of the config that may be at fault if vLLM refuses the policy."""
+"""Config keys that an error suggests to check if vLLM refuses the policy."""
 
 BEFORE_TORCH = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not start CUDA,
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # since no process can fork workers after that
 }
-"""Environment of an engine's process; torch and vLLM read it when they are imported, or soon after."""
+"""Environment variables that must be set before an engine's process imports torch or vLLM."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
-"""Prefix that makes a command ignore the signals that stop a run: Slurm sends them to every process."""
+"""Command prefix for ignoring the signals that stop a run, which Slurm sends to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
-"""Prefixes of variables that would make an engine take itself for the MPI rank, and hang when it ends."""
+"""Prefixes of environment variables that an engine must not inherit: they mark a process as an MPI rank, and
+an engine that believes this hangs when it ends."""
 
 
 class VllmGenerator:
-    """A Generator port on vLLM: it batches continuously, loads weights in place, and rebuilds a dead engine.
+    """A Generator on vLLM that loads weights in place and replaces a dead engine.
 
-    ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; more of them queue
-    inside the engine. ``seed`` should differ between searchers and between restarts of one. The first weights
-    are those of ``model.path``, version 0.
+    Up to ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; further requests
+    queue inside the engine. ``seed`` should differ between searchers, and between restarts of one searcher.
+    The first weights are those of ``model.path``, version 0.
 
-    The engine steps on its own; a call here only passes something on or takes what is finished. The
-    constructor returns while the engine is still being built, and calls until then are kept for it. All
+    The engine computes all the time; calls only send commands to it or fetch results. The constructor
+    returns while the engine is still being built; commands given until then are sent once it is ready. All
     calls must come from one thread, because the kernel ends the engine with the thread that started it.
     """
 
@@ -130,9 +132,11 @@ class VllmGenerator:
         silence_seconds: float = LaunchSection().silence_seconds,
         top_logprobs: int = 0,
     ) -> None:
-        """Start the engine. keys: config keys that errors name, the path's first, then those vLLM may refuse.
+        """Start the engine.
 
-        start_seconds, silence_seconds: as for an EngineProcess. top_logprobs: the most that a request wants.
+        keys: config keys that errors name, first that of the model's path, then those to check if vLLM
+        refuses. start_seconds, silence_seconds: see EngineProcess. top_logprobs: the most that a request asks
+        for.
         """
         self._top_logprobs = top_logprobs
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
@@ -141,18 +145,18 @@ class VllmGenerator:
         self._generator = generator
         self._seed = seed
         self._load: Load | None = None
-        self._weights: WeightFile | None = None  # the file that _load names, for an engine that is rebuilt
+        self._weights: WeightFile | None = None  # keeps the file of _load open for a rebuilt engine
         self._requests: dict[int, Request] = {}
-        self._open = 0  # completions of _requests that have not ended
+        self._open = 0  # unfinished completions of _requests
         self._submitted = 0
         self._finished: list[Group] = []
         self._rebuilds_in_a_row = 0
         self._was_ready = False
         self._failure = ""  # of the last engine that failed
         self._graphs, self._graphs_asked = "NONE", ""
-        self._sound: Load | None = None  # the load whose weights were found to be finite
-        self._tried: Counter[int] = Counter()  # requests whose log-probabilities were not numbers
-        self._nan = ""  # why the next engine should have fewer graphs
+        self._sound: Load | None = None  # the last load whose weights were checked and are finite
+        self._tried: Counter[int] = Counter()  # number of NaN results by request
+        self._nan = ""  # reason to rebuild the engine with fewer graphs
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
@@ -165,21 +169,21 @@ class VllmGenerator:
 
     @property
     def in_flight(self) -> int:
-        """Number of completions that have not ended, or belong to finished groups yet to be returned."""
+        """Number of completions, unfinished or in finished groups, that ``step`` has yet to return."""
         return self._open + sum(group.request.n for group in self._finished)
 
     @property
     def loading(self) -> bool:
-        """True while the engine reads the weights given last. One that is still being built reads none."""
+        """True while the engine reads the newest weights; False while the engine is still being built."""
         return self._loading and self._engine.ready
 
     @property
     def recompute_share(self) -> float:
-        """Share of the tokens computed so far that new weights made worthless; 0 with generator.keep_kv."""
+        """Share of all computed tokens that repeated earlier work because weights were loaded."""
         return self._recomputed / max(1, self._computed)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if prompt and completion exceed the context."""
+        """Queue a request. Raises ValueError if prompt and completion exceed the context length."""
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
         if prompt + completion > self._model.context_length:
             raise ValueError(
@@ -194,18 +198,17 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """Return the groups finished since the last call; wait a moment if the engine has said nothing since.
+        """Return the groups finished since the last call; wait up to STEP_SECONDS for news from the engine.
 
-        An engine is replaced if it died, was silent for ``silence_seconds``, or was not built within
-        ``start_seconds``. Its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT
-        replacements that finished nothing, or after one if the first two engines failed alike and by
-        themselves.
+        An engine is replaced, and its requests start again, if it died, was silent for ``silence_seconds``,
+        or was not built within ``start_seconds``. A group with NaN log-probabilities is sampled again.
 
-        A group with NaN log-probabilities is sampled again. Raises EngineError if the weights are not finite
-        either, or after TRIES.
+        Raises EngineError after REBUILDS_WITHOUT_RESULT replacements without a finished group; if the first
+        two engines fail in the same way before they are ready; if weights are not finite; or if a request
+        gets NaN log-probabilities TRIES times.
 
-        Raises ConfigError if vLLM cannot be loaded, if it refuses the first engine or fails there by an error
-        of LASTING, or if its model does not take all of the weights.
+        Raises ConfigError if vLLM cannot be loaded, refuses the settings, fails with a PERMANENT error before
+        it is ready, or cannot load all of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
@@ -214,8 +217,8 @@ class VllmGenerator:
     def load(self, update: WeightUpdate) -> None:
         """Replace the weights in place, once the engine's current step is over. Waits while ``loading``.
 
-        Requests in flight go on under the new weights. Tokens sampled before keep their log-probabilities and
-        version. The attention cache is recomputed unless ``generator.keep_kv``.
+        Unfinished requests continue under the new weights. Tokens sampled before keep their log-probabilities
+        and version. The attention cache is recomputed, unless ``generator.keep_kv`` is set.
         """
         while self.loading:
             self._listen()
@@ -227,7 +230,7 @@ class VllmGenerator:
             self._engine.send(self._load)
 
     def close(self) -> None:
-        """End the engine. No call may follow."""
+        """End the engine. No other method may be called afterwards."""
         self._engine.end()
 
     def _listen(self) -> None:
@@ -256,7 +259,7 @@ class VllmGenerator:
                 self._was_ready, self._graphs = True, answer.graphs
                 if self._load is not None:
                     self._engine.send(self._load)
-                for number in self._requests:  # those of a dead engine, or those that waited for the first
+                for number in self._requests:  # from a dead engine, or submitted while this one was built
                     self._pass_on(number)
             case Refused() if not self._was_ready:
                 raise ConfigError(
@@ -270,7 +273,7 @@ class VllmGenerator:
                 )
             case Misfit():
                 raise ConfigError(
-                    f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
+                    f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model "
                     f"{answer.reason}"
                 )
 
@@ -288,7 +291,10 @@ class VllmGenerator:
         self._finished.append(group)
 
     def _set_aside(self, number: int) -> None:
-        """Sample a request again, with fewer CUDA graphs if the engine has any. Raises EngineError."""
+        """Sample a request with NaN log-probabilities again, after rebuilding an engine that has CUDA graphs.
+
+        Raises EngineError if the weights are not finite, or after TRIES.
+        """
         self.nan_groups += 1
         self._require_numbers()
         request = self._requests[number]
@@ -310,11 +316,11 @@ class VllmGenerator:
 
     @property
     def _fewer_graphs(self) -> str:
-        """Kind of CUDA graphs that the next engine should have; empty if this one has none."""
-        return LESS_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
+        """cudagraph_mode of the next engine; empty if the present one has no graphs."""
+        return FEWER_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
 
     def _require_numbers(self) -> None:
-        """Check the weights given last, once. Raises EngineError naming a tensor that is damaged."""
+        """Check, once, that the newest weights are finite. Raises EngineError that names a damaged tensor."""
         if self._load is self._sound or self._load is None or self._weights is None:
             return
         from tba_hpc.learner.adapter import tensors_in  # imports torch, which a rank may do without
@@ -323,9 +329,9 @@ class VllmGenerator:
         for name, tensor in tensors_in(self._weights.map("c"), layout):
             if not tensor.isfinite().all():
                 raise EngineError(
-                    f"the weights of version {self._load.version} are damaged, {name} holds what is not a "
-                    "finite number: start the run again, it resumes from its last checkpoint, and lower "
-                    "train.learning_rate.peak if this comes back"
+                    f"the weights of version {self._load.version} are damaged, {name} has values that are "
+                    "not finite: start the run again, it resumes from its last checkpoint, and lower "
+                    "train.learning_rate.peak if this happens again"
                 )
         self._sound = self._load
 
@@ -335,13 +341,13 @@ class VllmGenerator:
         self._engine.send(Submit(number, prompt, request.n, request.sampling))
 
     def _rebuild(self, failure: str) -> None:
-        """Replace an engine that failed. Raises EngineError or ConfigError if that does not help."""
+        """Replace a failed engine. Raises EngineError or ConfigError if another one would fail, too."""
         log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
         self._engine.end()
         if way := system_libraries.remedy(failure):
             raise ConfigError(f"vLLM cannot start on {socket.gethostname()}: it {failure}; {way}")
-        final = not self._was_ready and is_final(failure)
-        if final and LASTING.match(failure):
+        final = not self._was_ready and is_permanent(failure)
+        if final and PERMANENT.match(failure):
             raise ConfigError(
                 f"vLLM cannot start on {socket.gethostname()}: it {failure}, as any other would; see the "
                 f"traceback in this searcher's log, {remedy(failure, self._keys)}, or install the pinned "
@@ -379,14 +385,14 @@ class VllmGenerator:
         return EngineProcess(settings, **self._limits)
 
 
-def is_final(failure: str) -> bool:
-    """Tell whether an engine that fails so twice, before it has ever answered, would always fail."""
+def is_permanent(failure: str) -> bool:
+    """Return whether an engine that fails twice with this ``failure``, before it is ready, always will."""
     by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
-    return by_itself and not PASSING.search(failure)
+    return by_itself and not TRANSIENT.search(failure)
 
 
 def remedy(reason: str, keys: Sequence[str]) -> str:
-    """Return what to do about a refusal, in keys of the config; vLLM names its own arguments, if any."""
+    """Return a remedy for vLLM's refusal in terms of config keys, since vLLM names only its own arguments."""
     share, cache, length = (_key(part, keys) for part in ("gpu_memory", "kv_cache_mb", "context_length"))
     if "desired GPU memory utilization" in reason:
         return f"lower {share}, or let fewer ranks share a GPU"
@@ -397,15 +403,15 @@ def remedy(reason: str, keys: Sequence[str]) -> str:
 
 
 def _key(part: str, keys: Sequence[str]) -> str:
-    """Return the key that contains ``part``."""
+    """Return the first of ``keys`` whose name contains ``part``."""
     return next(key for key in keys if part in key)
 
 
 class EngineProcess:
-    """The process of an engine, in a session of its own. It writes to this process's log.
+    """The process of an engine, in a session of its own. Its output goes to the rank's log.
 
-    Signals to the rank's process group do not reach it. It ends when it is killed or the rank is gone.
-    start_seconds: longest time until it is ready. silence_seconds: longest silence from then on.
+    Signals to the rank's process group do not reach it. It ends when it is killed or when the rank ends.
+    start_seconds: longest time until it is ready. silence_seconds: longest silence after that.
     """
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:
@@ -431,27 +437,27 @@ class EngineProcess:
         self._last_word = ""
         self.pid = self._process.pid
         self.ready = False
-        """True once the engine is built and takes commands."""
+        """True once the engine is built and accepts commands."""
 
     def send(self, command: Command) -> None:
-        """Send a command; the engine takes it between two steps."""
+        """Send a command, which the engine carries out between two steps."""
         self._channel.send(command)
 
     def receive(self, seconds: float) -> list[Answer]:
-        """Return what the engine has said; wait up to ``seconds`` if it has said nothing."""
+        """Return the engine's answers since the last call; wait up to ``seconds`` if there are none."""
         answers = self._channel.receive(seconds)
         for answer in answers:
             self.ready |= isinstance(answer, Ready)
             if isinstance(answer, Died | Refused):
                 self._last_word = answer.reason
         now = time.monotonic()
-        heard = answers and self.ready  # start_seconds is for the whole building, not for a stage
+        heard = answers and self.ready  # start_seconds limits the whole start, not each stage
         self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_LOOK)
         self._looked = now
         return answers
 
     def failure(self) -> str | None:
-        """Return how the engine failed, as the end of a sentence; None while it is well."""
+        """Return how the engine failed, as the end of a sentence, or None if it has not."""
         if self._last_word:
             return f"{FAILED}: {self._last_word}"
         if self._channel.closed:
@@ -463,7 +469,7 @@ class EngineProcess:
         return None
 
     def end(self) -> None:
-        """Kill the engine and what it has started. Raises EngineError if the kernel does not end it."""
+        """Kill the engine and its workers. Raises EngineError if the kernel cannot kill the process."""
         self._channel.close()
         self._process.kill()
         try:

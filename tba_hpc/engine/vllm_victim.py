@@ -1,6 +1,6 @@
-"""A fixed model beside the policy that answers texts: a second vLLM engine, in a process of its own.
+"""A fixed model, other than the policy, that answers texts: a second vLLM engine in a separate process.
 
-It must not know who asks or what the answers are for.
+It must not know what the answers are for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tba_hpc.learner.hf_model import load_tokenizer
 
 
 class VllmVictim:
-    """A Victim port on vLLM. A text that leaves no room for an answer loses its beginning.
+    """A Victim served by vLLM. A text that is too long is truncated at its beginning.
 
-    The constructor starts the engine, and ``answers`` waits until it is built. The engine ignores the rank's
-    signals and dies with the rank. The kernel also ends it with the thread that made this object.
+    The constructor starts the engine; ``answers`` waits until it is built. The engine ignores signals that
+    the rank gets, and ends with the rank or with the thread that made this object.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class VllmVictim:
         self._generator = VllmGenerator(model, generator, seed=seed, keys=keys)
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Return completions_per_prompt sampled answers to each text. Waits for the last of them.
+        """Return completions_per_prompt sampled answers to each text, once all are finished.
 
-        Several threads may call it; they take turns.
+        Several threads may call this method; they wait for each other.
         """
         with self._turn:
             return self._ask(texts)

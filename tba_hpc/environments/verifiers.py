@@ -45,7 +45,7 @@ class Host:
         threading.Thread(target=self._listen, daemon=True, name="verifiers").start()
         self.tasks: list[Line] = self.ask(0)["tasks"]
 
-    def tell(self, id: int, **order: Any) -> None:
+    def send(self, id: int, **order: Any) -> None:
         """Send a rollout an order; without any, the rollout ends."""
         assert self._process.stdin
         with suppress(BrokenPipeError):  # whoever waits for an answer reports it
@@ -54,7 +54,7 @@ class Host:
 
     def ask(self, id: int, **order: Any) -> Line:
         """Begin a rollout, or answer its request. Return its next request, or how it ended."""
-        self.tell(id, **order)
+        self.send(id, **order)
         while self._process.poll() is None or not self._answers[id].empty():
             with suppress(queue.Empty):
                 line = self._answers[id].get(timeout=1)
@@ -132,13 +132,13 @@ class Rollout:
 
     def __del__(self) -> None:
         if getattr(self, "_reward", 0.0) is None:
-            self._host.tell(self._id)
+            self._host.send(self._id)
 
 
 def row(host: Host, task: Line) -> Line:
     """Return the row of a task, with the messages and tools that its rollout begins with."""
     line = host.ask(id := next(host.ids), task=task)
-    host.tell(id)
+    host.send(id)
     if "ask" not in line:
         raise ConfigError(f"task {task['idx']} asks a model for nothing: {line.get('error', 'it ends')}")
     return {"prompt": line["ask"]["messages"], "tools": line["ask"]["tools"], "task": task}

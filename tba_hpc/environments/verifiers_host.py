@@ -45,7 +45,7 @@ class Host(Client):
         self._traces: dict[str, tuple[int, Trace]] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
-    def tell(self, **line: Any) -> None:
+    def send(self, **line: Any) -> None:
         """Write a line to the output."""
         os.write(self._out, f"{json.dumps(line)}\n".encode())
 
@@ -53,11 +53,11 @@ class Host(Client):
         """Obey the lines of the input until there are no more."""
         async with self.env.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
-                self._obey(**json.loads(line))
+                self._execute(**json.loads(line))
             for rollout in self._rollouts.values():
                 rollout.cancel()
 
-    def _obey(self, id: int, **order: Any) -> None:
+    def _execute(self, id: int, **order: Any) -> None:
         if "task" in order:
             self._rollouts[id] = asyncio.create_task(self._play(id, order["task"]))
         elif order and id in self._answers:
@@ -76,11 +76,11 @@ class Host(Client):
             episode = await self.env.run_slot(slot, CONTEXT, on_trace=minted)
             errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
             if episode.ok and len(episode.traces) == 1:
-                self.tell(id=id, end=episode.traces[0].reward)
+                self.send(id=id, end=episode.traces[0].reward)
             else:
-                self.tell(id=id, error=[*errors, "it has several agents, and one is trained"][0])
+                self.send(id=id, error=[*errors, "it has several agents, and one is trained"][0])
         except Exception as error:
-            self.tell(id=id, error=repr(error))
+            self.send(id=id, error=repr(error))
         finally:
             self._rollouts.pop(id)
             self._answers.pop(id, None)
@@ -92,7 +92,7 @@ class Host(Client):
         """Return the model's turn for the rollout whose trace has this id. Raises ProviderError if cut."""
         id, trace = self._traces[session_id]
         asked = self._answers[id] = asyncio.get_running_loop().create_future()
-        self.tell(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
+        self.send(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
         answer = await asked
         if "cut" in answer:
             trace.stop("cut_off")  # so that it is scored as it is
@@ -112,5 +112,5 @@ if __name__ == "__main__":
     host = Host(json.loads(sys.argv[1]), own)
     server.resolve_client = lambda _: host
     first = host.env.taskset.take(int(sys.argv[2]))
-    host.tell(id=0, tasks=[task.data.model_dump(mode="json") for task in first])
+    host.send(id=0, tasks=[task.data.model_dump(mode="json") for task in first])
     asyncio.run(host.serve())

@@ -1,7 +1,4 @@
-"""Weights and LoRA adapters as they are sent: what an adapter adds, to which weights, and of which base.
-
-See arXiv 2106.09685, §4.1.
-"""
+"""LoRA adapters as they are published, and their addition to a model's weights (arXiv 2106.09685, §4.1)."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from tba_hpc.core.types import WeightLayout, WeightSlot
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes by safetensors' names."""
+"""Torch's dtypes by safetensors' names."""
 
 FOLDER = "adapter"
-"""Subfolder of an exported policy with the adapter alone, as peft.PeftModel.from_pretrained takes it."""
+"""Subfolder of an exported policy with only the adapter, for peft.PeftModel.from_pretrained."""
 
 PREFIX = "base_model.model."
 """Prefix that peft puts before a layer's name in its files."""
@@ -36,7 +33,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 class Adapter:
     """Adapter that adds s·B·A to the weights W [out, in] of some linear layers.
 
-    layers: A [r, in] and B [out, r] by a layer's name. scale: s.
+    layers: A [r, in] and B [out, r] by layer name. scale: s.
     """
 
     layers: Mapping[str, tuple[Tensor, Tensor]]
@@ -44,7 +41,7 @@ class Adapter:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], scale: float) -> Adapter:
-        """Make an adapter of tensors under the names with which they are sent."""
+        """Make an adapter from published tensors and their names."""
         named = dict(tensors)
         return cls({name: (named[name + A], named[name + B]) for name in _layers(named)}, scale)
 
@@ -59,17 +56,17 @@ class Adapter:
         )
 
     def changes(self, name: str) -> bool:
-        """Tell whether ``name`` is the weight of one of the adapter's layers."""
+        """Return whether ``name`` is the weight of an adapted layer."""
         return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return W + s·B·A of a weight it changes, computed in float32 and rounded to the weight's dtype."""
+        """Return W + s·B·A for an adapted weight W, computed in float32 and rounded to W's dtype."""
         down, up = (part.to(weight.device).float() for part in self.layers[name.removesuffix(".weight")])
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
 def layers_of(layout: WeightLayout) -> list[str]:
-    """Return the names of the layers that an adapter of this layout changes."""
+    """Return the names of the layers that an adapter with this layout changes."""
     return _layers(slot.name for slot in layout.slots)
 
 
@@ -78,25 +75,25 @@ def _layers(names: Iterable[str]) -> list[str]:
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """Return the tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    """Return a view of a flat uint8 buffer as the tensor of ``slot``."""
     return torch.from_numpy(buffer[slot.start : slot.end]).view(DTYPE[slot.dtype]).view(slot.shape)
 
 
 def tensors_in(buffer: np.ndarray, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a layout, with their names; nothing is copied."""
+    """Yield the name of each tensor of a layout, and the tensor as a view of ``buffer``."""
     return ((slot.name, tensor_in(buffer, slot)) for slot in layout.slots)
 
 
 class Adaptable:
-    """A model that takes one adapter at a time: y = W·x + s·B·(A·x), computed as by peft; W is unchanged."""
+    """A model to which an adapter can be attached: y = W·x + s·B·(A·x), as in peft, with W unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[RemovableHandle] = []
         self.adapter: Adapter | None = None
 
-    def put_on(self, adapter: Adapter | None) -> None:
-        """Replace the adapter by another one, or by none."""
+    def attach(self, adapter: Adapter | None) -> None:
+        """Attach an adapter instead of the present one; None: remove it."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.adapter = [], adapter
@@ -108,7 +105,7 @@ class Adaptable:
 
 
 class _Added:
-    """A forward hook on a linear layer; its tensors move to the layer's device at the first use."""
+    """Forward hook that adds s·B·(A·x) to a linear layer's output. Its tensors move to the layer's device."""
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         self._down, self._up, self._scale = down, up, scale
@@ -119,9 +116,10 @@ class _Added:
 
 
 def identity(weights: Mapping[str, Tensor]) -> str:
-    """Compute a digest of weights: names, dtypes, shapes, and the sum of each one's bits, read as integers.
+    """Compute a digest of weights from their names, dtypes, shapes, and sums of their bits read as integers.
 
-    They are sums because a good hash of 140 GB takes minutes. They tell models apart but withstand no attack.
+    Sums are used because a cryptographic hash of 140 GB takes minutes. They tell models apart, but do not
+    resist attacks.
     """
     digest = sha256()
     for name in sorted(weights):

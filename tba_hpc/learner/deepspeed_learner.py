@@ -1,6 +1,6 @@
-"""The Learner port on DeepSpeed: one policy, trained by a group of ranks that ZeRO 1, 2 or 3 shards over.
+"""A Learner on DeepSpeed: one policy, sharded over the trainer ranks by ZeRO 1, 2 or 3.
 
-Every trainer rank makes a learner. The leader's is the port; the others ``follow`` it.
+Every trainer rank makes a learner. Methods are called on the leader's; the others ``follow`` it.
 """
 
 from __future__ import annotations
@@ -72,34 +72,34 @@ if TYPE_CHECKING:
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
 
 TAG = "zero"
-"""DeepSpeed's folder inside a checkpoint."""
+"""Folder of DeepSpeed's files inside a checkpoint."""
 
 RANKS_FILE = "ranks.json"
-"""File beside that folder with the number of trainer ranks that wrote it."""
+"""File of a checkpoint with the number of trainer ranks that wrote it."""
 
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
-"""Classes in DeepSpeed's files besides tensors and numbers. Others in a pickle are refused, not executed."""
+"""Classes that DeepSpeed's pickles may contain besides tensors and numbers. Others are refused."""
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes of weights that ZeRO-3 gathers at once to copy out: fewer take less memory, more messages."""
+"""Most bytes of weights that ZeRO-3 gathers at once for copying. Fewer take less memory but more messages."""
 
 NOWHERE = np.empty(0, np.uint8)
-"""Buffer that a rank writes weights into if the leader writes all of them."""
+"""Empty buffer for ranks that write no weights because the leader writes all of them."""
 
 CONVERTERS = 4
-"""Most processes that convert a checkpoint to another number of ranks; each holds one rank's part."""
+"""Most processes that convert a checkpoint to another number of ranks. Each loads one rank's part."""
 
 
 class DeepSpeedLearner:
-    """A policy and its AdamW state, shared by the trainer ranks.
+    """A policy and its AdamW state, sharded over the trainer ranks.
 
-    Weights are float32, or bfloat16 with float32 master weights and gradient accumulation. With LoRA only an
-    adapter's weights are trained, published and checkpointed. The port's methods are called on the leader
-    (rank 0), while the others are inside ``follow``; all ranks then act together.
+    Weights are float32, or bfloat16 with master weights and gradients accumulated in float32. With LoRA only
+    the adapter is trained, published and checkpointed. A method called on the leader (rank 0) makes all other
+    ranks, which are inside ``follow``, do the same.
 
-    rank, ranks, store: see TrainerGroup. references: folder, by step, of an exported policy that becomes the
-    reference, if the trainer computes it. Raises ConfigError for a model that cannot be trained, and
-    ExchangeError naming the ranks that did not come.
+    rank, ranks, store: see TrainerGroup. references: function from a step to the folder of the policy
+    exported then; needed if the trainer scores the reference. Raises ConfigError for a model that cannot be
+    trained, and ExchangeError that names missing ranks.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DeepSpeedLearner:
         references: Callable[[int], Path] | None = None,
     ) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # rows vary in length
-        if not compiles(config.model):  # ZeRO would load the compiler, for an optimizer that is not used
+        if not compiles(config.model):  # else ZeRO loads the compiler for an optimizer that is not used
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._config = config
         self._group = group = TrainerGroup(
@@ -138,7 +138,7 @@ class DeepSpeedLearner:
         group.refuse_strangers()
 
     def _load_policy(self) -> None:
-        """Load tokenizer, policy and its adapter; lay out its parameters for messages and exports."""
+        """Load tokenizer, policy and adapter; compute the layouts of published and exported parameters."""
         config = self._config
         self._tokenizer = load_tokenizer(config.model.path)
         use_tensor_cores(self._group.device)
@@ -162,14 +162,14 @@ class DeepSpeedLearner:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
-        """Load the reference; None if the trainer scores nothing, or can switch off an adapter instead."""
+        """Load the reference. None if the trainer scores nothing, or only needs to disable its adapter."""
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
         assert references, "the trainer is to compute the reference"
         return load_reference(self._config, references)
 
-    # --- The port, see ports.Learner: called on the leader ---
+    # --- Methods of ports.Learner, called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """Take an optimizer step on the mean loss over all rows; groups must divide evenly over the ranks.
@@ -181,11 +181,11 @@ class DeepSpeedLearner:
             return self._step(batch, learning_rate, beta)
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Return log π_ref of the completions' sampled tokens under the policy of ``step``, float32 [T].
+        """Return log π_ref of all completion tokens under the policy of ``step``, float32 [T].
 
-        Other tokens have 0. Every rank computes some of the groups, which need not divide evenly.
+        It is 0 at tokens that were not sampled. The number of groups need not divide evenly over the ranks.
         """
-        again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have as many
+        again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have equally many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
         even = batches.with_top_logprobs(even, 0)
         with self._all("refer", step, batch=even):
@@ -197,7 +197,7 @@ class DeepSpeedLearner:
         return self._copied.result
 
     def save(self, folder: Path) -> Callable[[], str]:
-        (folder / TAG).mkdir()  # here, because once all ranks act it is too late to find no room
+        (folder / TAG).mkdir()  # fails on a full disk before other ranks are involved
         with self._all("save", folder):
             return self._save(folder)
 
@@ -212,29 +212,29 @@ class DeepSpeedLearner:
             self._export(folder)
 
     def close(self) -> None:
-        self._group.tell(Command("close"))
+        self._group.send(Command("close"))
         self._close()
 
     @contextmanager
     def _all(
         self, name: str, *arguments: float | Path, batch: TrajectoryBatch | None = None
     ) -> Iterator[None]:
-        """Make the followers do what the leader does in this block."""
+        """Make the followers execute the command that the leader executes inside the block."""
         plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
-        self._group.tell(Command(name, plain, batches.to_arrays(batch) if batch else {}))
+        self._group.send(Command(name, plain, batches.to_arrays(batch) if batch else {}))
         with self._group.together():
             yield
 
     # --- The other ranks ---
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Obey the leader until it closes the group. Raises ExchangeError if it is gone."""
-        while (command := self._group.hear()).name != "close":
+        """Execute the leader's commands until it closes the group. Raises ExchangeError if it is gone."""
+        while (command := self._group.receive()).name != "close":
             with self._group.together():
-                self._obey(command, slot)
+                self._execute(command, slot)
         self._close()
 
-    def _obey(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
+    def _execute(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
         match command.name, *command.arguments:
             case "step", learning_rate, beta:
                 self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
@@ -243,7 +243,7 @@ class DeepSpeedLearner:
             case ("write",):
                 self._write(slot() if slot else NOWHERE)
             case "save", folder:
-                self._save_along(Path(str(folder)))
+                self._save_in_background(Path(str(folder)))
             case "load", folder:
                 self._load(Path(str(folder)))
             case "export", folder:
@@ -261,7 +261,7 @@ class DeepSpeedLearner:
         means = _means(outputs, batch.groups)
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
-        self._side.hold_changes()
+        self._side.delay_changes()
         self._engine.step()
         totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our only wait for a GPU
         if self._engine.was_step_applied():
@@ -288,11 +288,12 @@ class DeepSpeedLearner:
         )
 
     def _backward(self, part: _Work, beta: float, batch_tokens: float, of_groups: int) -> ObjectiveOutput:
-        """Add the gradient of whole groups, some of ``of_groups``; return the objective's output for them.
+        """Add the gradient of a part's groups; return the objective's output for them.
 
-        A loss sees the policy only through log-probabilities: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. With
-        several micro-batches, the log-probabilities are therefore computed first, without gradient. Then come
-        the slopes dL/dlog π_t of whole groups, then each micro-batch again, with gradient.
+        of_groups: number of groups in the batch. A loss depends on the policy only through log-probabilities:
+        dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. If a part has several micro-batches, their log-probabilities
+        are therefore computed first, without gradient; then the slopes dL/dlog π_t of whole groups; and then
+        each micro-batch again, with gradient.
         """
         once = len(part.passes) == 1
         of_token = part.passes[0].sampled_A.shape[1:]
@@ -314,11 +315,10 @@ class DeepSpeedLearner:
         return output
 
     def _weighed(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
-        """Scale the loss of some groups to their part of the mean over ``of_groups``.
+        """Return the contribution of some groups to the mean loss over ``of_groups``.
 
-        DeepSpeed takes the mean of the ranks' gradients; multiplied by the number of ranks it is the sum.
-        DeepSpeed skips the step, on all ranks, if the norm is not finite, so a loss that is not finite makes
-        the gradient NaN.
+        It is multiplied by the number of ranks, because DeepSpeed averages gradients over them. A loss that
+        is not finite makes the gradient NaN, so that DeepSpeed skips the step on all ranks.
         """
         loss_B = output.loss_BK.mean(1)
         scale = self._group.ranks / of_groups
@@ -327,7 +327,7 @@ class DeepSpeedLearner:
     def _not_finite(
         self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
     ) -> list[int]:
-        """Return the prompts of all groups, on any rank, whose loss is not finite."""
+        """Return the prompts of groups, on any rank, whose loss is not finite."""
         flags = np.zeros(batch.groups)
         for part, output in zip(parts, outputs, strict=True):
             flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
@@ -337,7 +337,7 @@ class DeepSpeedLearner:
 
     @torch.no_grad()
     def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Compute log π_ref, float32 [T]: each rank computes its groups, and a sum over ranks joins them."""
+        """Compute log π_ref, float32 [T]. Each rank computes some groups, and a sum over ranks joins them."""
         rows = [rows for part in self._plan(batch) for rows in part.micro_batches]
         passes = upload([_packed(batch, some, self._logprobs.layout) for some in rows], self._group.device)
         logprob_T = torch.zeros(batch.logprobs.shape, device=self._group.device)
@@ -347,16 +347,16 @@ class DeepSpeedLearner:
         return self._group.total(logprob_T.cpu().numpy()).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
-        """Make the reference available: a model of its own, or the policy without its adapter."""
+        """Provide the reference within a block: a separate model, or the policy without its adapter."""
         if self._reference:
-            return self._reference.visiting(self._group.device, step)
+            return self._reference.on_device(self._group.device, step)
         assert self._lora and step == 0
-        return self._lora.off(self._engine)
+        return self._lora.disabled(self._engine)
 
     def _write(self, out: np.ndarray) -> None:
-        """Begin to write weights: each rank its part into one world's memory, or else the leader all.
+        """Begin to write weights into ``out``: in one MPI world each rank its part, otherwise the leader all.
 
-        On a GPU the copies run beside the next step, which changes the weights only after them.
+        On a GPU the copies run during the next step, which changes the weights only after them.
         """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
@@ -366,24 +366,24 @@ class DeepSpeedLearner:
         self._copied = (in_background if self._side.works else at_once)(self._wait_for_copies)
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Begin to copy the tensors of a layout's ``slots`` to their places in ``out``, one memcpy each."""
+        """Begin to copy the tensors of ``slots`` to their places in ``out``, with one memcpy each."""
         with self._side.copying():
-            for slot, weight in self._made_whole(layout, slots):
+            for slot, weight in self._gathered(layout, slots):
                 tensor_in(out, slot).copy_(weight, non_blocking=True)
 
     def _wait_for_copies(self) -> None:
-        """Wait until all ranks have written their weights; each rank has one thread here."""
+        """Wait until all ranks have written their weights. One thread of each rank calls this."""
         self._side.wait()
         with self._group.together():
-            self._group.meet_aside()
+            self._group.background_barrier()
 
-    def _made_whole(
+    def _gathered(
         self, layout: WeightLayout, slots: Sequence[WeightSlot]
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """Yield the whole tensors of a layout's ``slots``, each valid until the next.
+        """Yield the unsharded tensors of ``slots``; each is valid until the next is taken.
 
-        Under ZeRO-3 every rank must call this, because all gather each bucket of parameters together. Each
-        rank has about as much of a bucket to copy, so that none waits for another's memcpy.
+        Under ZeRO-3 all ranks must call this, because they gather each bucket of parameters together. Each
+        bucket holds about equally many bytes for every rank, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
         for bucket in _buckets(layout.parts(self._group.ranks)):
@@ -394,9 +394,9 @@ class DeepSpeedLearner:
                     if slot.name in wanted:
                         yield slot, parameter.detach()
 
-    def _save_along(self, folder: Path) -> None:
-        """Save a follower's part in the background; the leader learns its result from ``gather``."""
-        wait([self._written])  # the memory of its copy is reused
+    def _save_in_background(self, folder: Path) -> None:
+        """Save a follower's part in the background; ``gather`` sends the result to the leader."""
+        wait([self._written])  # its memory is reused
         write = self._save(folder)
         self._written = in_background(write)
 
@@ -407,11 +407,14 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write this rank's files, which only its own node can flush, and learn how the others' went."""
+        """Write and flush this rank's files; return the inventory's lines of all ranks.
+
+        Raises StateError or DiskFullError if any rank failed.
+        """
         lines, fault, full = "", "", False
         try:
             with _unwritable(folder):
-                with ThreadPoolExecutor(len(files)) as pool:  # one is checksummed while another is flushed
+                with ThreadPoolExecutor(len(files)) as pool:  # checksums one file while flushing another
                     written = list(pool.map(lambda write: write(), files))
                 require_readable((file.path for file in written), PLAIN_DATA)
                 lines = "".join(file.line(folder) for file in written)
@@ -425,24 +428,24 @@ class DeepSpeedLearner:
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
         faults = [(bool(full), fault) for _, fault, full in reports if fault]
         if faults:
-            full, fault = min(faults)  # faults that another try does not help come first
+            full, fault = min(faults)  # prefers a fault that trying again does not solve
             raise (DiskFullError if full else StateError)(fault)
         return "".join(lines for lines, *_ in reports)
 
     def _load(self, folder: Path) -> None:
-        self._side.hold_changes()
+        self._side.delay_changes()
         if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
             self._restore(folder)
         else:
             self._load_universal(folder)
 
     def _load_universal(self, folder: Path) -> None:
-        """Load a checkpoint of another number of ranks, after conversion in a scratch folder beside it."""
+        """Load a checkpoint of another number of ranks, which is first converted in a temporary folder."""
         scratch = folder.with_name(f".{folder.name}.universal.tmp")
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.await_leader()  # not a barrier, whose deadline a large conversion outlasts
+        self._group.await_leader()  # not a barrier, because a large conversion exceeds its deadline
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
@@ -453,7 +456,7 @@ class DeepSpeedLearner:
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder, PLAIN_DATA):
-            # With LoRA the checkpoint lacks the base, whose identity was checked before.
+            # With LoRA the checkpoint lacks the base model, whose identity was checked before.
             loaded, _ = self._engine.load_checkpoint(
                 str(folder), tag=TAG, load_module_strict=self._lora is None
             )
@@ -485,14 +488,14 @@ class DeepSpeedLearner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A Part as tensors: the recorded values of its groups, and the passes that compute their tokens."""
+    """A Part as tensors: the recorded values of its groups, and the packed tokens of its micro-batches."""
 
     recorded: RecordedGroups
     passes: tuple[Packed, ...]
 
     @staticmethod
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
-        """Make the work of a part, as arrays. ``place_A`` counts completion tokens of the part's groups."""
+        """Make numpy arrays for a part. ``place_A`` is an index among the completion tokens of its groups."""
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
         row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))
@@ -501,7 +504,7 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Pack some rows of a batch for one pass; ``place_A`` counts completion tokens of the whole batch."""
+    """Pack some rows of a batch for one pass. ``place_A`` is an index among the batch's completion tokens."""
     some = batch.take(rows)
     packed = pack(
         some.sequences,
@@ -517,7 +520,7 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 
 
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
-    """Return this rank's part of the means of loss and metrics over ``of_groups``, in float64."""
+    """Return this rank's contribution to the means of loss and metrics over ``of_groups``, float64."""
     means = dict[str, Tensor]()
     for output in outputs:
         share = len(output.loss_BK) / of_groups
@@ -527,20 +530,20 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 
 class _CopyingEngine(TorchCheckpointEngine):
-    """Checkpoint engine for DeepSpeed that copies files and writes them when the learner's caller asks."""
+    """Checkpoint engine for DeepSpeed that only copies; the function that ``save`` returns writes later."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy what DeepSpeed's own engine would write now."""
+        """Copy the state that DeepSpeed wants to write to ``path``."""
         self._snapshot.add(state_dict, path)
 
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn errors of files into StateError or DiskFullError, but not the loss of a peer."""
+    """Turn file errors into StateError or DiskFullError, but not the loss of another rank."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -548,7 +551,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
             raise
         raise (DiskFullError if is_for_room(error) else StateError)(
             f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
-            "the same run again: it resumes from the checkpoint before"
+            "the same run again: it resumes from the previous checkpoint"
         ) from error
 
 
@@ -560,14 +563,14 @@ def _layout(
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Drop frozen weights from checkpoints, as a hook; DeepSpeed keeps those that have a second name."""
+    """Drop frozen weights from checkpoints; DeepSpeed would keep those with a second name. A torch hook."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
 
 
 def _load_policy(config: Config) -> PreTrainedModel:
-    """Load the policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
+    """Load the policy. Under ZeRO-3 it is sharded while loading, so that no rank ever holds all of it.
 
     Raises ConfigError if there is no model, or if DeepSpeed refuses a setting of train.deepspeed.
     """
@@ -576,13 +579,13 @@ def _load_policy(config: Config) -> PreTrainedModel:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
     _require_accepted(settings)
-    # With LoRA a rank must see all of the base to compute its identity.
+    # With LoRA every rank needs the whole base model to compute its identity.
     in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
     return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
 
 
 def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.device) -> int:
-    """Return the tokens of a micro-batch whose activations fit the default room; 0 if a shape is unknown."""
+    """Return how many tokens' activations fit the default limit; 0 if the model's shape is unknown."""
     try:
         shape = shape_of(policy.config.to_dict())
     except KeyError:
@@ -593,7 +596,7 @@ def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.
 
 
 def _require_accepted(settings: dict[str, Any]) -> None:
-    """Raise ConfigError if DeepSpeed refuses the settings, which hold those of train.deepspeed."""
+    """Raise ConfigError if DeepSpeed refuses the settings, which include those of train.deepspeed."""
     try:
         deepspeed.DeepSpeedConfig(settings)
     except (ValueError, DeepSpeedConfigError) as error:  # pydantic's is a ValueError of several lines
@@ -604,12 +607,12 @@ def _require_accepted(settings: dict[str, Any]) -> None:
 
 
 def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
-    """Return a tensor without data that has a parameter's full shape, which ZeRO-3 hides from the ranks."""
+    """Return a tensor without data that has the full shape of a parameter, also of one sharded by ZeRO-3."""
     return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
 
 
 def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
-    """Make DeepSpeed's engine around ``model`` and torch's AdamW (DeepSpeed's own would need a compiler)."""
+    """Make DeepSpeed's engine for ``model``, with torch's AdamW (DeepSpeed's would need a compiler)."""
     train = config.train
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -625,16 +628,17 @@ def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) ->
 
 
 def _own_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter its own count of steps on its device; DeepSpeed's conversion leaves one on the CPU.
+    """Give each parameter its own step counter on its device.
 
-    Each parameter would increment a shared count, and a fused AdamW needs a count on its own device.
+    DeepSpeed's conversion leaves one shared counter on the CPU. Each parameter would increment it, and a
+    fused AdamW needs counters on its device.
     """
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, torch.float32, copy=True)
 
 
 def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
-    """Take slots from all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    """Divide slots into buckets of at most BUCKET_BYTES (or one larger tensor), mixing all ranks' parts."""
     ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []
     size = 0
@@ -649,9 +653,9 @@ def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]
 
 
 def _convert(folder: Path, universal: Path) -> None:
-    """Convert a checkpoint, by DeepSpeed's own program, to one for any number of ranks.
+    """Convert a checkpoint, with DeepSpeed's program, to one for any number of ranks.
 
-    It runs in a process of its own, because it starts workers, which must not be forked from an MPI rank.
+    It runs in a separate process, because it starts workers, which must not be forked from an MPI rank.
     """
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
@@ -666,7 +670,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def convert() -> None:
-    """Main function of the converting process, with the arguments of DeepSpeed's script."""
+    """Main function of the converting process; it takes the arguments of DeepSpeed's script."""
     from deepspeed.checkpoint import ds_to_universal
 
     with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1]), PLAIN_DATA):
@@ -675,10 +679,10 @@ def convert() -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``folder``, whole and durable, when the block ends.
+    """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
 
-    What a killed process leaves is deleted the next time. Names are unique, because NFS keeps files that are
-    still open somewhere.
+    Leftovers of a killed process are deleted the next time. Names are unique, because NFS keeps files that
+    are still open somewhere.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)

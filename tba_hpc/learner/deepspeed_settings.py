@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration: the settings that the learner needs, with ``train.deepspeed`` merged in."""
+"""DeepSpeed's configuration: the settings that the learner needs, merged with ``train.deepspeed``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from tba_hpc.config import Config
 
 BUCKET_ELEMENTS = 128 << 20
-"""Most parameters in one reduction of gradients: fewer take less memory but more messages."""
+"""Most parameters in one reduction of gradients. Fewer take less memory but more messages."""
 
 
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
     """Return all of DeepSpeed's settings for a model with this number of parameters.
 
-    Only ``step`` ends an accumulation of gradients, whatever the micro-batches. An offloaded optimizer is
-    torch's AdamW, too, because DeepSpeed's own would need a compiler.
+    Gradients are accumulated until ``step``, over any number of micro-batches. An offloaded optimizer is
+    torch's AdamW, too, because DeepSpeed's would need a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {
-        "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
+        "train_micro_batch_size_per_gpu": 1,  # required but unused: DeepSpeed makes no batches here
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.train.gradient_clip or 0.0,  # 0: no limit
         "zero_allow_untested_optimizer": True,
@@ -40,7 +40,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of settings, recursively; ``theirs`` wins where both have a value."""
+    """Merge two trees of settings recursively; ``theirs`` takes precedence."""
     both = {
         key: merged(ours[key], value)
         if isinstance(value, Mapping) and isinstance(ours[key], Mapping)
@@ -52,5 +52,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Tell whether AdamW updates all weights by a few large kernels: on a GPU. None: torch's default."""
+    """Return AdamW's argument ``fused``: True on a GPU, where a few kernels update all weights."""
     return True if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""A model's tokenizer from its files alone, for checks without transformers and torch."""
+"""Reads a model's tokenizer without transformers and torch, for checks before a run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ REFUSES = (
 )
 """Error for messages that a chat template refuses."""
 
-OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Classes of tokenizers that know only the special tokens in their files."""
+WITHOUT_DEFAULTS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Tokenizer classes without default special tokens: they know only those in their files."""
 
 
 class FileTokenizer:
-    """The Tokenizer port without what transformers adds, so texts are at most as long as for the model.
+    """A Tokenizer that never makes more tokens than the model's own tokenizer in transformers.
 
-    It adds no special tokens, unless a text has no other tokens, nor what a chat template puts around one
-    message. settings: those of tokenizer_config.json, with the chat template if there is one.
+    It adds no special tokens, unless a text has no other tokens, and encodes a single chat message without
+    the template. settings: those of tokenizer_config.json, with the chat template if there is one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """Find the tokenizer of a folder or a cached hub name; None if only transformers can load it.
+        """Load the tokenizer of a folder or a cached hub name; None if only transformers can load it.
 
         Raises ConfigError if there is no end-of-sequence token.
         """
@@ -64,7 +64,7 @@ class FileTokenizer:
         tokenizer = Tokenizer.from_file(str(places[0]))
         settings = json.loads(Path(str(places[1])).read_text(encoding="utf-8"))
         eos, kind = settings.get("eos_token"), settings.get("tokenizer_class")
-        if eos is None and kind in OF_THE_FILES and _place(model, "special_tokens_map.json") is None:
+        if eos is None and kind in WITHOUT_DEFAULTS and _place(model, "special_tokens_map.json") is None:
             raise ConfigError(NO_END.format(key="model.path", path=model))
         token = _text(eos)
         token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
@@ -73,20 +73,20 @@ class FileTokenizer:
         return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], at most as many as the model's tokenizer makes."""
+        """Return the tokens of ``text``, int32 [T], without special tokens."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of the message alone."""
+        """Return the tokens of the message, int32 [T], without the chat template."""
         return self.encode(text)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """Render messages by the chat template. Raises ConfigError if it refuses them.
+        """Render messages with the chat template. Raises ConfigError if it refuses them.
 
-        Without a template, or without transformers, return the texts of the messages alone.
+        Without a template, or without transformers, the result is the concatenated texts.
         """
         if not self.has_chat:
             return "".join(message["content"] for message in messages)
@@ -108,12 +108,12 @@ class FileTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Tell whether it can render a chat template."""
+        """True if a chat template can be rendered."""
         return self._template is not None and find_spec("transformers") is not None
 
     @property
     def _template(self) -> str | None:
-        """The chat template; of several with names, the one for chats without tools."""
+        """The chat template; if there are several, the one named "default"."""
         given = self._settings.get("chat_template")
         named = {one["name"]: one["template"] for one in given} if isinstance(given, list) else {}
         return named.get("default") if named else given
@@ -129,7 +129,7 @@ class FileTokenizer:
 
 
 def end_ids(model: str) -> set[int]:
-    """Tokens at which the engine ends a completion besides the tokenizer's own, by the model's files."""
+    """Return the end-of-sequence tokens in the model's own files, which also end completions in an engine."""
     for name in ("generation_config.json", "config.json"):
         if place := _place(model, name):
             found = json.loads(Path(place).read_text(encoding="utf-8")).get("eos_token_id")
@@ -138,7 +138,7 @@ def end_ids(model: str) -> set[int]:
 
 
 def _text(token: Any) -> Any:
-    """A special token's, which some files have with its settings."""
+    """Return a special token's text; some files store it in a dict with settings."""
     return token.get("content") if isinstance(token, dict) else token
 
 

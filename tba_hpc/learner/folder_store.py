@@ -1,8 +1,8 @@
-"""The store through which torch.distributed's ranks find each other, as files of a shared folder.
+"""A key-value store in a shared folder, through which torch.distributed's ranks find each other.
 
-torch's own FileStore appends to one file under a lock. File systems without locks refuse that. Where hosts
-cache a file's size (GlusterFS, NFS), they overwrite each other's entries and wait forever. Here each entry is
-a file, which is complete once it is visible, and never changes.
+torch's own FileStore appends to one file under a lock. Some file systems have no locks. On others hosts cache
+the file's size (GlusterFS, NFS), overwrite each other's entries and wait forever. Here each entry is a file
+of its own, which appears complete and never changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from tba_hpc.run.files import listing
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
-"""Shortest and longest pause between two looks for an entry of another rank, which may be starting, s."""
+"""First and longest pause between two checks for an entry of another rank, s."""
 
 
 class FolderStore(dist.Store):
-    """Store of keys and values in ``folder``, at first empty. deadline: longest wait for a key, s."""
+    """Store in ``folder``, which must be empty at first. deadline: longest wait for a key, s."""
 
     def __init__(self, folder: Path, *, deadline: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FolderStore(dist.Store):
         self._deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Make an entry visible."""
+        """Publish an entry."""
         self._publish(_name(key), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
@@ -40,14 +40,14 @@ class FolderStore(dist.Store):
         return (self.folder / _name(key)).read_bytes()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; return the sum of what all ranks have added so far, this amount included."""
+        """Add to a counter; return its total over all ranks so far, including this amount."""
         if amount:
             self._publish(f"{_name(key)}+{secrets.token_hex(8)}", str(amount).encode())
         added = [name for name in listing(self.folder) if name.startswith(f"{_name(key)}+")]
         return sum(int((self.folder / name).read_bytes()) for name in added)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all entries are there."""
+        """Return whether all entries exist."""
         return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -61,7 +61,7 @@ class FolderStore(dist.Store):
             pause = min(2 * pause, LAST_PAUSE)
 
     def _publish(self, name: str, data: bytes) -> None:
-        # Not flushed: after a crash of the machine nobody reads it.
+        # Not flushed to disk, because nobody reads it after a crash of the machine.
         temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)

@@ -1,4 +1,4 @@
-"""Answers to single questions by a model of transformers, which starts in seconds, unlike an engine."""
+"""Answers single questions with transformers, which starts in seconds, unlike an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 class HfAnswers:
     """A model in evaluation mode, on the GPU if there is one.
 
-    path: folder or hub name. dtype: None takes the stored one. Raises ConfigError if there is no model.
+    path: folder or hub name. dtype: None: the stored one. Raises ConfigError if there is no such model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:
@@ -33,9 +33,9 @@ class HfAnswers:
     def answer(
         self, tokens: np.ndarray, sampling: Sampling, *, samples: int = 1, stop: Sequence[str] = (), seed: int
     ) -> list[Completion]:
-        """Sample ``samples`` answers to a prompt, int32 [T]; their log-probabilities are NaN.
+        """Sample ``samples`` answers to a prompt of tokens, int32 [T].
 
-        stop: texts that end an answer.
+        stop: strings that end an answer. The answers' log-probabilities are NaN.
         """
         torch.manual_seed(seed)
         prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
@@ -49,7 +49,7 @@ class HfAnswers:
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 
     def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
-        """Make settings from the sampling alone; a model's own would change the distribution."""
+        """Make generation settings from ``sampling`` alone; the model's own would change the distribution."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
@@ -68,7 +68,7 @@ class HfAnswers:
         return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
 
     def _completion(self, row: np.ndarray, sampling: Sampling) -> Completion:
-        """Cut an answer at its end; shorter answers of several are padded."""
+        """Cut off the padding of an answer."""
         ends = np.flatnonzero(np.isin(row, list(self._ends)))
         tokens = row[: ends[0] + 1 if len(ends) else len(row)].astype(np.int32)
         ended = len(ends) > 0 or len(tokens) < sampling.max_tokens
@@ -76,7 +76,7 @@ class HfAnswers:
 
 
 class HfTurns:
-    """A Generator that answers single turns of conversations, one by one; its log-probabilities are 0."""
+    """A Generator that answers the turns of conversations one after another, with log-probabilities of 0."""
 
     version = 0
     load_seconds = busy_seconds = recompute_share = 0.0
@@ -85,13 +85,13 @@ class HfTurns:
     stage = ""
 
     def __init__(self, model: HfAnswers, stop: Sequence[str], seed: int) -> None:
-        """Take ``stop`` and ``seed`` as ``HfAnswers.answer`` does; every turn has a seed of its own."""
+        """Make a generator. stop: strings that end a turn. seed: increased by 1 for each turn."""
         self._model, self._stop, self._seed = model, stop, seed
         self._waiting: list[Request] = []
 
     @property
     def in_flight(self) -> int:
-        """Number of turns still to be answered."""
+        """Number of unanswered turns."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -99,7 +99,7 @@ class HfTurns:
         self._waiting.append(request)
 
     def step(self) -> list[Group]:
-        """Answer the oldest request."""
+        """Answer the oldest request; return its group."""
         if not self._waiting:
             return []
         request = self._waiting.pop(0)
@@ -110,7 +110,7 @@ class HfTurns:
         return [Group(request, turns, np.zeros((1, 2), np.int32))]
 
     def load(self, update: WeightUpdate) -> None:
-        """Do nothing: its weights stay the same."""
+        """Do nothing, because the weights never change."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because there is nothing to release."""

@@ -1,8 +1,9 @@
-"""Hugging Face models of the policy: tokenizer, weights, and log-probabilities of completions.
+"""The policy as a Hugging Face model: tokenizer, weights, and log-probabilities of completions.
 
 The logits [tokens × vocabulary] of a whole batch are never in memory at once.
 
-Shape letters: A sampled tokens in all, T some of them, D hidden size, V vocabulary.
+Shape letters: A sampled tokens, T some of them, J tokens whose log-probability is needed at a position, D
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,14 +43,11 @@ RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
 )
-"""Settings with which some models change the logits after the output layer; see PolicyLogprobs."""
+"""Settings of models that change logits after the output layer, which PolicyLogprobs does not support."""
 
 
 class HfTokenizer:
-    """The Tokenizer port on a tokenizer of transformers.
-
-    day: date for chat templates that write one; None: today.
-    """
+    """A Tokenizer from transformers. day: date for chat templates that write one; None: today."""
 
     def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +56,7 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return tokens, int32 [T], of ``text`` at the start of a sequence: with BOS if it exists, no EOS."""
+        """Return the tokens, int32 [T], of ``text`` at the start of a sequence: with any BOS, without EOS."""
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
@@ -68,10 +66,10 @@ class HfTokenizer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """Render a conversation by the chat template. ask: up to the model's next message.
+        """Render a conversation with the chat template.
 
-        options: variables of the template. Raises ConfigError if there is no template, or if it refuses the
-        messages.
+        ask: add the beginning of the model's next message. options: variables of the template. Raises
+        ConfigError if there is no template, or if it refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
@@ -98,7 +96,7 @@ class HfTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """True if it has a chat template."""
+        """True if there is a chat template."""
         return self._tokenizer.chat_template is not None
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -113,9 +111,10 @@ class HfTokenizer:
 
 
 def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = None) -> HfTokenizer:
-    """Load the tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
+    """Load the tokenizer of a model folder or hub name.
 
-    day: as for HfTokenizer. Raises ConfigError if there is no tokenizer, or no end-of-sequence token.
+    key: config key of ``path``, for errors. day: see HfTokenizer. Raises ConfigError if there is no
+    tokenizer, or no end-of-sequence token.
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
@@ -124,31 +123,31 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """Let a GPU multiply float32 in TF32 (10 bits of mantissa), several times as fast; it adds in float32."""
+    """Make a GPU multiply float32 in TF32 (10 bits of mantissa), which is several times faster."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
 
 def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """Load the causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
+    """Load a causal language model from a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
-    Dropout is off because log-probabilities must be those of the policy that samples. in_parts: settings of
-    DeepSpeed. If they are given, every rank calls this, and ZeRO-3 shards parameters as they are made and
-    read, on the device where they are trained. Raises ConfigError if there is no such model.
+    Dropout is off because log-probabilities must be those of the policy that samples. in_parts: DeepSpeed's
+    settings; with them every rank must call this, and ZeRO-3 shards parameters over the training devices
+    while they are read. Raises ConfigError if there is no such model.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # shards what is loaded while it lives
+    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # while it lives, loading shards
     policy, found = _from_pretrained(
         AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype], output_loading_info=True
     )
     del sharding
     if lacking := sorted(found["missing_keys"]):
         raise ConfigError(
-            f"the files of model.path={path} lack {first_few(lacking)}, which would begin at random: copy or "
-            "download the model anew"
+            f"the files of model.path={path} lack {first_few(lacking)}, which would be random: copy or "
+            "download the model again"
         )
     if in_parts:
         _compute_buffers_again(policy, dtype)
@@ -156,10 +155,10 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
-    """Give a sharded model the buffers of a whole one, such as the frequencies of positions.
+    """Replace the computed buffers of a sharded model, such as position frequencies, by exact ones.
 
-    ZeRO-3 makes every tensor in the dtype of the weights, and frequencies in bfloat16 are up to .4 % off.
-    Buffers that come with the weights stay as read.
+    ZeRO-3 creates every tensor in the dtype of the weights; frequencies in bfloat16 are up to .4 % off.
+    Buffers that were read with the weights stay as they are.
     """
     with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
@@ -171,7 +170,7 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
 
 
 def stored_dtype(path: str) -> Dtype:
-    """Return the dtype that holds a model's weights exactly, by its config.json: for float16 it is float32.
+    """Return the dtype that holds a model's stored weights exactly; for float16 it is float32.
 
     Raises ConfigError if there is no such model.
     """
@@ -179,7 +178,7 @@ def stored_dtype(path: str) -> Dtype:
 
 
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError if the tokenizer has tokens that the model lacks; the reverse is padding."""
+    """Raise ConfigError if the tokenizer has more tokens than the model; fewer are normal (padding)."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
     if tokens > known:
         raise ConfigError(
@@ -189,7 +188,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
 
 
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
-    """Call ``kind.from_pretrained``. Raises ConfigError if anything cannot be found or read."""
+    """Call ``kind.from_pretrained``. Raises ConfigError if a file cannot be found or read."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_a_folder and not Path(path).is_dir():
         raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
@@ -204,14 +203,14 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
 
 
 class PolicyLogprobs(nn.Module):
-    """Module for log π of the sampled tokens of packed sequences, differentiable, in bounded memory.
+    """Module that computes log π of the sampled tokens of packed sequences, with gradient, in bounded memory.
 
-    The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But only
-    positions before sampled tokens pass the output layer, in chunks, and their logits are recomputed in the
-    backward pass. log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits are, too.
-    chunk_bytes: most bytes of float32 logits at once; None: CHUNK_BYTES.
+    The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But logits are
+    computed only for sampled tokens, in chunks, and again in the backward pass. log-sum-exp is float32 for
+    every dtype of the model; with ``fp32_head`` logits are float32, too. chunk_bytes: most bytes of float32
+    logits at once; None: CHUNK_BYTES.
 
-    Raises ConfigError for models that change the logits after the output layer (soft caps, scales).
+    Raises ConfigError for models that change logits after the output layer (soft caps, scales).
     """
 
     def __init__(
@@ -233,14 +232,14 @@ class PolicyLogprobs(nn.Module):
 
     @classmethod
     def of(cls, model: PreTrainedModel, section: ModelSection) -> PolicyLogprobs:
-        """Wrap a model as a run's config says."""
+        """Wrap a model with the settings of a run's config."""
         made = cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
         if compiles(section):
             made.compile_layers()
         return made
 
     def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Let torch compile each layer to a few large kernels when it first runs, for rows of any length."""
+        """Compile each layer into few large kernels at its first call, for rows of any length."""
         stacks = [part for part in self.model.base_model.children() if isinstance(part, nn.ModuleList)]
         for layer in (layer for stack in stacks for layer in stack):
             layer.compile(backend=backend, dynamic=True, fullgraph=True)
@@ -248,21 +247,21 @@ class PolicyLogprobs(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """Layout in which to pack sequences for this model, on the device where its weights are now."""
+        """Layout in which sequences must be packed for this model on its present device."""
         if not self.shares_prompts:
             return "rectangle"
         return "varlen" if _has_varlen_kernel(self.model, self.head.weight) else "padded"
 
     def forward(self, packed: Packed) -> Tensor:
-        """Return log π(token | all before it in its sequence) of the sampled tokens, float32 [A], in order.
+        """Return log π of ``packed.sampled_A`` given all earlier tokens of the sequence, float32, same shape.
 
-        Their shape is that of ``packed.sampled_A``, which may also name other tokens in the places of these.
-        packed: tensors on the model's device, by ``core.packing.pack`` in this ``layout``, or as a rectangle.
+        packed: result of ``core.packing.pack`` with this ``layout``, or a rectangle, as tensors on the
+        model's device.
         """
         row = {}
         if packed.attention is not None:
             row = {"position_ids": packed.positions, "attention_mask": NO_MASK, "packed": packed.attention}
-        with _compilers_words() if self._compiled else nullcontext():
+        with _compile_errors() if self._compiled else nullcontext():
             found = self.model.base_model(input_ids=packed.tokens, use_cache=False, **row)
         (hidden_AD,) = gather(found.last_hidden_state.flatten(0, 1), [packed.before_A])
         logprob_A: Tensor = self.head(hidden_AD, packed.sampled_A)
@@ -270,13 +269,13 @@ class PolicyLogprobs(nn.Module):
 
 
 def compiles(section: ModelSection) -> bool:
-    """Decide whether layers are compiled on this machine."""
+    """Return whether layers are compiled on this machine."""
     return torch.cuda.is_available() if section.compile is None else section.compile
 
 
 @contextmanager
-def _compilers_words() -> Iterator[None]:
-    """Turn the compiler's errors into a ConfigError that says in a sentence that it cannot compile."""
+def _compile_errors() -> Iterator[None]:
+    """Turn errors of torch's compiler within the block into a ConfigError."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -289,11 +288,11 @@ def _compilers_words() -> Iterator[None]:
 
 
 class LogprobHead(nn.Module):
-    """A model's output layer as a function from hidden states to log-probabilities of given tokens.
+    """Output layer of a model that returns log-probabilities of given tokens instead of logits.
 
-    The policy is softmax(logits / temperature). fp32: logits are float32 from the start, whatever the dtype
-    of weights and hidden states; gradients are still computed in that dtype. The (shared) parameters belong
-    to this module, so that ZeRO-3 gathers them around it, once for all chunks.
+    The policy is softmax(logits / temperature). fp32: compute logits in float32 for every dtype of weights
+    and hidden states; gradients are still computed in that dtype. This module shares the output layer's
+    parameters, so that ZeRO-3 gathers them once for all chunks.
     """
 
     def __init__(
@@ -314,7 +313,7 @@ class LogprobHead(nn.Module):
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
-        """Return the log-probabilities of ``token_T``, int64 [T] or [T, J]; float32, of the same shape."""
+        """Return the log-probabilities of ``token_T``, int64 [T] or [T, J], as float32 of the same shape."""
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
         token_TJ = token_T if token_T.ndim == 2 else token_T[:, None]
@@ -325,9 +324,9 @@ class LogprobHead(nn.Module):
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Function log p = log softmax(z/T)[token] with z = h·Wᵀ + b, for J tokens in each place.
+    """log p = log softmax(z/T)[token] with z = h·Wᵀ + b, for J tokens at each position.
 
-    Its gradient is d log p / dz = (onehot(token) − softmax(z/T))/T.
+    The gradient is d log p / dz = (onehot(token) − softmax(z/T))/T. h is hidden_TD, T the temperature.
     """
 
     @staticmethod
@@ -357,7 +356,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         (grad_TJ,) = grads
         hidden_TD, weight_VD, bias_V, token_TJ, normalizer_T1 = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden_TD)
-        total = partial(torch.zeros_like, dtype=torch.float32)  # in bfloat16 each chunk would round the sum
+        total = partial(torch.zeros_like, dtype=torch.float32)  # bfloat16 would round the sum at each chunk
         weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
         bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
         logits_of = _output_layer(weight_VD, bias_V, ctx.temperature, ctx.fp32)
@@ -382,10 +381,10 @@ class _ChunkedLogprob(torch.autograd.Function):
 def _output_layer(
     weight_VD: Tensor, bias_V: Tensor | None, temperature: float, fp32: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Make a function from hidden states [T, D] to float32 logits [T, V], divided by the temperature.
+    """Return a function from hidden states [T, D] to float32 logits [T, V], divided by the temperature.
 
-    fp32: logits are not rounded to the dtype of the factors. A GPU can return the float32 sums. A CPU cannot,
-    so there the factors are converted to float32, the weights once for all chunks.
+    fp32: do not round logits to the dtype of weights and hidden states. A GPU can return products in float32.
+    On a CPU the factors are converted to float32, the weights once for all chunks.
     """
     exact = fp32 and weight_VD.dtype != torch.float32
     if exact and not weight_VD.is_cuda:
@@ -403,8 +402,8 @@ def _output_layer(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total``, float32, without rounding to the dtype of the two."""
-    if left.is_cuda and left.dtype != torch.float32:  # a CPU has no product in another dtype
+    """Add left @ right to ``total``, float32, without rounding the product to their dtype."""
+    if left.is_cuda and left.dtype != torch.float32:  # a CPU cannot return a product in another dtype
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
@@ -415,7 +414,7 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
-    """Tell whether torch's variable-length attention (FlashAttention, GPUs since Ampere) takes the model."""
+    """Return whether torch's variable-length attention (FlashAttention, GPUs since Ampere) fits a model."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = weight.dtype in (torch.bfloat16, torch.float16)
@@ -423,9 +422,9 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 
 
 def _shares_prompts(model: PreTrainedModel) -> bool:
-    """Tell whether sequences may share prompts: positions are ``position_ids``, and all attention is full.
+    """Return whether sequences may share prompts: positions are ``position_ids``, and all attention is full.
 
-    Models with recurrent states, sliding windows or distances counted along the row cannot share them.
+    Recurrent states, sliding windows, and distances that are counted along the row rule this out.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)

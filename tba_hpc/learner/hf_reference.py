@@ -1,6 +1,6 @@
-"""The reference policy π_ref: a Hugging Face model that computes log-probabilities of finished completions.
+"""The reference policy π_ref as a Hugging Face model that scores finished completions.
 
-Shape letters: N distinct completions, T their tokens, A those of them that were sampled.
+Shape letters: N distinct completions, T their tokens, A sampled tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cor
 from tba_hpc.learner.upload import upload
 
 Key = tuple[int, bytes, bytes, bytes]
-"""Identity of a completion: its group's number, its tokens, and masks of those that were sampled or begin."""
+"""Identity of a completion: number of its group, bytes of its tokens, ``action_T`` and ``begin_T``."""
 
 
 class HfReference:
-    """The Reference port on a causal language model of transformers, for any one thread.
+    """A Reference on a causal language model of transformers. Use it in one thread.
 
-    section: determines how log-probabilities are computed. policy_of: loads the policy of a step, for a
-    reference that is reset. adapter_of: loads that policy's adapter alone, if it is ``model`` with one.
+    section: settings of log-probabilities. policy_of: function that loads the policy of a step, for a
+    reference that is reset. adapter_of: the same for LoRA, loading only the adapter.
 
-    The model stays in host memory until log-probabilities are first asked for, because an engine that is
-    being built counts all memory that disappears from its GPU as its own.
+    The model stays in host memory until log-probabilities are first needed, because an engine that is being
+    built takes any GPU memory allocated meanwhile for its own.
     """
 
     has_model = True
@@ -54,19 +54,19 @@ class HfReference:
         self._logprobs = PolicyLogprobs.of(self.model, section)
 
     def load(self, step: int) -> None:
-        """Become the policy of ``step``: its weights are copied into the old ones' memory."""
+        """Load the policy exported at ``step``, reusing the memory of the present weights."""
         if self._adapter_of is not None:
-            self._adaptable.put_on(self._adapter_of(step))
+            self._adaptable.attach(self._adapter_of(step))
         else:
             assert self._policy_of is not None, "a frozen reference is never reset"
             self.model.load_state_dict(self._policy_of(step).state_dict())
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group under other weights of the same architecture and dtype.
+        """Compute ``logprobs`` of several groups under other weights of the same architecture and dtype.
 
-        The weights are swapped with the reference's own, tensor by tensor, without more memory. An adapter is
-        put beside the weights that it was made for. Afterwards the reference is bit for bit what it was.
+        The weights are swapped with the reference's own, tensor by tensor, without extra memory, and swapped
+        back afterwards, bit for bit. An adapter is attached to the initial weights, for which it was trained.
         """
         with self._under(weights):
             return self.logprobs_of(groups)
@@ -82,11 +82,11 @@ class HfReference:
             finally:
                 self._swap(weights)
             return
-        self._adaptable.put_on(Adapter.of(tensors_in(weights.data, weights.layout), lora.scale))
+        self._adaptable.attach(Adapter.of(tensors_in(weights.data, weights.layout), lora.scale))
         try:
             yield
         finally:
-            self._adaptable.put_on(before)
+            self._adaptable.attach(before)
 
     @torch.no_grad()
     def _swap(self, weights: WeightUpdate) -> None:
@@ -98,19 +98,19 @@ class HfReference:
             theirs.copy_(before)
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return log π_ref of each sampled token given all before it, float32 [T] per completion; else 0."""
+        """Return log π_ref of each sampled token, and 0 for other tokens, float32 [T] per completion."""
         return self.logprobs_of([group])[0]
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group, with as many groups per pass as PASS_TOKENS allow.
+        """Compute ``logprobs`` of several groups, with as many groups per pass as PASS_TOKENS allows.
 
-        Equal completions of a group are computed once, because a trained policy repeats itself.
+        Equal completions of a group are computed only once, because a trained policy repeats itself.
         """
         self._settle()
         return [rows for some in _in_passes(groups) for rows in self._in_one_pass(some)]
 
     def _settle(self) -> None:
-        """Move to the GPU, once. Not in inference mode, whose tensors cannot be changed outside it."""
+        """Move the model to the GPU, once. Not in inference mode, whose tensors cannot be changed later."""
         if torch.cuda.is_available() and self.model.device.type == "cpu":
             self.model.cuda()
             use_tensor_cores(self.model.device)
@@ -145,20 +145,20 @@ class HfReference:
         return np.split(logprob_T, np.cumsum(sequences.lengths - prompt_length_N)[:-1])
 
     @contextmanager
-    def visiting(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
-        """Yield the policy of ``step`` on a device, for a trainer rank; it stays in host memory otherwise."""
+    def on_device(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
+        """Yield the policy of ``step`` on a trainer rank's device; outside the block it is in host memory."""
         if step != self.step:
             self.load(step)
         if device.type == "cuda":
             for tensor in _tensors(self._logprobs):
                 if not tensor.is_pinned():
                     tensor.data = tensor.data.pin_memory()
-        with visiting(self._logprobs, lambda tensor: tensor.to(device, non_blocking=True)):
+        with replaced_tensors(self._logprobs, lambda tensor: tensor.to(device, non_blocking=True)):
             yield self._logprobs
 
 
 def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Divide groups into runs of neighbours, each as long as PASS_TOKENS allow."""
+    """Divide groups, in order, into passes of at most PASS_TOKENS tokens, or of one larger group."""
     some, tokens = list[Group](), 0
     for group in groups:
         more = len(group.request.prompt.tokens) + sum(len(one.tokens) for one in group.completions)
@@ -171,8 +171,8 @@ def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
 
 
 @contextmanager
-def visiting(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace a model's tensors by copies within the block; the originals stay where they are."""
+def replaced_tensors(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace a model's tensors by copies within the block, for example on another device."""
     tensors = _tensors(model)
     home = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -189,7 +189,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
-    """Load the reference that a run begins with. ``folder_of``: folder of a step's exported policy."""
+    """Load the initial reference of a run. folder_of: function from a step to the folder exported then."""
 
     def adapter_of(step: int) -> Adapter:
         return Adapter.load(folder_of(step) / FOLDER)

@@ -1,6 +1,6 @@
-"""LoRA by peft: an adapter beside the policy's linear layers, trained while their own weights are frozen.
+"""LoRA by peft: an adapter on the policy's linear layers, trained while their own weights are frozen.
 
-No other module imports peft, so a run without LoRA does not load it.
+No other module imports peft, so that runs without LoRA do not load it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import write_atomic
 
 BASE_FILE = "base"
-"""File of a checkpoint with the identity of the weights that its adapter is for."""
+"""File of a checkpoint with the identity of the model that its adapter adapts."""
 
 
 class Lora:
-    """An adapter that is put into ``policy``: A random by ``seed``, B zero, both in the policy's dtype.
+    """A new adapter inside ``policy``: A is random (by ``seed``), B is zero, both in the policy's dtype.
 
-    adapter: the adapter's parameters under the names with which they are sent. base: the policy's parameters
-    under their names without an adapter. Raises ConfigError if one of ``section.targets`` matches nothing.
+    adapter: the adapter's parameters by the names under which they are published. base: the policy's own
+    parameters by their names without adapter. Raises ConfigError if a target in ``section`` matches no layer.
     """
 
     def __init__(self, policy: PreTrainedModel, section: LoraSection, *, path: str, seed: int) -> None:
@@ -64,8 +64,8 @@ class Lora:
         assert len(self.adapter) == 2 * len(layers), "peft takes the same layers for the targets"
 
     @contextmanager
-    def off(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield ``policy``, a wrapper of the adapted one, while it computes without the adapter."""
+    def disabled(self, policy: nn.Module) -> Iterator[nn.Module]:
+        """Yield ``policy``, which wraps the adapted model, with the adapter disabled within the block."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -76,7 +76,7 @@ class Lora:
                 layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write a model that ``from_pretrained`` loads, with the adapter merged in, and the adapter alone.
+        """Write the model with the adapter merged, for ``from_pretrained``, and the adapter in a subfolder.
 
         tensors: values of ``adapter`` and ``base``, by name.
         """
@@ -96,11 +96,11 @@ class Lora:
         self._config.save_pretrained(str(folder / FOLDER))
 
     def note_base(self, checkpoint: Path) -> None:
-        """Write the identity of the weights that its adapter is for into a checkpoint."""
+        """Record in a checkpoint which model its adapter adapts."""
         write_atomic(checkpoint / BASE_FILE, self._identity)
 
     def require_base(self, checkpoint: Path) -> None:
-        """Raise StateError if a checkpoint's adapter is not for this policy."""
+        """Raise StateError if a checkpoint's adapter is for another model."""
         file = checkpoint / BASE_FILE
         if not file.exists() or file.read_text() != self._identity:
             raise StateError(
@@ -110,9 +110,9 @@ class Lora:
 
 
 def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str) -> list[str]:
-    """Return the names of the linear layers that get an adapter. Raises ConfigError if a target names none.
+    """Return the names of the linear layers to adapt. Raises ConfigError if a target matches none.
 
-    The output layer gets none: LogprobHead uses only its weights, and tied weights are the embedding's, too.
+    The output layer is not adapted: LogprobHead uses only its weights, which may be tied to the embedding.
     """
     head = policy.get_output_embeddings()
     linear = [

@@ -1,4 +1,4 @@
-"""References for a searcher that holds no model of the reference."""
+"""References for searchers that hold no model of the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tba_hpc.core.types import BEHAVIOUR, Group, WeightUpdate
 
 
 class BehaviourReference:
-    """The Reference port whose π_ref is the policy that sampled."""
+    """Reference whose π_ref is the policy that sampled."""
 
     has_model = False
 
@@ -18,15 +18,15 @@ class BehaviourReference:
         self.step = BEHAVIOUR
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return, per completion, the log-probabilities as sampled, bit for bit, float32 [T]."""
+        """Return the recorded log-probabilities of each completion unchanged, float32 [T]."""
         return [completion.logprobs for completion in group.completions]
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Return ``logprobs`` of every group."""
+        """Return ``logprobs`` of several groups."""
         return [self.logprobs(group) for group in groups]
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Raise AssertionError: this is never called."""
+        """Raise AssertionError, because only references with a model are asked."""
         raise AssertionError(f"no model here takes the weights of step {weights.publication.version}")
 
     def load(self, step: int) -> None:
@@ -35,11 +35,11 @@ class BehaviourReference:
 
 
 class DeferredReference(BehaviourReference):
-    """The Reference port for a reference that the trainer computes; it only knows the policy's step."""
+    """Placeholder for a reference that the trainer computes; it only knows the reference's step."""
 
     def __init__(self) -> None:
         self.step = 0
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return, per completion, NaN for each token, float32 [T], which the trainer replaces."""
+        """Return NaN for every token, float32 [T] per completion; the trainer replaces them."""
         return [np.full(len(completion.tokens), np.nan, np.float32) for completion in group.completions]

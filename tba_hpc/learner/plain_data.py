@@ -1,6 +1,6 @@
-"""Files that hold only tensors, numbers and a few plain classes: writes, verifies and reads them.
+"""Writes, verifies and reads torch files that hold only tensors, numbers and a few plain classes.
 
-torch's format is a pickle. Reading it here executes nothing, whoever has written it.
+torch's format is a pickle. Reading it through this module never executes code from the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def save(state: object, file: Any) -> None:
-    """Write a tree of tensors and plain values, the same under every supported Python.
+    """Write a tree of tensors and plain values, in the same way under every supported Python.
 
     file: a path, or an object with ``write`` and ``flush``.
     """
@@ -32,9 +32,9 @@ def save(state: object, file: Any) -> None:
 
 
 def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
-    """Read back files that were just written, all but the bytes of their tensors.
+    """Read back files that were just written, except the bytes of their tensors.
 
-    A resume reads them by the same code. Raises StateError for anything that a resume would refuse.
+    Raises StateError for anything that a resume, which uses the same code, would refuse.
     """
     for path in paths:
         try:
@@ -43,16 +43,16 @@ def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
         except (UnpicklingError, RuntimeError) as error:
             raise StateError(
                 f"{path} was written, but a resume could not read it: it holds {_what(error)}; the "
-                "checkpoint before is kept: install the pinned versions (make install), then start the same "
-                "run again"
+                "previous checkpoint is kept: install the pinned versions (make install), then start the "
+                "same run again"
             ) from None
 
 
 @contextmanager
 def only_data(folder: Path, classes: list[type]) -> Iterator[None]:
-    """Make torch load only data and instances of ``classes`` from ``folder``, whatever a library asks for.
+    """Make torch.load accept only data and instances of ``classes``, even when a library calls it.
 
-    Raises StateError, which names the type, if the folder holds anything else.
+    Raises StateError, which names the type, if a file in ``folder`` holds anything else.
     """
     try:
         with _only_data(classes):
@@ -76,10 +76,9 @@ def _only_data(classes: list[type]) -> Iterator[None]:
 
 
 def _member(owner: object, name: object) -> Enum:
-    """Return a member of an Enum by its name, as Python 3.11.0 to 3.11.4 wrote it.
+    """Return a member of an Enum by name; replaces getattr, which pickles of Python 3.11.0 to 3.11.4 call.
 
-    This stands in for getattr. ``owner`` is a class that the reader allows, or a value. Raises
-    UnpicklingError for any other attribute.
+    Raises UnpicklingError if ``owner`` is not an Enum class or has no such member.
     """
     if isinstance(owner, EnumType) and name in owner.__members__:
         return owner.__members__[str(name)]

@@ -1,8 +1,8 @@
-"""Host memory registered with CUDA, which then copies to and from it at the speed of the link.
+"""Registers host memory with CUDA, so that copies to and from it run at full speed.
 
-Registered pages stay the same until they are unregistered, even if their file is truncated and gets other
-pages. A copy would then be lost. A process that truncates a file therefore maps it anew
-(``exchange.mpi_world.NodeMemory``), and the old map's pages are unregistered with it.
+A registration refers to physical pages. If a file is truncated it gets new pages, and copies to the old ones
+would be lost. A process that truncates a file must therefore map it again
+(``exchange.mpi_world.NodeMemory``); the old pages are unregistered with the old map.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
 log = logging.getLogger(__name__)
 
 PORTABLE = 1
-"""Flag cudaHostRegisterPortable: registered for every device."""
+"""Flag cudaHostRegisterPortable, which registers memory for all devices."""
 
 MAPS_KEPT = 2
-"""Number of maps that stay: a node's weights are in two files that take turns."""
+"""Number of maps that are kept, because a node's weights alternate between two files."""
 
 
 class RegisteredMemory:
-    """The pages that this process has registered. cudart: CUDA's runtime; None: torch's, if it has a GPU."""
+    """Pages that this process has registered. cudart: CUDA runtime; None: torch's, if there is a GPU."""
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart: Any = cudart or (torch.cuda.cudart() if torch.cuda.is_available() else None)
@@ -42,10 +42,10 @@ class RegisteredMemory:
         return self._cudart is not None and not self._refused
 
     def register(self, memory: np.ndarray, start: int = 0, end: int | None = None) -> None:
-        """Register the pages of bytes [start, end) of an array, uint8, for as long as it lives.
+        """Register the pages of bytes [start, end) of an array, uint8, while the array lives.
 
-        A second call does nothing, so call it before each copy. If CUDA refuses, that is logged once, and
-        copies are made without registered pages.
+        Call it before each copy; repeated calls do nothing. If CUDA refuses, this is logged once, and copies
+        are slower.
         """
         first = (memory.ctypes.data + start) // mmap.PAGESIZE * mmap.PAGESIZE
         last = memory.ctypes.data + (memory.nbytes if end is None else end)
@@ -69,12 +69,12 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # the next kernel gets the error again: this one
+        with suppress(RuntimeError, AssertionError):  # CUDA reports the error once more, at the next kernel
             torch.ones(1, device="cuda").add_(1)
 
 
 class KeptMaps:
-    """Maps of weight files; in shared memory they stay mapped and registered until MAPS_KEPT others came."""
+    """Maps weight files, and keeps the last MAPS_KEPT maps of shared memory, which are registered."""
 
     def __init__(self, memory: RegisteredMemory) -> None:
         self._memory = memory
@@ -94,7 +94,7 @@ class KeptMaps:
 
 
 def try_a_page(cudart: Any = None) -> str:
-    """Register a page of shared memory with CUDA and release it; return ``cudaError N``, 0 for success."""
+    """Register a page of shared memory with CUDA and release it; return ``cudaError N`` (0: success)."""
     cudart = cudart or torch.cuda.cudart()
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         file.truncate(mmap.PAGESIZE)

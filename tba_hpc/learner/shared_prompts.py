@@ -1,9 +1,9 @@
-"""Attention over one row of many sequences with shared prompts, in which each sequence sees only itself.
+"""Attention for many sequences with shared prompts in one row; each sequence attends only to itself.
 
-Everything in a model except attention looks at one token at a time. Attention gathers each sequence's keys
-and values from the row. Sequences are causal, so the fast kernels apply; a mask would rule them out.
+All other parts of a model process tokens independently. Attention gathers each sequence's keys and values
+from the row. It is then plain causal attention, for which there are fast kernels, unlike for a custom mask.
 
-Shape letters: N sequences, L padded length, R tokens of the row, H heads, d their size, F features.
+Shape letters: N sequences, L padded length, R tokens of the row, H heads, d head size, F features.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ATTENTION = "by-sequence"
 """Name under which transformers knows this attention. Without ``packed`` it is plain ``sdpa``."""
 
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Mask passed with ``packed``: transformers hands on a mask of four axes, and else makes one of positions."""
+"""Mask passed with ``packed``. Its four axes stop transformers from making a mask from positions."""
 
 CAUSAL = (-1, 0)
-"""Window of a kernel: all keys up to the query's own, where the last query's own is the last key."""
+"""Window of varlen_attn for causal attention. The last query is aligned with the last key."""
 
 
 class _Gather(torch.autograd.Function):
-    """Function that takes rows by index, with repeats, and sums their gradients in float32.
+    """index_select whose backward pass sums the gradients of repeated rows in float32.
 
-    Autograd would round the sum to the dtype of the values after each term.
+    Autograd would round the sum to the values' dtype after each term.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(value_RF: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Take the rows at each of ``places``, int64 of any shape, as [*shape, F]; differentiable."""
+    """Return the rows at each of ``places``, int64 of any shape, as [*shape, F], with gradient."""
     gathered: tuple[Tensor, ...] = _Gather.apply(value_RF, *places)
     return gathered
 
@@ -69,9 +69,9 @@ def attend_by_sequence(
     packed: Varlen | Padded | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, [1, R, H, d], without weights. Keys and values may have fewer heads.
+    """Compute attention, [1, R, H, d], as an attention function of transformers. Supports grouped queries.
 
-    packed: the sequences in the row; None: plain ``sdpa``.
+    packed: indices of the sequences in the row; None: plain ``sdpa``.
     """
     if packed is None:
         options["scaling"] = scaling
@@ -85,7 +85,7 @@ def attend_by_sequence(
 def _attend_varlen(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Varlen, scaling: float | None
 ) -> Tensor:
-    """Compute attention, [R, H, d], by the kernel for several lengths, without padding or moving queries."""
+    """Compute attention, [R, H, d], with the variable-length kernel, without padding."""
     keys, values = (
         gather(of_RHd.flatten(1), [packed.key_S])[0].unflatten(1, of_RHd.shape[1:])
         for of_RHd in (key_RHd, value_RHd)
@@ -109,10 +109,10 @@ def _attend_varlen(
 def _attend_padded(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Padded, scaling: float | None
 ) -> Tensor:
-    """Compute attention, [R, H, d], by the kernel for rectangles, one for each set of similar lengths."""
+    """Compute attention, [R, H, d], in one padded rectangle for each set of sequences of similar length."""
     each = query_RHd.shape[1] // key_RHd.shape[1]
     if each > 1 and query_RHd.is_cuda and query_RHd.dtype == torch.float32:
-        # The only float32 kernel that takes fewer key heads than query heads keeps all L x L weights.
+        # The only float32 kernel for grouped queries materialises all L x L weights.
         key_RHd, value_RHd = (of_RHd.repeat_interleave(each, 1) for of_RHd in (key_RHd, value_RHd))
     several = key_RHd.shape[1] < query_RHd.shape[1]
     sequences = zip(*(_rectangles(of_RHd, packed) for of_RHd in (query_RHd, key_RHd, value_RHd)), strict=True)
@@ -126,7 +126,7 @@ def _attend_padded(
 
 
 def _rectangles(value_RHd: Tensor, packed: Padded) -> list[Tensor]:
-    """Gather a rectangle, [n, H, L, d], for each of ``packed.places``."""
+    """Gather values into a rectangle, [n, H, L, d], for each of ``packed.places``."""
     gathered = gather(value_RHd.flatten(1), packed.places)
     return [value_nLF.unflatten(2, value_RHd.shape[1:]).transpose(1, 2) for value_nLF in gathered]
 

@@ -1,4 +1,4 @@
-"""GPU stream in which copies to the host run beside the GPU's other work."""
+"""CUDA stream for copies to the host that run concurrently with the GPU's other work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 
 class SideStream:
-    """Copies from this process's GPU for which the host does not wait; without a GPU they are made at once.
+    """Asynchronous copies from this process's GPU; without a GPU they are synchronous.
 
-    own: whether copies get a stream of their own. If not, they wait their turn in the current stream, and
-    what they copy may be freed once they are queued. cuda: torch.cuda; None: torch's, if it has a GPU.
+    own: use a separate stream. Otherwise copies are queued in the current stream, so that tensors may be
+    freed as soon as their copies are queued. cuda: torch.cuda, or a stand-in; None: torch's, if there is a
+    GPU.
     """
 
     def __init__(self, *, own: bool, cuda: Any = None) -> None:
@@ -28,7 +29,7 @@ class SideStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue the copies that the block makes; they begin once the GPU has done all earlier work."""
+        """Queue the copies made within the block; they begin once the GPU has finished all earlier work."""
         if not self.works:
             yield
             return
@@ -39,12 +40,12 @@ class SideStream:
             yield
             self._copied = stream.record_event(self._cuda.Event(blocking=True))  # waiting takes no core
 
-    def hold_changes(self) -> None:
-        """Make later work of the current stream, such as a change of the weights, wait for the copies."""
+    def delay_changes(self) -> None:
+        """Make later work of the current stream, such as an optimizer step, wait for the copies."""
         if self._copied:
             self._cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait, in any thread, until the copies are made."""
+        """Wait, in any thread, until the copies are finished."""
         if self._copied:
             self._copied.synchronize()

@@ -1,4 +1,4 @@
-"""Copies of a trainer rank's state, trees of tensors, to be written while training goes on."""
+"""In-memory copies of a trainer rank's state, which are written while training continues."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tba_hpc.run.memory import free_memory
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
-"""Largest share of a machine's free memory that the copies of its ranks may take."""
+"""Largest share of a machine's free memory that its ranks' copies may take together."""
 
 
 class Snapshot:
-    """Copies in memory of the files of one rank, to be written later; what does not fit is written at once.
+    """In-memory copies of one rank's checkpoint files. A file that does not fit is written at once instead.
 
-    local_ranks: number of ranks on this machine that do the same. gpu: whether the state is on a GPU.
+    local_ranks: number of ranks on this machine that make such copies. gpu: whether the state is on a GPU.
     """
 
     def __init__(self, *, local_ranks: int, gpu: bool) -> None:
-        torch.serialization.set_crc32_options(False)  # the inventory has checksums; these would cost as much
+        torch.serialization.set_crc32_options(False)  # redundant: the inventory has checksums
         self._local_ranks = local_ranks
         self._stager = DefaultStager(  # keeps its memory for the next copy
             StagingOptions(
@@ -45,20 +45,20 @@ class Snapshot:
         self._files: list[Callable[[], SummedFile]] = []
 
     def add(self, state: dict[str, Any], path: str) -> None:
-        """Copy a state that is to be written to ``path``."""
+        """Copy a state, a tree of tensors, that is to be written to ``path``."""
         file = Path(path)
         if self._has_room(file.name, state):
             self._files.append(partial(_write_file, file, partial(save, self._stager.stage(state))))
-        else:  # an error is raised later, by take's caller; here the other ranks would wait for this one
+        else:  # errors are raised by the function that take returns; here other ranks would be left waiting
             self._files.append(at_once(partial(_write_file, file, partial(save, state))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
-        """Return functions that write each file as it was copied, and forget these files."""
+        """Return a function per copied file that writes it, and forget the files."""
         files, self._files = self._files, []
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Tell whether a copy fits into memory; once it does, it always will, because its memory is kept."""
+        """Return whether a copy fits into memory. The first answer is final, because its memory is reused."""
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room
@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def _bytes(state: object) -> int:
-    """Return the bytes of memory behind all tensors in a tree; shared memory counts once."""
+    """Return the bytes of all tensors in a tree; storage that they share counts once."""
     storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

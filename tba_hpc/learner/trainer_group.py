@@ -1,6 +1,6 @@
-"""The trainer ranks as one group: they find each other, the leader (rank 0) commands, and all compute sums.
+"""Communication between trainer ranks: finding each other, the leader's commands, and sums over ranks.
 
-They meet through files in a private folder, so that no rank opens a port to strangers for it.
+Ranks find each other by files in a private folder, so that none has to open a port to strangers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tba_hpc.learner.folder_store import FolderStore
 from tba_hpc.run.listeners import own_listeners, stop_listening
 
 IDLE_DEADLINE = timedelta(days=2)
-"""Longest time between two commands. The leader may fill its first buffer for hours.
+"""Longest time between two commands. The leader may wait hours for its first buffer.
 
 Its death is noticed at once, because its connection closes.
 """
 
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment of ranks that are all on one machine, so that no other machine needs to reach them."""
+"""Environment variables for ranks on one machine, which make it unreachable from other machines."""
 
 SIZE = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Command of the leader to every rank."""
+    """A command that the leader sends to every rank."""
 
     name: str
     arguments: tuple[float | str, ...] = ()
@@ -59,15 +59,15 @@ class Command:
 
 
 class TrainerGroup:
-    """One rank's view of the group. There is one per process, because torch.distributed has one.
+    """One rank's connection to the others. There is one per process, as torch.distributed allows only one.
 
-    The constructor meets the other ranks in ``store``, an existing, private, shared folder that was empty
-    before this attempt. It sets the variables by which libraries learn their rank (RANK, LOCAL_RANK …).
-    deadline: longest wait in any collective, s. start_deadline: longest wait for another rank in ``store``,
-    s; None: deadline. Raises ExchangeError naming who is missing, or ConfigError naming ranks that share a
-    GPU.
+    The constructor waits for the other ranks in ``store``, an existing, private, shared folder that was empty
+    before this attempt. It sets the environment variables RANK, LOCAL_RANK and others, which libraries read.
+    deadline: time limit of any collective operation, s. start_deadline: longest wait for another rank in
+    ``store``, s; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError that names
+    ranks sharing a GPU.
 
-    device: this rank's GPU, or the CPU. local_ranks: number of ranks of the group on this machine.
+    device: this rank's GPU, or the CPU. local_ranks: number of the group's ranks on this machine.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class TrainerGroup:
             uuid = torch.cuda.get_device_properties(self.device).uuid
             refuse_shared_gpu(self._entries, rank, ranks, f"{uuid}")
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
-        self._others = own_listeners()  # before the group has any
+        self._others = own_listeners()  # before the group opens its own
         timeout = timedelta(seconds=deadline)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timeout)
         self._aside = dist.new_group(backend="gloo", timeout=timeout)
-        stop_listening(less=self._others)  # before NCCL has sockets, which go on taking connections
+        stop_listening(less=self._others)  # before NCCL opens sockets, which must stay open
 
     def refuse_strangers(self) -> None:
-        """Accept no more connections at the ports that gloo has opened for other groups since.
+        """Stop accepting connections at the ports that gloo has opened for later groups.
 
-        gloo already has all connections that it needs. It would keep a descriptor for each stranger, and
-        abort once no descriptor is left.
+        gloo has all connections that it needs. It would keep a file descriptor for each stranger, and abort
+        when none is left.
         """
         if self.device.type == "cpu":
             stop_listening(less=self._others)
@@ -114,11 +114,11 @@ class TrainerGroup:
 
     @property
     def _alone(self) -> bool:
-        """True if there are no other ranks; gloo would even then wait for its own threads to get a core."""
+        """True if there are no other ranks; calls then skip gloo, which would still cost time."""
         return self.ranks == 1
 
-    def tell(self, command: Command) -> None:
-        """Send a command, as the leader, to all followers. Raises ExchangeError if one of them is gone."""
+    def send(self, command: Command) -> None:
+        """As the leader, send a command to all followers. Raises ExchangeError if one of them is gone."""
         if self._alone:
             return
         data = command.to_bytes()
@@ -126,29 +126,29 @@ class TrainerGroup:
             self._broadcast(SIZE.pack(len(data)))
             self._broadcast(data)
 
-    def hear(self) -> Command:
-        """Wait, as a follower, for the leader's next command. Raises ExchangeError if the leader is gone."""
+    def receive(self) -> Command:
+        """As a follower, wait for the leader's next command. Raises ExchangeError if the leader is gone."""
         with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
             (size,) = SIZE.unpack(self._broadcast(bytes(SIZE.size)))
             return Command.from_bytes(self._broadcast(bytes(size)))
 
     def _broadcast(self, data: bytes) -> bytes:
-        """Return the leader's ``data``; a follower passes the same number of bytes of anything."""
+        """Return the leader's ``data``. A follower passes any bytes of the same length."""
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(buffer, src=0, group=self._commands)
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
-        """Wait until the leader comes here, too, perhaps for hours. Raises ExchangeError if it is gone."""
+        """Wait, perhaps for hours, until the leader calls this, too. Raises ExchangeError if it is gone."""
         if not self._alone:
-            with _lost(f"trainer rank {self.rank} waited for what the leader, trainer rank 0, does, but it"):
+            with _lost(f"trainer rank {self.rank} waited for the leader, trainer rank 0, but it"):
                 self._broadcast(b"\0")
 
     def gather(self, text: str) -> list[str]:
         """Return the texts of all ranks, by rank; none may be empty.
 
-        One thread of each rank may be here while others command and sum, as it has connections of its own.
-        Raises ExchangeError if another rank is gone, or does not come within the deadline.
+        It has its own connections, so that one thread of each rank may call it while others use the group.
+        Raises ExchangeError if another rank is gone, or does not call this within the deadline.
         """
         if self._alone:
             return [text]
@@ -170,27 +170,27 @@ class TrainerGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enclose what all ranks do at the same time. Raises ExchangeError if another dies meanwhile."""
+        """Enclose work that all ranks do together. Raises ExchangeError if another rank dies meanwhile."""
         other = f"trainer rank {1 - self.rank}" if self.ranks == 2 else "another trainer rank"
         with _lost(f"trainer rank {self.rank} cannot go on: {other}"):
             yield
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.total(np.zeros(1))
 
-    def meet_aside(self) -> None:
-        """Wait until all ranks have called this, each in one thread; their other threads may go on."""
+    def background_barrier(self) -> None:
+        """Wait, in one thread of each rank, until all ranks have called this; other threads may go on."""
         if not self._alone:
             dist.all_reduce(torch.zeros(1), group=self._aside)
 
     def leave(self) -> None:
-        """Close all connections; all ranks call it."""
+        """Close all connections. All ranks must call this."""
         dist.destroy_process_group()
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Tell whether torch.distributed lost a peer; gloo's RuntimeError is known by its source file's name."""
+    """Return whether an error means a lost peer; gloo's RuntimeError is recognised by its source file."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
@@ -207,7 +207,7 @@ def _lost(who: str) -> Iterator[None]:
 
 
 def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[str]:
-    """Wait for all ranks and return their host names. Raises ExchangeError naming those that are missing."""
+    """Wait for all ranks; return their host names. Raises ExchangeError that names missing ranks."""
     keys = [f"host of rank {other}" for other in range(ranks)]
     entries.set(keys[rank], socket.gethostname())
     try:
@@ -223,7 +223,7 @@ def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[
 
 
 def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> None:
-    """Raise ConfigError if another rank has the GPU of this UUID, too; NCCL would fail at the first step."""
+    """Raise ConfigError if another rank has the GPU with this UUID; NCCL would fail at the first step."""
     entries.set(f"GPU of rank {rank}", gpu)
     gpus = [entries.get(f"GPU of rank {other}").decode() for other in range(ranks)]
     if gpus.count(gpu) > 1:
@@ -235,7 +235,7 @@ def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> 
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
-    """Set variables that torch-based libraries read; remove MPI's own, whose numbers include searchers."""
+    """Set variables that torch-based libraries read; remove MPI's, whose rank numbers include searchers."""
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
     os.environ |= {

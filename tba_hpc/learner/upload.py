@@ -1,4 +1,4 @@
-"""Copies arrays of the host to tensors on a device, all in one copy."""
+"""Copies many arrays from host to device in one transfer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from tba_hpc.core.types import offsets_of
 
 ALIGNED = 64
-"""Alignment of each array, in bytes: more than any dtype needs."""
+"""Alignment of each array, in bytes, sufficient for any dtype."""
 
 T = TypeVar("T")
 
 
 def upload(value: T, device: torch.device) -> T:
-    """Return the value with a tensor on ``device`` in place of each array in its dataclasses and tuples.
+    """Replace every array within nested dataclasses, tuples and lists by a tensor on ``device``.
 
-    All arrays are copied together. A copy to a GPU is made from page-locked memory, and is not waited for.
+    All arrays are copied together. A copy to a GPU is asynchronous, from page-locked memory.
     """
     arrays: list[np.ndarray] = []
     _replace_arrays(value, lambda array: arrays.append(np.ascontiguousarray(array)))

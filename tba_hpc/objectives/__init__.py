@@ -1,4 +1,4 @@
-"""Losses over whole groups, as pure functions of torch tensors; ``make_objective`` finds the one of a config.
+"""Losses over whole groups, as pure functions of torch tensors. ``make_objective`` makes the one of a config.
 
 Nothing here knows about models, ranks or optimizers.
 """
@@ -31,15 +31,14 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "gspo": gspo,
     "topr": topr,
 }
-"""Objectives by the name of their config variant, whose other keys are their keyword arguments."""
+"""Objectives by ``train.objective.name``. The other keys of that section are the keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """Make the loss that ``train`` asks for: objective, normaliser, ratio bound and score centering.
+    """Make the loss of a config from its objective, normaliser, ratio bound and score centering.
 
-    Its metrics also hold the moments of ``diagnostics``, from which ``figures`` makes what is logged.
-    max_tokens: the longest completion that can be sampled, in tokens.
-    Raises ConfigError if a user's own objective cannot be imported or called.
+    Its metrics include the ``moments`` from which ``figures`` computes what is logged. max_tokens: length
+    limit of completions. Raises ConfigError if a user's own objective cannot be imported or called.
     """
     objective = _find(train.objective)
 
@@ -57,5 +56,5 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
 def _find(section: ObjectiveSection) -> Objective:
     if isinstance(section, OwnObjective):
         return own_objective(section)
-    keys = section.model_dump(exclude={"value_beta"})  # OAPL's values are made at the merge
+    keys = section.model_dump(exclude={"value_beta"})  # the buffer's merge computes OAPL's values
     return partial(OBJECTIVES[keys.pop("name")], **keys)

@@ -1,4 +1,4 @@
-"""Regression of log-ratios on optimal advantages: OAPL, for data of any age."""
+"""OAPL: regression of log-ratios on optimal advantages, for data of any age."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
         V̂ = β₁·log mean exp(r/β₁), over all completions that were sampled for a request
         residual = β₂·log(π_θ/π_lag) − (r − V̂)
 
-    π_lag is the policy that sampled; its log-probabilities come with the completions. β₂ is ``beta``. β₁ is
-    ``value_beta``, with which V̂ was computed before any replay, so a group may mix requests and versions.
-    The paper's loss has no factor. With 1/2β₂ the gradient is −A·∇log π_θ, A = (r − V̂) − β₂·log(π_θ/π_lag).
-    This is trajectory balance's scale, with V̂ in place of the group's mean.
+    π_lag is the policy that sampled the completion. β₂ is ``beta``. β₁ is ``value_beta``; the buffer computes
+    V̂ when completions arrive, so a group may mix requests and versions. The paper's loss has no factor. With
+    1/2β₂ the gradient is −A·∇log π_θ, where A = (r − V̂) − β₂·log(π_θ/π_lag). This is the scale of trajectory
+    balance, with V̂ instead of the group's mean.
 
-    If β₁ = β₂ and V̂ is taken over infinitely many completions, all residuals are 0 at π_lag·exp(r/β)/Z and
+    If β₁ = β₂, and V̂ averages infinitely many completions, all residuals are 0 at π_lag·exp(r/β)/Z and
     nowhere else. With another β₁ they cannot all be 0, and the minimum depends on the completions drawn.
-    V̂ assumes that completions are samples of the π_lag whose log-probabilities are given; Config ensures it.
+    V̂ assumes that π_lag, as recorded, is the distribution that was sampled; Config ensures it.
 
     Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
     value, in units of the reward).

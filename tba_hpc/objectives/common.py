@@ -15,19 +15,19 @@ from tba_hpc.config.variants import LossNormaliser
 from tba_hpc.core.types import TrajectoryBatch
 
 MAX_LOG_RATIO = 20.0
-"""Limit on log-ratios, in nats. Beyond it a ratio of probabilities stays at e^20 = 4.9e8, without gradient.
+"""Limit on log-ratios, in nats. Beyond it a ratio of probabilities is constant at e^20, without gradient.
 
-The squared norm of a million tokens' gradient is then at most 2e35 at an advantage of 1000. The limit of
-float32 is 3e38.
+The squared gradient norm of a million tokens with an advantage of 1000 is then at most 2e35, which float32
+can hold.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroups:
-    """Recorded values of a batch's completions in rectangles, first as arrays, then as tensors.
+    """Recorded values of a batch in rectangles: numpy arrays, or the tensors that were made of them.
 
-    cell_T: int64, index of each completion token in a flattened rectangle [B, K, L]. The other fields are as
-    in ``Groups``.
+    cell_T: int64, index of each completion token in a flattened rectangle [B, K, L]. For the other fields see
+    ``Groups``.
     """
 
     cell_T: Any
@@ -42,14 +42,14 @@ class RecordedGroups:
 
     @staticmethod
     def of(batch: TrajectoryBatch) -> RecordedGroups:
-        """Make the arrays of all groups of ``batch``."""
+        """Make numpy arrays for all groups of ``batch``."""
         sampled_T, cell_T = batch.action_T, batch.cell_T
         shape = batch.groups, batch.group_size
         cell_A = cell_T[sampled_T]
         top_AC = batch.top_logprobs["logprob"][sampled_T]
 
         def spread(value_A: np.ndarray) -> np.ndarray:
-            """Put the values of the sampled tokens, in order, into a rectangle; 0 elsewhere."""
+            """Put the values of the sampled tokens into a rectangle that is 0 elsewhere."""
             cells = (*shape, int(batch.completion_length_N.max()), *value_A.shape[1:])
             value_BKL = np.zeros(cells, value_A.dtype)
             value_BKL.reshape(-1, *value_A.shape[1:])[cell_A] = value_A
@@ -70,20 +70,22 @@ class RecordedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """B whole groups of K completions of one prompt each, in rectangles of L positions.
+    """B groups of K completions of the same prompt, in rectangles of L positions.
 
-    policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
-    weights that sampled the token and under the reference, without gradient. All three are at one
-    temperature, model.logprob_temperature. mask_BKL: bool, tokens that the policy sampled, EOS included;
-    elsewhere the three are 0. An environment's tokens are not in the mask, because their probability is the
-    same under all three policies.
-    reward_BK: float. value_BK: float, V̂ of the request that each completion answers, from all completions
-    that were sampled for it. batch_tokens: mean of sampled tokens over the completions of the whole batch, of
-    which these groups may be a part; None: they are all of it. on_policy_BK: bool, whether the weights of θ
-    sampled the completion; None: not known. age_BKL: int32, optimizer steps from the weights that sampled a
-    token to θ; None: not known. top_policy_BKLC, top_behaviour_BKLC: as policy_BKL and behaviour_BKL, but of
-    the C tokens that were likeliest in each place under the sampling weights; None: they are not recorded.
-    Groups must be whole, because baselines are taken over what is given here.
+    Groups must be whole, because baselines are computed from what is given here.
+
+    policy_BKL: float, log π_θ of each token, with gradient. behaviour_BKL, reference_BKL: float, the same
+    under the weights that sampled the token and under the reference, without gradient. All three use
+    model.logprob_temperature. mask_BKL: bool, tokens that the policy sampled, EOS included; elsewhere the
+    three are 0. Tokens from an environment are masked, because all three policies give them the same
+    probability.
+
+    reward_BK: float. value_BK: float, V̂ of each completion's request. batch_tokens: mean number of sampled
+    tokens per completion in the whole batch; None: these groups are the whole batch. on_policy_BK: bool,
+    whether the weights θ sampled the completion; None: unknown. age_BKL: int32, optimizer steps from the
+    weights that sampled a token to θ; None: unknown. top_policy_BKLC, top_behaviour_BKLC: float,
+    log-probabilities under θ and under the sampling weights of the C tokens that were likeliest at each
+    position when sampling; None: not recorded.
     """
 
     policy_BKL: Tensor
@@ -100,10 +102,10 @@ class Groups:
 
     @classmethod
     def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
-        """Combine a record whose arrays are tensors with the policy's log-probabilities.
+        """Combine recorded values, as tensors, with the policy's log-probabilities.
 
-        policy_T: float32, with gradient, log π_θ of the completions' tokens, 0 at those of an environment; or
-        [T, 1 + C], also of the C tokens that were likeliest in each place under the sampling weights.
+        policy_T: float32, log π_θ of all completion tokens, with gradient, 0 at an environment's tokens; or
+        [T, 1 + C], followed by those of the C tokens of ``top_policy_BKLC``.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape
@@ -115,7 +117,7 @@ class Groups:
         return cls(policy_BKL=policy_BKLJ[..., 0], batch_tokens=batch_tokens, **rest)
 
     def one_by_one(self) -> Iterator[Groups]:
-        """Yield each group by itself."""
+        """Yield each group alone, with B = 1."""
         tensors: dict[str, Any] = {
             field.name: value
             for field in fields(self)
@@ -131,7 +133,7 @@ class Groups:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean number of sampled tokens over the completions of the whole batch."""
+        """Mean number of sampled tokens per completion in the whole batch."""
         return self.batch_tokens or self.tokens_BK.double().mean().item()
 
     @property
@@ -161,7 +163,7 @@ class Groups:
 
     @property
     def token_ratio_BKL(self) -> Tensor:
-        """Ratio π_θ/π_behaviour of each token, with gradient, bounded; 1 where there is no sampled token."""
+        """Ratio π_θ/π_behaviour of each token, with gradient, bounded; 1 where no token was sampled."""
         return bounded_exp(self.policy_BKL - self.behaviour_BKL)
 
     @property
@@ -172,11 +174,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """Loss of some rows (completions), and metrics about it.
+    """Losses of completions ("rows"), and metrics.
 
     loss_BK: loss of each row, with gradient, summed over its tokens; ``make_objective`` then divides it by
-    the config's normaliser. metrics: detached scalars, means over the same rows. A batch's loss and metrics
-    are therefore the means of those of its micro-batches, weighted by groups.
+    the config's normaliser. metrics: detached scalars, means over the same rows. The loss and metrics of a
+    batch are therefore means over its micro-batches, weighted by their numbers of groups.
     """
 
     loss_BK: Tensor
@@ -193,7 +195,7 @@ Objective = Callable[[Groups, float], ObjectiveOutput]
 
 
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
-    """Return the divisor of completions' losses: a number for each, [B, K], or one for all."""
+    """Return the divisor of each completion's loss, [B, K], or one number for all of them."""
     match name:
         case "sum":
             return 1.0
@@ -206,7 +208,7 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Compute exp, with its gradient, up to MAX_LOG_RATIO; the result is constant beyond."""
+    """Return exp(log_ratio), with gradient; beyond MAX_LOG_RATIO the result is constant."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -216,20 +218,20 @@ def group_mean(value_BK: Tensor) -> Tensor:
 
 
 def centred(value_BK: Tensor) -> Tensor:
-    """Return each value less the mean of its group, [B, K], detached."""
+    """Return each value minus the mean of its group, [B, K], detached."""
     return value_BK.detach() - group_mean(value_BK)
 
 
 def leave_one_out(value_BK: Tensor) -> Tensor:
-    """Return each value less the mean of its group's *others*, [B, K], detached: K/(K−1) × ``centred``."""
+    """Return each value minus the mean of its group's *others*, [B, K], detached: K/(K−1) × ``centred``."""
     completions = value_BK.shape[1]
     return centred(value_BK) * completions / (completions - 1)
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Compute PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to maximise.
+    """Return PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to maximise.
 
-    Also returns a mask, bool, of where the clipped term is the lower one, which has no gradient.
+    Also returns a mask, bool, of where the clipped term is the lower one, so that there is no gradient.
     """
     plain = ratio * advantage
     surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -237,11 +239,11 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 
 
 def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: float) -> Tensor:
-    """Mark the tokens, bool [B, K, L], that M2PO's mask keeps of a group (arXiv 2510.01161, algorithm 1).
+    """Return which tokens of each group M2PO's mask keeps, bool [B, K, L] (arXiv 2510.01161, algorithm 1).
 
-    Like PPO's clip, the mask acts on tokens whose ratio has moved where their advantage pushes it: A > 0 and
-    ρ > 1, or A < 0 and ρ < 1. Of these, the ones with the largest (log ρ)² are masked, one by one, until the
-    mean square of the rest is at most ``limit``, nats². All other tokens stay.
+    Like PPO's clip, the mask acts on tokens whose ratio has moved in the direction of the advantage: A > 0
+    and ρ > 1, or A < 0 and ρ < 1. Of these, the tokens with the largest (log ρ)² are masked until the mean
+    square of the rest is at most ``limit``, nats². All other tokens are kept.
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BC = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
@@ -254,8 +256,9 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
-    """Return the share of the completions' tokens at which ``acts_BKL`` (bool) holds, a scalar.
+    """Return the share of sampled tokens at which ``acts_BKL``, bool, is True, as a scalar.
 
-    For a part of a batch the divisor is the mean length in the whole batch, so that parts add up.
+    The divisor is the mean length in the whole batch, so that the mean over micro-batches is the batch's
+    share.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

@@ -1,7 +1,7 @@
-"""Measures of how a batch's completions relate to the policy that learns from them, for any objective.
+"""Measures of how far a batch's completions are from the policy that learns from them, for any objective.
 
-``moments`` are means over completions, so that those of micro-batches and ranks can be averaged; ``figures``
-are computed from the moments of a whole batch.
+``moments`` are means over completions, which can be averaged over micro-batches and ranks. ``figures`` are
+computed from the moments of the whole batch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor, float64
 from tba_hpc.objectives.common import Groups, group_mean
 
 MAX_LOG_WEIGHT = 300.0
-"""Limit on |log π_θ/π_behaviour|, in nats; within it float64 holds the ratio's square, and sums of many."""
+"""Limit on |log π_θ/π_behaviour|, in nats, so that sums of squared ratios do not overflow float64."""
 
 MOMENTS = ("weight", "squared_weight", "better", "better_log_weight", "on_policy_tokens", "gap")
 """Names of the ``moments`` from which figures are computed."""
 
 
 def moments(groups: Groups) -> dict[str, Tensor]:
-    """Compute means over the completions, as detached float64 scalars; ``figures`` says what they are for.
+    """Compute the means over completions from which ``figures`` are made, as detached float64 scalars.
 
-    log_weight: mean of log w, w = π_θ/π_behaviour. better: share with a reward above the group's mean.
-    better_log_weight: mean of log w for those, and 0 for others. weight, squared_weight: means of w and w².
-    on_policy_tokens: mean number of tokens, counting only completions that the policy itself sampled. gap:
-    mean over completions of the sum of |log π_behaviour − log π_θ| over these tokens.
+    w is the completion's ratio π_θ/π_behaviour. log_weight, weight, squared_weight: means of log w, w and w².
+    better: share of completions with a reward above the group's mean. better_log_weight: mean of log w,
+    counted as 0 for the other completions. on_policy_tokens: mean number of tokens, counted as 0 unless θ
+    itself sampled the completion. gap: mean of the sum of |log π_behaviour − log π_θ| over those tokens.
     """
     log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
     log_weight_BK = log_ratio_BKL.sum(2, dtype=float64)
@@ -44,14 +44,14 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 
 
 def figures(means: Mapping[str, float]) -> dict[str, float]:
-    """Replace the ``moments`` among ``means`` over a whole batch by figures.
+    """Replace the ``moments`` among a whole batch's ``means`` by the figures that are logged.
 
     log_weight: mean of log π_θ/π_behaviour, nats per completion. better_log_weight: the same over completions
-    with a reward above their group's mean; it is below 0 if what is rewarded has become less likely since it
-    was sampled, and left out if no group has two different rewards. ess: effective sample size (Σw)²/(N·Σw²)
-    as a share of the N completions; 1 if all weights are equal, 1/N if one outweighs all others. engine_gap:
-    mean of |log π_behaviour − log π_θ|, nats per token, over what the policy itself sampled. It measures how
-    differently engine and learner compute the same weights, and is left out if there are no such tokens.
+    with a reward above their group's mean. It is negative if rewarded completions have become less likely
+    since they were sampled, and omitted if all rewards in each group are equal. ess: effective sample size
+    (Σw)²/(N·Σw²), a share of the N completions: 1 if all weights are equal, 1/N if one outweighs all others.
+    engine_gap: mean of |log π_behaviour − log π_θ| over tokens that θ itself sampled, nats per token. It
+    measures how differently engine and learner compute the same policy, and is omitted without such tokens.
     """
     rest = dict(means)
     weight, square, better, risen, tokens, gap = (rest.pop(name) for name in MOMENTS)

@@ -1,4 +1,4 @@
-"""A reference that lags behind the policy, computed without a model from the policy and sampling weights."""
+"""A reference that lags behind the policy, computed without a model of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from tba_hpc.objectives.common import Groups
 
 LEAST_AGE = 4
-"""Age that younger data count as, in steps. The paper's author suggests it: the relative error of the
-approximation was 5.9 for data of at most two steps (bbartoldson/tba-prime, results_fp4.tex)."""
+"""Lower bound on the age Δ in the approximation, in steps. The paper's author suggests it, because the
+relative error was 5.9 for data of at most two steps (bbartoldson/tba-prime, results_fp4.tex)."""
 
 
 def with_lagged_reference(groups: Groups, decay: float) -> Groups:
@@ -21,8 +21,8 @@ def with_lagged_reference(groups: Groups, decay: float) -> Groups:
 
         log π_ref = log π_θ − c·(log π_θ − log π_μ),   c = decay/((1 − decay)·max(Δ, LEAST_AGE)),
 
-    without gradient. For a token that θ itself sampled (Δ = 0) the reference is π_θ: both are the same
-    policy, and they differ only by the rounding of engine and learner.
+    without gradient. If Δ = 0 the reference is π_θ: θ itself sampled the token, and π_μ differs from π_θ only
+    by the rounding of engine and learner.
     """
     assert groups.age_BKL is not None, "Groups.of knows the ages"
     policy_BKL = groups.policy_BKL.detach()

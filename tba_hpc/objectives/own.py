@@ -1,11 +1,11 @@
-"""Users' own losses, functions that a config names as ``module:function``.
+"""Users' own losses: functions that a config names as ``module:function``.
 
     def reinforce(groups, beta, *, scale=1.0):
         advantage = groups.reward_BK - groups.reward_BK.mean(1, keepdim=True)
         return -scale * advantage * groups.logprob_BK
 
-The function gets one group as ``Groups`` (B = 1), β, and train.objective.options by name. It returns the loss
-of each completion, float [1, K], with gradient.
+The arguments are one group as ``Groups`` (B = 1), β, and train.objective.options by name. The function
+returns the loss of each completion, float [1, K], with gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
 
 
 def own_objective(section: OwnObjective) -> Objective:
-    """Make an objective of a user's function.
+    """Make an objective from a user's function.
 
-    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion). Raises ConfigError if there is no such
-    function, or if it does not take its arguments. The objective raises ConfigError if the function does not
-    return a loss with gradient for each completion.
+    Raises ConfigError if there is no such function, or if it does not accept the arguments. The objective
+    raises ConfigError if the function does not return a loss with gradient for each completion.
+
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion).
     """
     key = f"train.objective={section.name}"
     function = find_function(key, section.name)
@@ -41,7 +42,7 @@ def own_objective(section: OwnObjective) -> Objective:
 
     def objective(groups: Groups, beta: float) -> ObjectiveOutput:
         losses = []
-        for group in groups.one_by_one():  # so that its own means are the same in every micro-batch
+        for group in groups.one_by_one():  # so that micro-batches do not change the function's own means
             loss_1K = loss(group, beta)
             _require_loss(key, loss_1K, group)
             losses.append(loss_1K)

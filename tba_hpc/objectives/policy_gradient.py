@@ -1,10 +1,11 @@
 """Policy-gradient baselines for trajectory balance: RLOO, GRPO, Dr. GRPO, decoupled PPO, GSPO and TOPR.
 
-They are correct on-policy, or nearly on-policy.
+They are correct on on-policy or nearly on-policy data.
 
-baseline_shift, δ, is added to the baseline V of the advantages R − V. On-policy it changes only the variance.
-On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]. With V below the mean under μ (δ < 0) it
-improves on μ; with V at the mean or above it loses its support (AsymRE, arXiv 2506.20520).
+baseline_shift, δ, is added to the baseline V of the advantages R − V. On on-policy data it changes only the
+variance. On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]. With V below the mean reward
+under μ (δ < 0), the result improves on μ; with V at the mean or above, its support shrinks (AsymRE, arXiv
+2506.20520).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from tba_hpc.objectives.common import (
 )
 
 EPSILON = 1e-4
-"""Added to GRPO's standard deviation of rewards, as in its public implementations."""
+"""Constant added to GRPO's standard deviation of rewards, as in public implementations."""
 
 
 def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> ObjectiveOutput:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): mean over rows of −A·log π_θ.
 
-    A is R less the mean R of the others in the group, R = r − β·log(π_behaviour/π_ref): the KL penalty is
-    part of the reward, fixed at sampling. On-policy the expected gradient is that of −(E[r] − β·KL), K/(K−1)
-    times that of trajectory balance. Nothing corrects for the age of the data.
+    A is R minus the mean R of the others in the group. R = r − β·log(π_behaviour/π_ref) includes the KL
+    penalty of the policy that sampled. On on-policy data the expected gradient is that of −(E[r] − β·KL),
+    K/(K−1) times that of trajectory balance. Nothing corrects for the age of the data.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
@@ -46,21 +47,21 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
 def grpo(
     groups: Groups, beta: float, *, ratio_clip: float, second_moment_limit: float | None = None
 ) -> ObjectiveOutput:
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3): a clipped surrogate and a KL penalty.
 
-    The loss is the mean over rows of the sum over tokens, which ``make_objective`` turns into the paper's
-    mean, of
+    The loss of a row is the sum over its tokens of
 
         −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
 
-    ρ is π_θ/π_behaviour of a token. A = (r − r̄)/(σ_r + 1e-4), σ_r the group's sample standard deviation.
-    Beyond MAX_LOG_RATIO nats ρ and π_ref/π_θ are constant and without gradient, because they would overflow.
+    ρ is a token's π_θ/π_behaviour. A = (r − r̄)/(σ_r + 1e-4), with the group's sample standard deviation σ_r.
+    Beyond MAX_LOG_RATIO nats, ρ and π_ref/π_θ are constant, without gradient, so that they do not overflow.
+    The paper's loss is a mean over tokens; the normaliser completion_tokens makes it so.
 
-    second_moment_limit: applies M2PO's mask instead of the clip (``second_moment_mask``). The paper's mask is
-    over all tokens of a batch. This one is over those of a group, so that micro-batches change nothing.
+    second_moment_limit: use M2PO's mask instead of the clip (``second_moment_mask``). The paper applies it to
+    all tokens of a batch. Here it is applied to each group, so that results do not depend on micro-batches.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
-    clip_share (share of tokens whose clipped term is the lower one, or that the mask takes out).
+    clip_share (share of tokens whose clipped term is the lower one, or which are masked).
     """
     advantage_BK = _standardised(groups.reward_BK)
     gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
@@ -78,13 +79,12 @@ def dr_grpo(
     second_moment_limit: float | None = None,
     baseline_shift: float = 0.0,
 ) -> ObjectiveOutput:
-    """GRPO done right (arXiv 2503.20783): a row's tokens are summed, and advantages are not rescaled.
+    """Dr. GRPO, "GRPO done right" (arXiv 2503.20783): token losses are summed, advantages not rescaled.
 
-    The loss is the mean over rows of the *sum* over tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
-    A = r − r̄. Neither a row's length nor the spread of a group's rewards changes its weight. The paper
-    divides the sum by a constant, in its code the tokens of the longest completion; the normaliser max_tokens
-    does the same. There is no KL term, so ``beta`` is not used. ρ is bounded or masked as in ``grpo``, and
-    metrics are the same.
+    The loss of a row is the *sum* over its tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where A = r − r̄.
+    Neither a row's length nor the spread of a group's rewards changes its weight. The paper divides by a
+    constant, in its code the longest completion's length, as the normaliser max_tokens does. There is no KL
+    term, so ``beta`` is not used. ρ, ``second_moment_limit`` and metrics are those of ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK) - baseline_shift
     surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
@@ -96,13 +96,13 @@ def decoupled_ppo(
 ) -> ObjectiveOutput:
     """Decoupled PPO (arXiv 2505.24298, §5.2) with the advantage of Dr. GRPO.
 
-    The loss is the mean over rows of the sum over tokens of −w·min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
-    ρ = π_θ/π_prox of a token, w = π_prox/π_behaviour without gradient, and A = r − r̄. The gradient thus stops
-    where π_θ leaves a recent policy, not where it leaves the policy that sampled. There is no KL term, so
-    ``beta`` is not used. Metrics are those of ``grpo``.
+    The loss of a row is the sum over its tokens of −w·min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), where
+    ρ = π_θ/π_prox, w = π_prox/π_behaviour without gradient, and A = r − r̄. The clip thus limits the distance
+    from a recent policy instead of from the policy that sampled. There is no KL term, so ``beta`` is not
+    used. Metrics are those of ``grpo``.
 
-    proximal_BKL: log π_prox of each token. None: π_prox is the policy one step before π_θ, approximated as in
-    A-3PO (arXiv 2512.06547), so that its weights need no pass:
+    proximal_BKL: log π_prox of each token. None: π_prox is the policy one step before π_θ, approximated
+    without a forward pass as in A-3PO (arXiv 2512.06547):
 
         log π_prox = log π_θ − (log π_θ − log π_behaviour)/Δ,   Δ the token's age in steps, at least 1.
     """
@@ -119,9 +119,9 @@ def decoupled_ppo(
 def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> ObjectiveOutput:
     """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio per completion.
 
-    The loss is the mean over rows of −min(s·A, clip(s, 1 − low, 1 + high)·A), (low, high) = ``ratio_clip``.
-    s = (π_θ/π_behaviour of the completion)^(1/tokens), and A is as in ``grpo``. There is no KL term, so
-    ``beta`` is not used. Metrics are those of ``grpo``; clip_share is a share of completions.
+    The loss of a row is −min(s·A, clip(s, 1 − low, 1 + high)·A), where (low, high) = ``ratio_clip``. s is the
+    completion's π_θ/π_behaviour to the power 1/tokens, and A is that of ``grpo``. There is no KL term, so
+    ``beta`` is not used. Metrics are those of ``grpo``, but clip_share is a share of completions.
     """
     log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
     advantage_BK = _standardised(groups.reward_BK)
@@ -132,10 +132,11 @@ def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> Obj
 def topr(groups: Groups, beta: float) -> ObjectiveOutput:
     """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): mean over rows of −w·A·log π_θ, A = r − r̄.
 
-    w is 1 where A ≥ 0, otherwise min(1, π_θ/π_behaviour) of the completion, without gradient. The paper takes
-    rewards of ±1 less a constant baseline; here the baseline is the group's mean. There is no KL term, so
-    ``beta`` is not used. Metrics: those of ``rloo``, and clip_share (share of completions with a weight
-    below 1).
+    w is 1 if A ≥ 0, otherwise the completion's min(1, π_θ/π_behaviour), without gradient. The paper subtracts
+    a constant baseline from rewards of ±1; here the baseline is the group's mean. There is no KL term, so
+    ``beta`` is not used.
+
+    Metrics: those of ``rloo``, and clip_share (share of completions with w < 1).
     """
     advantage_BK = centred(groups.reward_BK)
     tapered_BK = (advantage_BK < 0) & (groups.log_weight_BK < 0)
@@ -145,16 +146,16 @@ def topr(groups: Groups, beta: float) -> ObjectiveOutput:
 
 
 def _standardised(reward_BK: Tensor) -> Tensor:
-    """Return rewards less their group's mean, in its sample standard deviations, [B, K], detached."""
+    """Return (r − r̄)/(σ_r + EPSILON), with mean and sample deviation of the group, [B, K], detached."""
     return centred(reward_BK) / (reward_BK.std(dim=1, keepdim=True) + EPSILON)
 
 
 def _surrogate(
     groups: Groups, advantage_BK: Tensor, clip: float, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ρ·A of each token, [B, K, L], to be maximised: clipped, or masked if there is a ``limit``.
+    """Return ρ·A of each token, [B, K, L], to be maximised: clipped, or with a ``limit`` masked.
 
-    Also returns the share of tokens on which the clip or the mask acts.
+    Also returns the share of tokens that are clipped or masked.
     """
     advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
     if limit is None:
@@ -165,7 +166,7 @@ def _surrogate(
 
 
 def _kl_advantage(groups: Groups, beta: float) -> Tensor:
-    """Return the leave-one-out advantage of the reward less the KL penalty at sampling, [B, K], detached."""
+    """Return the leave-one-out advantage of r − β·log(π_behaviour/π_ref), [B, K], detached."""
     kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
     return leave_one_out(groups.reward_BK - beta * kl_BK)
 

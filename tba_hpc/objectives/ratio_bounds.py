@@ -1,7 +1,7 @@
-"""Bounds on the pull of stale data: weights on the gradient of each token, for any loss.
+"""Bounds on the influence of stale data, for any loss: weights on the gradient of each token.
 
-A loss sees the policy only through log-probabilities, so it is enough to weight ∂loss/∂log π_t. Where that is
-positive, the token is pushed down.
+A loss depends on the policy only through log-probabilities, so it is enough to weight ∂loss/∂log π_t. Where
+that is positive, a step makes the token less likely.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 from tba_hpc.objectives.score_centering import mean_score
 
 OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
-"""Bounds that look at each token by itself; the other bounds look at whole completions."""
+"""Bounds that are computed per token; the others are computed per completion."""
 
 
 def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
-    """Weight the gradient of ``objective`` by ``bound``; its value stays the same.
+    """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
     centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
-    (score centering). A bound of tokens weighs each token of that mean by its own ratio: under a
-    constant slope the expected gradient is the mean of the weighted scores. A bound of completions weighs
-    score and mean alike, because it also depends on later tokens.
+    (score centering). In this mean, a bound per token weights every candidate token by its own ratio, so that
+    the expected gradient under a constant slope is 0. A bound per completion weights the mean like the
+    score, because it also depends on later tokens.
 
-    Metrics: the objective's, and clip_share, the share of tokens on which the bound acts; it is a share of
-    completions if the bound looks at whole completions.
+    Metrics: the objective's, and clip_share, the share of tokens or completions on which the bound acts.
     """
     if isinstance(bound, Unbounded) and not centred:
         return objective
@@ -61,7 +60,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 def _alike(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return weights as ``mean_score`` asks; all candidates in a place have the slope of its token."""
+    """Return weights of the candidate tokens for ``mean_score``; each has the slope of the sampled token."""
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
         return weights(bound, candidates, slope_BKL.repeat_interleave(each, 2))[0]
@@ -71,7 +70,7 @@ def _alike(
 
 
 def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights, and bools for where the bound acts, of tokens [B, K, L] or completions [B, K, 1].
+    """Return weights, and a mask, bool, of where the bound acts: per token [B, K, L] or completion [B, K, 1].
 
     Both are detached. slope_BKL: ∂loss/∂log π of each token.
     """
@@ -92,11 +91,11 @@ def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tenso
 
 
 def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) -> Tensor:
-    """Mark the tokens, bool [B, K, L], or completions, [B, K, 1], that have moved too far from π_behaviour.
+    """Return which tokens, bool [B, K, L], or completions, [B, K, 1], have moved too far from π_behaviour.
 
-    IcePop: the ratio is outside the band (arXiv 2510.18855). DPPO: |π_θ − π_behaviour| is above the limit,
-    and the gradient pushes it further (arXiv 2602.04879, eq. 12 and 13; the paper's limit is 0.15).
-    FlashREINFORCE: the mean of ``_binary_kl`` is above the limit
+    IcePop masks ratios outside the band (arXiv 2510.18855). DPPO masks tokens with |π_θ − π_behaviour| above
+    the limit if a step would increase it (arXiv 2602.04879, eq. 12 and 13; the paper's limit is 0.15).
+    FlashREINFORCE masks completions with a mean ``_binary_kl`` above the limit
     (github.com/yifanzhang-pro/FlashREINFORCE, whose limit is 0.003).
     """
     match bound:
@@ -114,8 +113,8 @@ def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) 
 def _binary_kl(groups: Groups) -> Tensor:
     """Return the binary KL(p‖q) of each token, [B, K, L], detached, nats.
 
-    Its two outcomes are "this token" and "another". p and q are the token's probabilities under π_behaviour
-    and π_θ, kept 1e-6 from 0 and 1. Where no token was sampled, the KL is 0.
+    The two outcomes are "this token" and "another token". p and q are the token's probabilities under
+    π_behaviour and π_θ, clamped to 1e-6 … 1 − 1e-6. The KL is 0 where no token was sampled.
     """
     p, q = (
         logprob_BKL.detach().exp().clamp(1e-6, 1 - 1e-6)

@@ -9,7 +9,7 @@ from tba_hpc.config.variants import LogZ
 from tba_hpc.objectives.common import Groups, ObjectiveOutput, group_mean
 
 LOG_RATIO_LIMIT = 10.0
-"""Most nats that one token's log π_θ/π_ref may add to the KL estimate of TBA′."""
+"""Limit on a token's |log π_θ/π_ref| in the KL estimate of TBA′, in nats."""
 
 
 def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> ObjectiveOutput:
@@ -18,18 +18,18 @@ def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour"
         log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_μ(y_ij|x_i) + r_ij/β ]
         residual_ij = log Ẑ(x_i) + log π_θ(y_ij|x_i) − log π_ref(y_ij|x_i) − r_ij/β
 
-    π_μ are the weights that sampled each completion. With ``log_z`` = "policy", π_μ is the current θ, without
-    gradient. That is equation 7 to the letter, and makes no difference while data are fresh. But a group's
-    residuals then sum to 0, so that the part of log π_θ that all its completions share is free: trained on
-    old data they sink together, and nothing pulls them back. With "none" there is no KL in log Ẑ = r̄/β.
+    log_z: the policy π_μ in log Ẑ. "behaviour": the policy that sampled each completion. "policy": the
+    current θ, without gradient, exactly as in equation 7. The two agree on fresh data. With "policy",
+    however, a group's residuals always sum to 0, so nothing constrains a common shift of its log π_θ: on old
+    data they can all sink together. "none": log Ẑ = r̄/β, without KL.
 
-    The paper's loss has no factor. With β/2 the gradient is −A·∇log π_θ, A = −β·residual, so that gradient
-    clipping means the same at every β of an annealing schedule. With "policy" the loss is zero on a set of
-    completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whoever sampled them. With "behaviour" it is zero
-    if both π_θ and π_μ are of that form, which is the stationary point of a run that goes on sampling.
+    The paper's loss has no factor. With β/2 the gradient is −A·∇log π_θ, where A = −β·residual, so that
+    gradient clipping means the same at every β of an annealing schedule. With "policy" the loss is 0 on a set
+    of completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whichever policy sampled them. With
+    "behaviour" it is 0 if both π_θ and π_μ have that form, which is the fixed point of a continuing run.
 
-    The given π_ref may be a power of the reference (``schedules.reference_power``), because log Ẑ does not
-    need probabilities that sum to 1. For log R = [log π_ref/γ + r/β]/T, as in red-teaming, the optimum is
+    π_ref may be a power of the reference (``schedules.reference_power``), because log Ẑ does not need
+    probabilities that sum to 1. For log R = (log π_ref/γ + r/β)/T, as in red-teaming, the optimum is
     π_ref^(1/γT)·exp(r/βT)/Z.
 
     Metrics: log_z (mean over groups, nats), log_ratio (mean of log π_θ/π_ref, nats per completion),
@@ -50,8 +50,8 @@ def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> Obje
 
         A_ij = (r_ij − r̄_i) − β(KL_ij − mean_j KL′_ij),   KL = Σ_t clamp(log π_θ/π_ref, ±10), no gradient
 
-    KL′ is the same sum for the weights that sampled. With ``log_z`` = "policy" it is the one for θ, as in the
-    paper; with "none" it is 0. While no clamp acts, the gradient is that of trajectory balance.
+    KL′ is the same sum for the policy that ``log_z`` chooses: "behaviour" the policy that sampled, "policy" θ
+    as in the paper; "none" makes it 0. Unless a clamp acts, the gradient is that of trajectory balance.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
@@ -62,7 +62,7 @@ def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> Obje
 
 
 def _kl(groups: Groups, whose: LogZ) -> Tensor:
-    """Return each token's log-ratio of the policy ``whose`` to the reference, [B, K, L], detached."""
+    """Return log π/π_ref of each token for the policy ``whose``, [B, K, L], detached; 0 for "none"."""
     if whose == "none":
         return torch.zeros_like(groups.behaviour_BKL)
     logprob_BKL = groups.behaviour_BKL if whose == "behaviour" else groups.policy_BKL.detach()

@@ -209,17 +209,17 @@ class TabularGroup(TabularLearner):
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes], and into that of every other rank."""
         super().write_weights(out)
-        self._group.tell(Command("write", arrays={"weights": out}))
+        self._group.send(Command("write", arrays={"weights": out}))
         self._written()
 
     def close(self) -> None:
         """Let the other ranks go."""
-        self._group.tell(Command("close"))
+        self._group.send(Command("close"))
         self._group.leave()
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
         """Take the weights until the leader closes the group."""
-        while (command := self._group.hear()).name != "close":
+        while (command := self._group.receive()).name != "close":
             if slot:
                 slot()[:] = command.arrays["weights"]
             self._written()
