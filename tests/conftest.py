@@ -178,7 +178,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Schedulin
 
 @pytest.fixture(scope="session", autouse=True)
 def notes_of_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tell forks.py where all workers find the servers of processes that one of them has started."""
+    """Tell fork_server.py where all workers find the servers of processes that one of them has started."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["TBA_TEST_FORKS"] = str(tmp_path_factory.getbasetemp().parent)
 

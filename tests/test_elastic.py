@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tenants import Tenant, stay, tenants
 from test_hdf5_shards import scored
 
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse_config
@@ -30,7 +32,14 @@ from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.loops.elastic import ElasticSearchers, EvaluatorLease, NoSlotError, has_no_launcher, leased_slot
+from tba_hpc.loops.elastic import (
+    ElasticSearchers,
+    EvaluatorLease,
+    NoSlotError,
+    has_no_launcher,
+    leased_slot,
+    leaving_at_once,
+)
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -88,34 +97,28 @@ def test_which_searchers_are_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- Places ---
 
-TENANT = """
-import sys
-from pathlib import Path
-from tba_hpc.loops.elastic import ElasticSearchers, NoSlotError, leased_slot
-from tba_hpc.run.directory import RunDir
-run = RunDir(Path(sys.argv[1]))
-try:
-    with leased_slot(run, run.config()) as place:
-        print(place.searcher, place.lease, flush=True)
-        sys.stdin.read()
-except NoSlotError as error:
-    print(error, flush=True)
-"""
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Tenant]]:
+    """Starts a process at work on a function of this file."""
+    with tenants() as make:
+        yield make
 
 
-def tenant(run: RunDir) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", TENANT, str(run.path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _take_a_place(told: Connection, path: Path) -> None:
+    run = RunDir(path)
+    try:
+        with leased_slot(run, run.config()) as place:
+            stay(told, f"{place.searcher} {place.lease}")
+    except NoSlotError as error:
+        told.send(str(error))
 
 
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(run: RunDir) -> None:
-    rivals = [tenant(run) for _ in range(6)]
-    answers = [said(rival) for rival in rivals]
+def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(
+    run: RunDir, start: Callable[..., Tenant]
+) -> None:
+    rivals = [start(_take_a_place, run.path) for _ in range(6)]
+    answers = [rival.said() for rival in rivals]
     placed = {answer: rival for answer, rival in zip(answers, rivals, strict=True) if answer[0].isdigit()}
     assert sorted(answer.split()[0] for answer in placed) == ["5000", "5001", "5002"]
     refused = [answer for answer in answers if answer not in placed]
@@ -123,11 +126,10 @@ def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(run
 
     killed = next(answer for answer in placed if answer.startswith("5001"))
     placed[killed].kill()
-    placed[killed].wait()
-    heir = tenant(run)
-    assert (again := said(heir)).startswith("5001 ") and again != killed, "a lease of its own"
-    for process in (*rivals, heir):
-        process.communicate()
+    heir = start(_take_a_place, run.path)
+    assert (again := heir.said()).startswith("5001 ") and again != killed, "a lease of its own"
+    for rival in (*rivals, heir):
+        rival.let_go()
     with leased_slot(run, run.config()) as first, leased_slot(run, run.config()) as second:
         assert (first.searcher, second.searcher) == (FIRST_ELASTIC, FIRST_ELASTIC + 1)
 
@@ -512,26 +514,21 @@ def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
 # --- The end ---
 
 
-STARTING = """
-import sys, time
-from pathlib import Path
-from tba_hpc.loops.elastic import leased_slot, leaving_at_once
-from tba_hpc.run.directory import RunDir
-run = RunDir(Path(sys.argv[1]))
-with leaving_at_once(), leased_slot(run, run.config()):
-    print("starting", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_stop_before_the_work_begins_gives_the_place_back(run: RunDir) -> None:
-    command = [sys.executable, "-c", STARTING, str(run.path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert said(process) == "starting"
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 0
+def test_a_stop_before_the_work_begins_gives_the_place_back(
+    run: RunDir, start: Callable[..., Tenant]
+) -> None:
+    searcher = start(_begin, run.path)
+    assert searcher.said() == "starting"
+    searcher.send(signal.SIGUSR1)
+    assert searcher.ended() == 0
     (file,) = run.owners.iterdir()
     assert Owner(**json.loads(file.read_text())) == Owner()
+
+
+def _begin(told: Connection, path: Path) -> None:
+    run = RunDir(path)
+    with leaving_at_once(), leased_slot(run, run.config()):
+        stay(told, "starting")
 
 
 SWALLOWED = """

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 import psutil
 import pytest
+from tenants import stay, tenants
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, local, mpi_library
@@ -103,17 +105,6 @@ run = RunDir.open(Path(sys.argv[3]))
 with owned(run):
     sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[4:]]))
 """
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from tba_hpc.launch import local
-local.SHARED_MEMORY = Path(sys.argv[1])
-with local.private_memory() as folder:
-    print(folder, flush=True)
-    time.sleep(60)
-"""
-"""A launcher as far as its private memory goes."""
 
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
 
@@ -365,21 +356,22 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path)
     (tmp_path / "tba-notes").mkdir()
-    holders = [
-        subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        dead, alive = (Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout)
+    with tenants() as start:
+        holders = [start(_hold_memory, tmp_path) for _ in range(2)]
+        dead, alive = (Path(holder.said()) for holder in holders)
         (dead / "segment").touch()
         holders[0].kill()
-        holders[0].wait()
         for folder in tmp_path.iterdir():
             os.utime(folder, (0, 0))
         with local.private_memory() as mine:
             assert {*tmp_path.iterdir()} == {alive, mine, tmp_path / "tba-notes"}
-    finally:
-        holders[1].kill()
+
+
+def _hold_memory(told: Connection, folder: Path) -> None:
+    """Be a launcher as far as its private memory goes."""
+    local.SHARED_MEMORY = folder
+    with local.private_memory() as private:
+        stay(told, private)
 
 
 @pytest.mark.mpi

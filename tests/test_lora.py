@@ -1,19 +1,16 @@
-"""LoRA: gradients by hand, the learner against plain torch, checkpoints, exports, engines, and bad input."""
+"""LoRA: gradients by hand, references, engines, and bad input; the learner's tests have cases of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learner_worker import LEARNING_RATE, Run, make_batch, run
-from peft import PeftModel
-from safetensors.torch import load_file
-from test_deepspeed_learner import REST, WHOLE, Case, trajectory_balance_loss
+from learner_worker import make_batch
+from test_deepspeed_learner import ADAPTER, SCALE, Case, trajectory_balance_loss
 from test_vllm_generator import (
     Served,
     _assert_logprobs_of,
@@ -26,9 +23,9 @@ from test_vllm_generator import (
 )
 from tiny_models import make_family_model, make_random_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tba_hpc.config import Config, ConfigError, LoraSection, ModelSection, parse_config
+from tba_hpc.config import ConfigError, LoraSection, ModelSection, parse_config
 from tba_hpc.core.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.exchange.file_exchange import read_weights, safetensors_header
@@ -40,13 +37,10 @@ from tba_hpc.learner.lora import Lora
 pytestmark = pytest.mark.engine
 
 ATTENTION = LoraSection(rank=4, alpha=12.0, targets=("q_proj", "self_attn.v_proj"))
-EVERYWHERE = LoraSection(rank=4, alpha=12.0)
-SCALE = 3.0
 PLAIN = ModelSection(path="m")
-STEPS = (1, 2, 3, 4)
 
 
-def lora_of(policy: PreTrainedModel, section: LoraSection = EVERYWHERE, *, seed: int = 0) -> Lora:
+def lora_of(policy: PreTrainedModel, section: LoraSection = ADAPTER, *, seed: int = 0) -> Lora:
     return Lora(policy, section, path="org/model", seed=seed)
 
 
@@ -190,138 +184,6 @@ def test_it_says_so_over_files_too(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(safetensors_header(layout, 3) + b"\7" * 6)
     found, file = read_weights(tmp_path / "weights")
     assert found == layout and file.map("r").tolist() == [7] * 6
-
-
-# --- The learner ---
-
-
-def adapted(case: Case, model: Path, section: LoraSection = EVERYWHERE, **options: int) -> Config:
-    config = case.config(model, **options)
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
-
-
-ZERO_2 = Case(2, 2)
-ZERO_3 = Case(2, 3, gradient_checkpointing=True)
-BF16 = Case(1, 3, dtype="bfloat16")
-"""How an adapter is saved differs where parameters are shared out; other ways to train are no other to it."""
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
-    """Whole runs of a case, each made once."""
-    torch.set_num_threads(1)
-    runs = tmp_path_factory.mktemp("learner")
-    return cache(lambda case: run(runs / str(case), adapted(case, folder), WHOLE))
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, the adapter before and after: an ordinary AdamW loop, without peft and DeepSpeed."""
-    case, model = ZERO_2, load_policy(str(folder), "float32").requires_grad_(False)
-    train = adapted(case, folder).train
-    start = lora_of(load_policy(str(folder), "float32"), seed=0).adapter
-    tensors = {name: value.detach().clone().requires_grad_() for name, value in start.items()}
-    Adaptable(model).attach(Adapter.of(tensors.items(), SCALE))
-    optimizer = torch.optim.AdamW(
-        tensors.values(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
-    )
-    losses = []
-    for seed in STEPS:
-        optimizer.zero_grad()
-        loss = trajectory_balance_loss(model, make_batch(seed), case)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(tensors.values(), 5.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, start, {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("case", [ZERO_3, pytest.param(ZERO_2, marks=pytest.mark.nightly)], ids=str)
-def test_the_learner_equals_a_plain_loop(
-    case: Case,
-    whole: Callable[[Case], Run],
-    plain: tuple[list[float], dict[str, Tensor], dict[str, Tensor]],
-) -> None:
-    """Over two ranks; what it publishes is the adapter."""
-    losses, before, after = plain
-    done = whole(case)
-    np.testing.assert_allclose(done.losses(), losses, rtol=1e-5)
-    found = done.weights("weights")
-    assert found.keys() == after.keys() and done.layout.lora and done.layout.lora.scale == SCALE
-    for name, value in after.items():
-        error, moved = (found[name] - value).norm(), (value - before[name]).norm()
-        assert error < 1e-2 * moved, name
-
-
-@pytest.mark.parametrize("case", [ZERO_3, BF16], ids=str)
-def test_a_restored_adapter_goes_on_bit_for_bit(
-    case: Case, whole: Callable[[Case], Run], folder: Path, tmp_path: Path
-) -> None:
-    done = whole(case)
-    load = ("load", str(done.folder / "checkpoint"))
-    restored = run(tmp_path / "run", adapted(case, folder), [load, *REST])
-    assert restored.metrics == done.metrics[2:]
-    assert (restored.folder / "weights").read_bytes() == (done.folder / "weights").read_bytes()
-
-
-def test_a_checkpoint_for_another_base_is_refused(whole: Callable[[Case], Run], tmp_path: Path) -> None:
-    """One of the same shape, whose embedding alone differs: by a bit."""
-    case, checkpoint = BF16, whole(BF16).folder / "checkpoint"
-    other = make_random_model(tmp_path / "other", tied=True)
-    model = load_policy(str(other), "float32")
-    with torch.no_grad():
-        model.get_input_embeddings().weight[5, 5] *= 1.01
-    model.save_pretrained(other)
-    sentence = (
-        f"StateError: {checkpoint} holds an adapter for other weights than those of model.path={other}: "
-    )
-    with pytest.raises(AssertionError, match=sentence):
-        run(tmp_path / "run", adapted(case, other), [("load", str(checkpoint))])
-
-
-def test_published_weights_and_checkpoints_are_of_the_adapters_size(
-    whole: Callable[[Case], Run], folder: Path, tmp_path: Path
-) -> None:
-    """A checkpoint has its weights, their masters and AdamW's two moments: 14 bytes each in bfloat16.
-
-    And nothing of the base, whose embedding has three names: it is the output layer's, too.
-    """
-    done = whole(BF16)
-    full = run(tmp_path / "full", BF16.config(folder), [("save", "checkpoint")])
-    policy = load_policy(str(folder), "bfloat16")
-    adapter = sum(parameter.numel() for parameter in lora_of(policy).adapter.values())
-    assert done.layout.nbytes == 2 * adapter
-    small, large = (
-        sum(file.stat().st_size for file in one.folder.joinpath("checkpoint").rglob("*.pt"))
-        for one in (done, full)
-    )
-    print(f"published {done.layout.nbytes / full.layout.nbytes:.4f}, checkpoint {small / large:.4f}")
-    per_tensor = 1000  # what DeepSpeed says of each
-    assert (
-        14 * adapter < small < 14 * adapter + BF16.ranks * per_tensor * len(done.layout.slots) < 0.6 * large
-    )
-
-
-def test_an_export_holds_the_policy_merged_and_the_adapter(
-    whole: Callable[[Case], Run], folder: Path, tmp_path: Path
-) -> None:
-    """Both load by the libraries' own means, to the logits of the base with the adapter beside it."""
-    load = ("load", str(whole(ZERO_3).folder / "checkpoint"))
-    done = run(tmp_path / "run", adapted(ZERO_3, folder), [load, *REST, ("export", "export")])
-    model, tokens = load_policy(str(folder), "float32"), torch.arange(3, 60)[None]
-    before = model(tokens).logits
-    Adaptable(model).attach(Adapter.of(done.weights("weights").items(), SCALE))
-    expected = model(tokens).logits
-    merged = AutoModelForCausalLM.from_pretrained(done.folder / "export", dtype=torch.float32)
-    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=0)
-    assert (
-        load_file(done.folder / "export/model.safetensors").keys() == dict(merged.named_parameters()).keys()
-    )
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    worn = PeftModel.from_pretrained(base, done.folder / "export" / FOLDER)
-    assert torch.equal(worn(tokens).logits, expected) and not torch.equal(expected, before)
-    again = Adapter.load(done.folder / "export" / FOLDER)
-    assert again.scale == SCALE and again.layers.keys() == set(layers_of(done.layout))
 
 
 # --- The reference ---

@@ -7,40 +7,30 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
 import pytest
+from tenants import Tenant, stay, tenants
+from test_hdf5_shards import scored
 
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.exchange.hdf5_shards import PendingShards
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.launch.placement import refuse_index
-from tba_hpc.run import owners
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run import metrics, owners
+from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import LAUNCH, OwnedError, Owner, claim_for_job, owned, refuse_owned
-
-HOLDER = """
-import sys
-from pathlib import Path
-from tba_hpc.run import owners
-from tba_hpc.run.directory import RunDir
-owners.BEAT_SECONDS, owners.LEAVE_SECONDS = 0.05, 0.0
-try:
-    with owners.owned(RunDir(Path(sys.argv[1])), sys.argv[2]):
-        print("owner", flush=True)
-        sys.stdin.read()
-except owners.OwnedError as error:
-    print(error, flush=True)
-"""
-"""Owns the run, or a rank's name, until its input ends."""
 
 ELSEWHERE = Owner(host="node7", machine="another", pid=4711, began=1, since=1_700_000_000.0)
 """A process on another host."""
@@ -60,20 +50,26 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def hold(run: RunDir, name: str = LAUNCH, **environment: str) -> subprocess.Popen[str]:
-    """A holder in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run.path), name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment},
-        text=True,
-    )
+@pytest.fixture
+def start() -> Iterator[Callable[..., Tenant]]:
+    """Starts a process at work on a function of this file."""
+    with tenants() as make:
+        yield make
 
 
-def said(holder: subprocess.Popen[str]) -> str:
-    assert holder.stdout is not None
-    return holder.stdout.readline().strip()
+@pytest.fixture
+def hold(run: RunDir, start: Callable[..., Tenant]) -> Callable[..., Tenant]:
+    """Starts a process that owns the run, or a rank's name, until the test lets it go."""
+    return lambda name=LAUNCH, **options: start(_hold, run.path, name, **options)
+
+
+def _hold(told: Connection, path: Path, name: str) -> None:
+    owners.BEAT_SECONDS, owners.LEAVE_SECONDS = 0.05, 0.0
+    try:
+        with owned(RunDir(path), name):
+            stay(told, "owner")
+    except OwnedError as error:
+        told.send(str(error))
 
 
 def claimed(run: RunDir, owner: Owner, *, ago: float = 0.0, name: str = LAUNCH) -> Path:
@@ -104,12 +100,14 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("name", [LAUNCH, "searcher-0003"])
-def test_a_second_process_is_refused_until_the_first_is_gone(run: RunDir, name: str) -> None:
-    first = hold(run, name)
-    assert said(first) == "owner"
+def test_a_second_process_is_refused_until_the_first_is_gone(
+    run: RunDir, hold: Callable[..., Tenant], name: str
+) -> None:
+    first = hold(name)
+    assert first.said() == "owner"
     (file,) = run.owners.iterdir()
     before = file.read_bytes()
-    sentence = said(hold(run, name))
+    sentence = hold(name).said()
     place = str(run.path) if name == LAUNCH else f"{name} of {run.path}"
     assert sentence.startswith(
         f"{place} is already in use: process {first.pid} on {os.uname().nodename}, since 20"
@@ -117,37 +115,34 @@ def test_a_second_process_is_refused_until_the_first_is_gone(run: RunDir, name: 
     assert f"kill -USR1 {first.pid}" in sentence
     assert [path.read_bytes() for path in run.owners.iterdir()] == [before]
     first.kill()  # it could not say that it leaves
-    first.wait()
     for _ in range(2):
-        third = hold(run, name)
-        assert said(third) == "owner"
-        third.communicate()
+        third = hold(name)
+        assert third.said() == "owner" and third.let_go() == 0
     assert [path.stat().st_mode & 0o077 for path in (run.owners, *run.owners.iterdir())] == [0, 0]
 
 
-def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir) -> None:
+def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir, hold: Callable[..., Tenant]) -> None:
     """Each round is between six starts at once, the second after a kill: with one of them the run goes on."""
     for _ in range(2):
-        holders = [hold(run) for _ in range(6)]
-        answers = [said(holder) for holder in holders]
+        holders = [hold() for _ in range(6)]
+        answers = [holder.said() for holder in holders]
         winner = holders[answers.index("owner")]
         assert answers.count("owner") == 1
         assert all(f"process {winner.pid} on" in answer for answer in answers if answer != "owner")
         winner.kill()
         for holder in holders:
-            holder.communicate()
+            holder.let_go()
     assert len([*run.owners.iterdir()]) == 1
 
 
-def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir) -> None:
-    first = hold(run, "searcher-0000")
-    assert said(first) == "owner"
-    killer = threading.Timer(1, first.kill)
+def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir, hold: Callable[..., Tenant]) -> None:
+    first = hold("searcher-0000")
+    assert first.said() == "owner"
+    killer = threading.Timer(1, first.send, (signal.SIGKILL,))
     began = time.monotonic()
     killer.start()
     with owned(run, "searcher-0000"):
         assert 0.5 < time.monotonic() - began < owners.LEAVE_SECONDS
-    first.communicate()
 
 
 def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
@@ -155,9 +150,9 @@ def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
     assert is_free(run)
 
 
-def test_a_copied_claim_names_nobody(run: RunDir) -> None:
+def test_a_copied_claim_names_nobody(run: RunDir, hold: Callable[..., Tenant]) -> None:
     """Its owner is at work on the run that was copied."""
-    assert said(hold(run)) == "owner"
+    assert hold().said() == "owner"
     copy = RunDir(shutil.copytree(run.path, run.path.with_name("copy") / run.path.name))
     assert is_free(copy) and not is_free(run)
 
@@ -226,34 +221,44 @@ def test_a_stale_file_handle_is_opened_again(run: RunDir, monkeypatch: pytest.Mo
 
 # --- Frozen owners ---
 
-SEALER = """
-import json, os, sys
-from itertools import count
-from pathlib import Path
-from test_hdf5_shards import scored
-from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
-from tba_hpc.run import owners
-from tba_hpc.run.directory import RunDir
-owners.BEAT_SECONDS, owners.SILENT_OWNER_SECONDS, owners.CLAIM_CHECK_SECONDS = 0.1, 0.6, 0.02
-owners._machine = lambda: f"host of {os.getpid()}"
-if sys.argv[2] == "closed":
-    sys.stderr.close()
-run = RunDir(Path(sys.argv[1]))
-with owners.owned(run, "searcher-0003"), (run.path / "acknowledged").open("ab", buffering=0) as told:
-    state = json.loads((run.path / "progress").read_text())
-    shards = PendingShards(run).read_all({3: state["cursor"]}, [3])
-    known = {int(request) for shard in shards for request in shard.trajectories.record["request_id"]}
-    known |= set(json.loads((run.path / "progress").read_text())["completed"])  # some may be deleted by now
-    writer = ShardWriter(run, 3, first_index=state["cursor"])
-    print("owner", flush=True)
-    for request in (r for r in count() if r not in known):
-        writer.append(*scored(request, 0, n=1))
-        if len(writer) == 3:
-            writer.seal()
-            told.write(b"".join(b"%d " % r for r in range(request + 1) if r not in known))
-            known |= set(range(request + 1))
-"""
-"""Seals shards of three requests each as searcher 3, and tells which requests it has acknowledged."""
+
+def _seal(told: Connection, path: Path, stderr: str) -> None:
+    """Seal shards of three requests each as searcher 3, once let in, and note what it has acknowledged."""
+    owners.BEAT_SECONDS, owners.SILENT_OWNER_SECONDS, owners.CLAIM_CHECK_SECONDS = 0.1, 0.6, 0.02
+    owners._machine = lambda: f"host of {os.getpid()}"
+    _spoil_stderr(stderr)
+    run = RunDir(path)
+    told.recv()
+    with owned(run, "searcher-0003"), (path / "acknowledged").open("ab", buffering=0) as acknowledged:
+        state = json.loads((path / "progress").read_text())
+        shards = PendingShards(run).read_all({3: state["cursor"]}, [3])
+        known = {int(request) for shard in shards for request in shard.trajectories.record["request_id"]}
+        known |= set(json.loads((path / "progress").read_text())["completed"])  # some may be deleted by now
+        writer = ShardWriter(run, 3, first_index=state["cursor"])
+        told.send("owner")
+        for request in (r for r in count() if r not in known):
+            writer.append(*scored(request, 0, n=1))
+            if len(writer) == 3:
+                writer.seal()
+                acknowledged.write(b"".join(b"%d " % r for r in range(request + 1) if r not in known))
+                known |= set(range(request + 1))
+
+
+def _spoil_stderr(kind: str) -> None:
+    """Close standard error, or make it a pipe that nobody reads: broken, or full."""
+    if kind == "closed":
+        sys.stderr.close()
+    if kind in ("broken", "full"):
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+    if kind == "broken":
+        os.close(reading)
+    if kind == "full":
+        os.set_blocking(2, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(2, bytes(4096))
+        os.set_blocking(2, True)
 
 
 class Merging(threading.Thread):
@@ -286,72 +291,38 @@ class Merging(threading.Thread):
                     self.run_dir.shard_file(3, index).unlink()
 
 
-@pytest.fixture
-def sealers(run: RunDir) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts sealers, which claim their name once told to. stderr: open, closed or broken (a pipe)."""
-    started = []
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-
-    def start(stderr: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                SEALER.replace("with owners", "input()\nwith owners"),
-                str(run.path),
-                stderr,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if stderr == "broken" else None,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-        )
-        started.append(process)
-        if process.stderr:
-            process.stderr.close()
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def let_in(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+def let_in(tenant: Tenant) -> Tenant:
     """Let a sealer claim its name; returns it as an owner."""
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    assert said(process) == "owner"
-    return process
+    tenant.tell("come in")
+    assert tenant.said() == "owner"
+    return tenant
 
 
 @pytest.mark.parametrize("stderr", ["open", "closed", "broken"])
 def test_a_frozen_searcher_never_acknowledges_what_its_successor_makes_again(
-    run: RunDir, sealers: Callable[[str], subprocess.Popen[str]], stderr: str
+    run: RunDir, start: Callable[..., Tenant], stderr: str
 ) -> None:
     """Frozen at any moment for longer than its lease, it goes on alone, and ends if it has a successor."""
     random, trainer, acknowledged = Random(stderr), Merging(run), run.path / "acknowledged"
     trainer.start()
-    holder, heir = let_in(sealers(stderr)), sealers(stderr)
+    sealer = partial(start, _seal, run.path, stderr)
+    holder, heir = let_in(sealer()), sealer()
     for successor in (True, False, True, True):
         size = acknowledged.stat().st_size
         until(lambda: acknowledged.stat().st_size > size + 100)  # noqa: B023
         time.sleep(random.uniform(0, 0.1))
-        holder.send_signal(signal.SIGSTOP)
+        holder.send(signal.SIGSTOP)
         if not successor:
             time.sleep(1)
-            holder.send_signal(signal.SIGCONT)
+            holder.send(signal.SIGCONT)
             continue
-        frozen, holder, heir = holder, let_in(heir), sealers(stderr)
+        frozen, holder, heir = holder, let_in(heir), sealer()
         time.sleep(random.uniform(0, 1.5))
-        frozen.send_signal(signal.SIGCONT)
-        assert frozen.wait(30) == 1
-        if holder.poll() is not None:  # the other was frozen while it sealed, and came first
-            holder, heir = let_in(heir), sealers(stderr)
+        frozen.send(signal.SIGCONT)
+        assert frozen.ended() == 1
+        if not holder.alive:  # the other was frozen while it sealed, and came first
+            holder, heir = let_in(heir), sealer()
     holder.kill()
-    holder.wait()
     trainer.over.set()
     trainer.join()
     trainer.merge()
@@ -360,41 +331,35 @@ def test_a_frozen_searcher_never_acknowledges_what_its_successor_makes_again(
     assert set(trainer.merged.values()) == {1}, "doubled"
 
 
-def test_a_rank_of_an_earlier_attempt_ends(run: RunDir) -> None:
+def test_a_rank_of_an_earlier_attempt_ends(run: RunDir, hold: Callable[..., Tenant]) -> None:
     """As one whose launcher died with its node, in a run that has fewer ranks now."""
     attempt = run.begin_attempt().name
-    rank = hold(run, "searcher-0003", TBA_ATTEMPT=attempt)
-    assert said(rank) == "owner"
+    rank = hold("searcher-0003", environment={ATTEMPT: attempt})
+    assert rank.said() == "owner"
     time.sleep(0.5)
-    assert rank.poll() is None
+    assert rank.alive
     run.begin_attempt()
-    assert rank.wait(30) == 1
+    assert rank.ended() == 1
 
 
-def test_a_frozen_launcher_ends_even_if_its_standard_error_is_full(run: RunDir) -> None:
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    while True:
-        try:
-            os.write(writing, bytes(4096))
-        except BlockingIOError:
-            break
-    os.set_blocking(writing, True)
-    command = [sys.executable, "-c", HOLDER, str(run.path), LAUNCH]
-    holder = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing, text=True
-    )
-    assert said(holder) == "owner"
-    holder.send_signal(signal.SIGSTOP)
+def test_a_frozen_launcher_ends_even_if_its_standard_error_is_full(
+    run: RunDir, start: Callable[..., Tenant]
+) -> None:
+    holder = start(_hold_without_stderr, run.path)
+    assert holder.said() == "owner"
+    holder.send(signal.SIGSTOP)
     (file,) = run.owners.iterdir()
     file.write_text(replace(Owner(**json.loads(file.read_text())), machine="another").to_json())
     os.utime(file, (0, 0))
     with owned(run):
-        holder.send_signal(signal.SIGCONT)
-        assert holder.wait(30) == 1
+        holder.send(signal.SIGCONT)
+        assert holder.ended() == 1
         assert len([*run.owners.iterdir()]) == 1
-    os.close(reading)
-    os.close(writing)
+
+
+def _hold_without_stderr(told: Connection, path: Path) -> None:
+    _spoil_stderr("full")
+    _hold(told, path, LAUNCH)
 
 
 # --- Slurm jobs ---
@@ -492,28 +457,23 @@ def test_a_rank_that_the_run_does_not_have_is_refused(run: RunDir) -> None:
         refuse_index(config, "trainer", 1)
 
 
-FROZEN = """
-import sys
-from pathlib import Path
-from tba_hpc.run import metrics
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.owners import owned
-run = RunDir(Path(sys.argv[1]))
-metrics.BEAT_SECONDS = 0
-with owned(run, "trainer-0000"):
-    writer = metrics.MetricsWriter(run.path / "records.jsonl")
-    writer.log({"step": 1})
-    print("ready", flush=True)
-    sys.stdin.readline()
-    writer.log({"step": 2})
-"""
-
-
-def test_a_rank_that_was_frozen_writes_no_record_beside_its_successor(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FROZEN, str(tmp_path)]
-    process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
-    assert process.stdout and process.stdout.readline() == "ready\n"
+def test_a_rank_that_was_frozen_writes_no_record_beside_its_successor(
+    tmp_path: Path, start: Callable[..., Tenant]
+) -> None:
+    rank = start(_record, tmp_path)
+    assert rank.said() == "ready"
     (tmp_path / "owners/trainer-0000.000002").write_text("{}")
-    _, said = process.communicate("\n", timeout=60)
-    assert process.returncode == 1 and "has another owner" in said
+    assert rank.let_go() == 1
+    assert "has another owner" in (tmp_path / "stderr").read_text()
     assert (tmp_path / "records.jsonl").read_text().count("step") == 1
+
+
+def _record(told: Connection, path: Path) -> None:
+    """Write a record, and another one once the test lets go."""
+    os.dup2(os.open(path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    metrics.BEAT_SECONDS = 0
+    with owned(RunDir(path), "trainer-0000"):
+        writer = metrics.MetricsWriter(path / "records.jsonl")
+        writer.log({"step": 1})
+        stay(told, "ready")
+        writer.log({"step": 2})

@@ -1,0 +1,97 @@
+"""Processes of a test that own something of a run and say so, forked because an interpreter starts slowly."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+from fork_server import Server
+
+SERVER = Server("tenants", ("pytest", "tba_hpc.exchange.hdf5_shards", "tba_hpc.loops.elastic"), {})
+
+PATIENCE = 30.0
+"""Seconds that a test waits for what such a process says, and for its end."""
+
+
+class Tenant:
+    """A process at work on ``target(told, *arguments)``, where ``told`` is its end of a connection.
+
+    environment: variables that it has besides this process's own.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *arguments: object, environment: dict[str, str] | None = None
+    ) -> None:
+        self._channel, theirs = multiprocessing.Pipe()
+        variables = {**os.environ, **(environment or {})}
+        self._process = SERVER.fork(_live, target, variables, theirs, *arguments)
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def said(self) -> str:
+        """Return the next sentence that it says."""
+        assert self._channel.poll(PATIENCE), "it says nothing"
+        return str(self._channel.recv())
+
+    def tell(self, sentence: str) -> None:
+        """Say something to it."""
+        self._channel.send(sentence)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def let_go(self) -> int | None:
+        """Tell it to leave if it still stays, and return its exit status."""
+        self._channel.close()
+        return self.ended()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self.ended()
+
+    def ended(self) -> int | None:
+        """Wait for its end, and return its exit status; None if it lives on."""
+        self._process.join(PATIENCE)
+        return self._process.exitcode
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still there."""
+        return self._process.is_alive()
+
+
+@contextmanager
+def tenants() -> Iterator[Callable[..., Tenant]]:
+    """Make tenants that are killed in the end, frozen ones too."""
+    made: list[Tenant] = []
+
+    def make(*arguments: object, **options: dict[str, str] | None) -> Tenant:
+        made.append(Tenant(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for tenant in made:
+            tenant.kill()
+
+
+def stay(told: Connection, sentence: object) -> None:
+    """Say something, and stay until the test lets go."""
+    told.send(sentence)
+    told.poll(None)
+
+
+def _live(
+    target: Callable[..., None], variables: dict[str, str], told: Connection, *arguments: object
+) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    target(told, *arguments)
