@@ -35,6 +35,7 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError, refused_file
 from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
+from tba_hpc.run.slurm_queue import SlurmError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -332,8 +333,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show RUN's progress, live, on any machine that sees its directory."""
-    from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report.status import follow, print_status
+    from tba_hpc.run.slurm_queue import job_states
 
     run_dir = RunDir.open(run)
     if once or as_json:
@@ -345,8 +346,8 @@ def status(
 @app.command(rich_help_panel=TRAINING)
 def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False) -> None:
     """Report RUN's starts, alerts, silence and end, as its run.notify says, until it is finished."""
-    from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report import notify
+    from tba_hpc.run.slurm_queue import job_states
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     notify.watch(RunDir.open(run), job_states, beside=beside)
@@ -695,7 +696,15 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         finally:
             if sys.stdout:
                 sys.stdout.flush()  # else the interpreter does, and a failure is its own
-    except (ConfigError, OwnedError, StateError, DiskFullError, EngineError, LaunchError) as error:
+    except (
+        ConfigError,
+        OwnedError,
+        StateError,
+        DiskFullError,
+        EngineError,
+        LaunchError,
+        SlurmError,
+    ) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(Exit.REFUSED)
     except OSError as error:

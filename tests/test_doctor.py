@@ -22,9 +22,9 @@ from tba_hpc.checks.lists import LOGIN_NODE
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
-from tba_hpc.launch.slurm_queue import mebibytes
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import write_note
+from tba_hpc.run.slurm_queue import mebibytes
 
 ROOT = Path(__file__).parents[1]
 

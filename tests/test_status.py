@@ -15,11 +15,11 @@ from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
 from tba_hpc.config import ConfigError
-from tba_hpc.launch import slurm_queue
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.summary import summary_of
 from tba_hpc.report.tables import NOTHING
+from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import Owner, owned
 

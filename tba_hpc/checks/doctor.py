@@ -27,8 +27,8 @@ from tba_hpc.checks.facts import (
 from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
 from tba_hpc.launch import LaunchError, slurm
 from tba_hpc.launch.plan import Site
-from tba_hpc.launch.slurm_queue import SlurmError
 from tba_hpc.report.tables import Terminal
+from tba_hpc.run.slurm_queue import SlurmError
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 """Slurm commands that batch scripts and tools call."""
@@ -66,7 +66,7 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     def check_trial(_: Facts) -> list[Finding]:
         try:
             return trial.attempt(site, root, model, seconds=seconds)
-        except LaunchError as error:  # the other findings stand
+        except (LaunchError, SlurmError) as error:  # the other findings stand
             remedy = "check the nodes that the site file asks for, and whether slurmctld is up"
             return [problem(trial.TITLE, str(error), remedy)]
 

@@ -15,7 +15,7 @@ from tba_hpc.checks.library import Library
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.plan import Plan, Site
-from tba_hpc.launch.slurm_queue import ask, fields
+from tba_hpc.run.slurm_queue import ask, fields
 
 Level = Literal["ok", "warning", "problem"]
 

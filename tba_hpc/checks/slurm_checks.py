@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.launch.plan import slurm_seconds
-from tba_hpc.launch.slurm_queue import mebibytes
+from tba_hpc.run.slurm_queue import mebibytes
 
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:

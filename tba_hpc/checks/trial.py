@@ -20,10 +20,11 @@ from tba_hpc.checks import machine
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import slurm, slurm_queue
+from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
 from tba_hpc.launch.sides import choose_sides
+from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.files import write_atomic

@@ -15,11 +15,11 @@ from tba_hpc.checks.facts import Facts, job_environment, judge
 from tba_hpc.checks.lists import CONFIG, FILES
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
-from tba_hpc.launch import LaunchError, slurm_queue, snapshot
+from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.launch.sides import choose_sides
-from tba_hpc.run import modules
+from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -175,7 +175,7 @@ def script(order: Order, *, make: bool = False) -> str:
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
         split = choose_sides(split, site)
-    except LaunchError as error:
+    except slurm_queue.SlurmError as error:
         if make:
             print(
                 f"{error}; so the script does not say which nodes each component leaves out", file=sys.stderr

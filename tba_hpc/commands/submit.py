@@ -20,11 +20,11 @@ from tba_hpc.checks.lists import SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.order import Order, again, last_job, script_of
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.launch import slurm, slurm_queue, snapshot
+from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.report.notify import require_addresses
-from tba_hpc.run import modules
+from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
@@ -63,7 +63,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     """Submit orders, except of finished runs, and print what was done. All are checked before the first.
 
     wait: wait until the jobs have ended, and return whether all runs are finished. Raises ConfigError,
-    StateError, DiskFullError or LaunchError with one sentence.
+    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}

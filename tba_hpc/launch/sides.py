@@ -15,7 +15,7 @@ from itertools import accumulate
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
-from tba_hpc.launch.slurm_queue import ask, fields, mebibytes
+from tba_hpc.run.slurm_queue import ask, fields, mebibytes
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
 """Fields that sinfo prints per node and partition: name, partition, state, cores, MiB, features, GPUs."""
@@ -114,7 +114,7 @@ def choose_sides(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
     If the site's sbatch_options choose nodes, the plan stays as it is. Raises ConfigError if no cut of the
-    possible nodes leaves enough for both components, and LaunchError if Slurm does not answer.
+    possible nodes leaves enough for both components, and SlurmError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan

@@ -18,9 +18,9 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm_queue import active_job
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.slurm_queue import active_job
 
 REMEDIES = {
     "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",

@@ -14,12 +14,11 @@ from contextlib import suppress
 import psutil
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ActiveJob, active, ask, job_states, jobs_of
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
-from tba_hpc.run.slurm_states import NO_ANSWER
+from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
 ASK_SECONDS = 10.0
 """Seconds that a launcher on this machine has to kill its ranks before it is killed itself."""
@@ -28,7 +27,7 @@ KILLED_SECONDS = 10.0
 """Seconds within which a killed process must be gone."""
 
 STOP_CHECK_SECONDS = 0.25
-"""Seconds before the second look at who is at work; the pause doubles up to WATCH_SECONDS."""
+"""Seconds before the second look at who is at work; the pause doubles up to JOB_CHECK_SECONDS."""
 
 
 def stop(run: RunDir) -> str:
@@ -73,7 +72,7 @@ def await_end(run: RunDir, *, seconds: float) -> None:
                 f"it at once: {shlex.join(['tba', 'cancel', str(run.path)])}"
             )
         time.sleep(min(pause, left))
-        pause = min(2 * pause, WATCH_SECONDS)
+        pause = min(2 * pause, JOB_CHECK_SECONDS)
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:

@@ -32,7 +32,7 @@ from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.signals import die_with
-from tba_hpc.run.slurm_states import FORGOTTEN
+from tba_hpc.run.slurm_queue import FORGOTTEN
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
-from tba_hpc.run.slurm_states import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
+from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
 
 SILENT_RUN_SECONDS = 600.0
 """Silence after which a run may be dead; starting engines may take this long."""
@@ -33,7 +33,7 @@ FRESH_SECONDS = 60.0
 """Silence after which, if two records are late, a searcher is not at work; clocks may differ by less."""
 
 QueueEntry = dict[str, str]
-"""A component of a Slurm job; see ``launch.slurm_queue.job_states``."""
+"""A component of a Slurm job; see ``run.slurm_queue.job_states``."""
 
 Queue = Callable[[RunDir], list[QueueEntry]]
 """Returns Slurm's view of the components of a run's job; empty for a run that was never submitted."""

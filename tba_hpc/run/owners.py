@@ -22,7 +22,6 @@ import os
 import secrets
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
-from tba_hpc.run.slurm_states import WITH_PROCESSES
+from tba_hpc.run.slurm_queue import WITH_PROCESSES, components, names
 
 LAUNCH = "launch"
 """Name owned by ``tba run`` or a Slurm job, which starts the ranks; each rank owns its own name."""
@@ -50,9 +49,6 @@ LEAVE_SECONDS = 10.0
 
 CLAIM_CHECK_SECONDS = 0.2
 """Seconds between two looks at a claim."""
-
-SQUEUE_SECONDS = 5.0
-"""Timeout of squeue, in seconds."""
 
 _ours: dict[Path, int] = {}
 """Claims of this process, each with a descriptor that keeps the run's folder open."""
@@ -459,18 +455,11 @@ def _machine() -> str:
 
 def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
     """Ask Slurm whether the owner's job has processes; None if it cannot be asked."""
-    command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
-    try:
-        seen = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, env=plain)
-    except (OSError, subprocess.TimeoutExpired):
+    if (rows := components(owner.job)) is None:
         return None
-    if seen.returncode:
-        return False if "Invalid job id" in seen.stderr else None
-    parts = [line.partition(" ")[::2] for line in seen.stdout.splitlines()]
-    return any(state in WITH_PROCESSES and (owner.pid or _is_of(run, comment)) for state, comment in parts)
-
-
-def _is_of(run: RunDir, comment: str) -> bool:
-    """Return whether a job's comment, if it has one, names the run, since Slurm reuses job ids."""
-    return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))
+    # Slurm reuses ids of jobs; the comment, if there is one, tells whose this is.
+    return any(
+        row["state"] in WITH_PROCESSES
+        and (owner.pid or row["comment"] in ("", "(null)") or names(row["comment"], run))
+        for row in rows
+    )

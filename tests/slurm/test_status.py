@@ -9,10 +9,10 @@ import pytest
 from recorded import happen, new_run
 from slurm_testbed.cluster import Cluster
 
-from tba_hpc.launch.slurm_queue import job_states
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import facts
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.slurm_queue import job_states
 
 pytestmark = pytest.mark.slurm
 

@@ -21,11 +21,12 @@ from slurm_testbed.cluster import Cluster
 from typed import tba
 
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import slurm, slurm_queue
+from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.report.run_state import RunMonitor, run_state
+from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import FORMAT, RunDir
 from tba_hpc.run.events import read_events
 

@@ -1,7 +1,4 @@
-"""Queries to Slurm, and parsers of what squeue and scontrol say about a run's job.
-
-Only ``run.owners`` calls squeue itself, since it may not import this package.
-"""
+"""Queries to Slurm, and what squeue and scontrol say about a run's job."""
 
 from __future__ import annotations
 
@@ -13,17 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.slurm_states import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
+
+QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+"""States of a job that waits for nodes, for the first time or again."""
+
+WITH_PROCESSES = frozenset({"RUNNING", "SUSPENDED", "STOPPED"})
+"""States of a job whose processes may write."""
+
+WITH_NODES = WITH_PROCESSES | {"CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING"}
+"""States of a job that has nodes."""
+
+NO_ANSWER = "UNKNOWN"
+"""State of a job if Slurm cannot be asked, or does not answer."""
+
+FORGOTTEN = "FORGOTTEN"
+"""State of a job that Slurm no longer knows."""
 
 ANSWER_SECONDS = 30.0
 """Timeout of a Slurm command, in seconds."""
 
 SQUEUE_SECONDS = 5.0
-"""Timeout of squeue in a status query, in seconds."""
+"""Timeout of squeue, in seconds."""
 
-WATCH_SECONDS = 10.0
+JOB_CHECK_SECONDS = 10.0
 """Seconds between two looks at a job."""
 
 SQUEUE_FIELDS = {
@@ -41,7 +51,7 @@ MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 """Units of ``--mem``, in MiB."""
 
 
-class SlurmError(LaunchError):
+class SlurmError(RuntimeError):
     """Error if Slurm does not answer or refuses; the message is one sentence with Slurm's own words."""
 
 
@@ -119,7 +129,7 @@ def await_job(run: RunDir) -> str:
         states = [row["state"] for row in job_states(run)]
         if not {*states} & {*QUEUED, *WITH_NODES, NO_ANSWER}:
             return next((state for state in states if state != "COMPLETED"), "COMPLETED")
-        time.sleep(WATCH_SECONDS)
+        time.sleep(JOB_CHECK_SECONDS)
 
 
 def jobs_of(run: RunDir) -> list[str]:
@@ -141,22 +151,28 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     if not jobs:
         return []
     nothing = {"job": jobs[0], **dict.fromkeys(SQUEUE_FIELDS, "")}
-    layout = "|".join(SQUEUE_FIELDS.values())
-    command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
-    try:
-        seen = _run(command, SQUEUE_SECONDS)
-    except SlurmError:
+    if (rows := components(*jobs)) is None:
         return [{**nothing, "state": NO_ANSWER}]
-    if seen.returncode and "Invalid job id" not in seen.stderr:
-        return [{**nothing, "state": NO_ANSWER}]
-    lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in sorted(seen.stdout.splitlines())]
-    seen_rows = (dict(zip(SQUEUE_FIELDS, line, strict=True)) for line in lines)
-    rows = [{"job": row["id"].partition("+")[0], **row} for row in seen_rows]
     by_job = [[row for row in rows if row["job"] == job] for job in jobs]
     own = next(filter(active, by_job), by_job[0])
     if any(names(row["comment"], run) for row in own):  # Slurm reuses ids after years
         return own
     return [{**nothing, "state": FORGOTTEN}]
+
+
+def components(*jobs: str) -> list[dict[str, str]] | None:
+    """List the components of these jobs, as ``job_states`` does; None if Slurm does not answer."""
+    layout = "|".join(SQUEUE_FIELDS.values())
+    command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
+    try:
+        seen = _run(command, SQUEUE_SECONDS)
+    except SlurmError:
+        return None
+    if seen.returncode and "Invalid job id" not in seen.stderr:
+        return None
+    lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in sorted(seen.stdout.splitlines())]
+    rows = [dict(zip(SQUEUE_FIELDS, line, strict=True)) for line in lines]
+    return [{"job": row["id"].partition("+")[0], **row} for row in rows]
 
 
 def names(comment: str, run: RunDir) -> bool:
