@@ -152,7 +152,7 @@ class Plain:
         self.weights = dict(self.model.named_parameters())
         if case.lora:
             self.weights = new_adapter(folder)
-            Adaptable(self.model.requires_grad_(False)).put_on(Adapter.of(self.weights.items(), SCALE))
+            Adaptable(self.model.requires_grad_(False)).attach(Adapter.of(self.weights.items(), SCALE))
         self.clear = {name: torch.ones_like(p, dtype=torch.bool) for name, p in self.weights.items()}
         before = {name: p.detach().clone() for name, p in self.weights.items()}
         optimizer = torch.optim.AdamW(
@@ -412,7 +412,7 @@ def test_an_export_holds_the_policy_merged_and_the_adapter(runs: Runs, tmp_path:
     assert done.layout.lora and done.layout.lora.scale == SCALE
     model, tokens = load_policy(str(folder), "float32"), torch.arange(3, 60)[None]
     before = model(tokens).logits
-    Adaptable(model).put_on(Adapter.of(done.weights("weights").items(), SCALE))
+    Adaptable(model).attach(Adapter.of(done.weights("weights").items(), SCALE))
     expected = model(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(done.folder / "export", dtype=torch.float32)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=0)
