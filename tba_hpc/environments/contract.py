@@ -18,7 +18,7 @@
 
 A class may also have ``step(messages) -> (messages, done, reward)``, which answers turns without tool calls.
 The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward an
-environment needs no reward of its own. Slow preparations belong into a classmethod ``prepare()``, which a
+environment needs no reward of its own. Slow preparations belong in a classmethod ``prepare()``, which a
 searcher calls once before the first episode.
 """
 
