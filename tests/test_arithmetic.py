@@ -124,7 +124,7 @@ def load(**fields: object) -> object:
             "input should be less than or equal to 100000",
         ),
         ({"name": "arithmetic", "options": {"train_problems": 0}}, "has no training problem"),
-        ({"name": "arithmetic", "train_file": "x.jsonl"}, "(x.jsonl) have no use in the task arithmetic"),
+        ({"name": "arithmetic", "train_file": "x.jsonl"}, "(x.jsonl) are not used by the task arithmetic"),
     ],
 )
 def test_bad_input_gets_one_sentence(fields: dict[str, object], sentence: str) -> None:

@@ -262,9 +262,9 @@ def test_tools_are_called_in_the_first_half_of_a_turns_time() -> None:
         ('{"answer": 5}', []),
         ("{no JSON", []),
         ('<think><tool_call>{"name": "f"}</tool_call></think>5', []),
-        ("<tool_call>f(1)</tool_call>", ["error: the call is no JSON"]),
-        (f"<tool_call>{'1' * 5000}</tool_call>", ["error: the call is no JSON"]),
-        (f"<tool_call>{'[' * 200_000}</tool_call>", ["error: the call is no JSON"]),
+        ("<tool_call>f(1)</tool_call>", ["error: the call is not JSON"]),
+        (f"<tool_call>{'1' * 5000}</tool_call>", ["error: the call is not JSON"]),
+        (f"<tool_call>{'[' * 200_000}</tool_call>", ["error: the call is not JSON"]),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', ["error: write a call as"]),
         ("<tool_call>[]</tool_call>", ["error: write a call as"]),
         (
@@ -277,7 +277,7 @@ def test_tools_are_called_in_the_first_half_of_a_turns_time() -> None:
             '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>',
             [Call("f", {"a": 1}), Call("g", {})],
         ),
-        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>a", ["error: the call is no JSON"]),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>a", ["error: the call is not JSON"]),
         ('[f(a="x)]", b=[1]), g()]Done: [f()]', [Call("f", {"a": "x)]", "b": [1]}), Call("g", {})]),
         ("[f(1)]", []),
         ("[f(a=b())]", []),
@@ -297,12 +297,12 @@ def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
     ("name", "sentence"),
     [
         ("Nobody", "no function 'Nobody' there"),
-        ("size", "is no environment"),
+        ("size", "is not an environment"),
         ("Idle", "offers the model nothing to do"),
         ("Odd", "the type hints of its tool ask cannot be understood"),
         ("Hook", "the type hints of its tool hook cannot be understood"),
-        ("Rest", "its tool rest is no method that takes its arguments by their names"),
-        ("Static", "its tool still is no method that takes its arguments by their names"),
+        ("Rest", "its tool rest must be a method whose arguments can be given by name"),
+        ("Static", "its tool still must be a method whose arguments can be given by name"),
     ],
 )
 def test_what_is_no_environment_is_refused(name: str, sentence: str) -> None:

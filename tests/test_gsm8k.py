@@ -161,7 +161,7 @@ def load(**fields: object) -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([], "is empty: it must hold one JSON object a line"),
+        ([], "is empty: it must hold one JSON object per line"),
         (["{not json"], "line 1: cannot be used (no JSON: Expecting property name enclosed in double quotes"),
         ([problem(0), {"question": "No answer?"}], "line 2: cannot be used"),
         ([problem(0), {"question": "Which?", "answer": "12"}], "line 2: cannot be used"),

@@ -197,7 +197,7 @@ def test_parts_without_a_sum_cost_no_more_than_the_completion(
 @pytest.mark.parametrize("name", ["texts", "few"])
 def test_what_is_no_number_for_each_costs_the_group(own: Path, name: str) -> None:
     task = make(own, f"own_rewards:{name}")
-    with pytest.raises(TypeError, match=r"no number|1 numbers for 2 completions"):
+    with pytest.raises(TypeError, match=r"not a number|1 numbers for 2 completions"):
         task.rewards(task.prompts("train")[0], [completion("a"), completion("b")])
 
 
@@ -415,7 +415,7 @@ def test_no_message_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(JudgeError, match=r"Bearer \*\*\*"):
             judge([({}, "a")])
     monkeypatch.setenv("A_KEY", "two\nlines")
-    with pytest.raises(ConfigError, match="holds characters that no key has"):
+    with pytest.raises(ConfigError, match="has characters that no key has"):
         Judge("r", RewardSection(url="http://x/y", key_variable="A_KEY"))
 
 
@@ -473,7 +473,7 @@ def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) 
 
 def test_a_function_that_gives_no_number_is_named_before_the_start(own: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is no number: give"
+        ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty

@@ -129,13 +129,16 @@ def test_partial_credit_is_for_what_the_grader_means(
 @pytest.mark.parametrize(
     ("generators", "sentence"),
     [
-        ("chain_sums", "generators.chain_sums is no generator of reasoning-gym: did you mean 'chain_sum'?"),
+        (
+            "chain_sums",
+            "generators.chain_sums is not a generator of reasoning-gym: did you mean 'chain_sum'?",
+        ),
         ({"chain_sum": {"max_term": 3}}, "chain_sum has no option 'max_term': did you mean 'max_terms'?"),
         ({"chain_sum": {"max_terms": 1}}, "max_terms must be >= min_terms; correct its options"),
-        ({"chain_sum": {"level": 99}}, "chain_sum.level=99 is none of its levels: give 0 … 10"),
-        ({"chain_sum": {"weight": 0}}, "chain_sum.weight=0 is no weight"),
+        ({"chain_sum": {"level": 99}}, "chain_sum.level=99 does not exist: give 0 … 10"),
+        ({"chain_sum": {"weight": 0}}, "chain_sum.weight=0 must be a number above 0"),
         ({"acre": {"level": 1}}, "acre has no levels"),
-        ({"composite": {}}, "composite is no generator"),
+        ({"composite": {}}, "composite is not a generator"),
         ("word_ladder", "export PYTHONHASHSEED=0"),
     ],
 )

@@ -368,9 +368,9 @@ def test_bad_input_gets_one_sentence(tmp_path: Path, trigger: str) -> None:
     with pytest.raises(ConfigError, match=r"empty.txt is empty: it must hold the attack prompt"):
         make_task(tmp_path, trigger, attack_prompt_file=str(tmp_path / "empty.txt"))
     section = TaskSection(name="redteam", train_file="x.jsonl", options=dict.fromkeys(NEEDED, "x"))
-    with pytest.raises(ConfigError, match=r"\(x.jsonl\) have no use in the task redteam"):
+    with pytest.raises(ConfigError, match=r"\(x.jsonl\) are not used by the task redteam"):
         load_task(section, TOKENIZER, serve_echo)
-    with pytest.raises(ConfigError, match="the task redteam has a model of its own served, which"):
+    with pytest.raises(ConfigError, match="the task redteam queries a second model, which"):
         load_task(section, TOKENIZER)
     with pytest.raises(ConfigError, match=r"no classifier can be loaded from k=\./nowhere"):
         Classifier("./nowhere", label="bad", batch=1, key="k", label_key="l")

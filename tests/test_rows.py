@@ -90,7 +90,7 @@ def test_characters_that_end_lines_elsewhere_are_text(tmp_path: Path) -> None:
 BAD = {
     "half of a pair": (rb'{"prompt": "Half \ud83d, how many?"}', "half of a surrogate pair"),
     "half in a name": (rb'{"prompt": "x", "\uDE00": 1}', "half of a surrogate pair"),
-    "digits": (b'{"prompt": "x", "answer": 1' + b"0" * 5000 + b"}", "a number of over 4300 digits"),
+    "digits": (b'{"prompt": "x", "answer": 1' + b"0" * 5000 + b"}", "a number with over 4300 digits"),
     "far too deep": (b'{"prompt": "x", "tree": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "over 100 deep"),
     "too deep": (
         b'{"prompt": "x", "tree": ' + b"[" * MOST_LEVELS + b"]" * MOST_LEVELS + b"}",
@@ -232,7 +232,7 @@ def test_messages_that_nobody_could_answer_are_refused(
 def test_tools_that_are_no_schemas_are_refused(tmp_path: Path, tools: object) -> None:
     rows = [json.dumps({"prompt": "x", "coins": 1}), json.dumps({"prompt": "x", "coins": 1, "tools": tools})]
     own = {"environment": "rows_reward:Shop"}
-    with pytest.raises(ConfigError, match=r"line 2: cannot be used \('tools' is no list of schemas"):
+    with pytest.raises(ConfigError, match=r"line 2: cannot be used \('tools' is not a list of schemas"):
         load(tmp_path, "\n".join(rows), make_tokenizer("hermes"), name="environment", options=own)
 
 

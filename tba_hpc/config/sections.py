@@ -375,8 +375,8 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO stage of DeepSpeed. Trainer ranks share the optimizer state (1), also gradients (2), also weights
-    (3)."""
+    """ZeRO stage of DeepSpeed: it shards the optimizer state over trainer ranks (1), also gradients (2), also
+    weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: less memory, more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(

@@ -1,1 +1,1 @@
-"""Conversations of a policy with tools and games: their turns, token by token, and their rewards."""
+"""Conversations of a policy with tools and games: their turns, as exact tokens, and their rewards."""

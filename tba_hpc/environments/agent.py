@@ -1,12 +1,12 @@
-"""Conversations that a program of the user's own leads by OpenAI's chat completions, as with any model.
+"""Episodes driven by the user's own program, which calls the policy through OpenAI's chat completions.
 
     {"prompt": "Find the bug.", "files": "…"}
 
 The program is started once per episode, within the limits of tasks.program. It reads the row as a line of
-JSON, and its environment holds OPENAI_BASE_URL and OPENAI_API_KEY. If a request repeats the messages of an
-earlier one and its answer, and appends others, the model goes on from the very tokens that were sampled. Any
-other request begins another sequence of the episode. The program's exit ends the episode. The last line of
-its output is the reward, unless task.reward names others.
+JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request repeats an earlier request
+and its answer, and appends messages, the model continues from exactly the tokens that were sampled. Any other
+request begins another sequence of the episode. The episode ends when the program exits. The last line of its
+output is the reward, unless task.reward is set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tba_hpc.core.ports import Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Sampling
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.conversations import Conversations, Episode, Reaction
-from tba_hpc.environments.protocol import Asked, Body, RefusedError, Said, completion, message_of
+from tba_hpc.environments.protocol import Body, ChatMessage, ChatRequest, RefusedError, completion, message_of
 from tba_hpc.environments.task import Conversational, Count
 from tba_hpc.run.background import in_background
 from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
 Tools = list[dict[str, Any]]
-"""Schemas of the tools of a request."""
+"""Schemas of a request's tools."""
 
 PROGRAM_CHECK_SECONDS = 0.02
-"""Time between two checks whether a program has ended, s."""
+"""Interval of checks whether a program has ended, s."""
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
-"""Reason for refusing a request once a limit is reached."""
+"""Error for requests after a limit has been reached."""
 
 SPARE_SECONDS = 5.0
 """Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
@@ -55,17 +55,17 @@ SPARE_SECONDS = 5.0
 
 @dataclass(slots=True)
 class ProgramSession:
-    """A program during an episode. The endpoint calls ``ask``, and Conversations calls all other methods.
+    """The program of one episode. The endpoint calls ``ask``; Conversations calls all other methods.
 
-    asked: the request that gets the next turn. sequence: number of the sequence that it continues or begins.
-    calls, failed_calls: numbers of all tool calls so far, and of malformed ones.
+    asked: the request that the model answers next. sequence: index of the sequence that this request
+    continues or begins. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
     """
 
     task: Agent
     endpoint: Endpoint
     request: Request
     row: Fields
-    asked: Asked | None = field(default=None, init=False)
+    asked: ChatRequest | None = field(default=None, init=False)
     sequence: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
     failed_calls: int = field(default=0, init=False)
@@ -73,8 +73,8 @@ class ProgramSession:
     _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict, init=False)  # by sequence
     _messages: list[Message] = field(default_factory=list, init=False)
     _added: list[Message] = field(default_factory=list, init=False)
-    _newest: tuple[Asked, Future[Body]] | None = field(default=None, init=False)
-    _waiting: queue.SimpleQueue[tuple[Asked, Future[Body]]] = field(
+    _newest: tuple[ChatRequest, Future[Body]] | None = field(default=None, init=False)
+    _waiting: queue.SimpleQueue[tuple[ChatRequest, Future[Body]]] = field(
         default_factory=queue.SimpleQueue, init=False
     )
     _key: str = field(default_factory=secrets.token_urlsafe, init=False)
@@ -83,12 +83,12 @@ class ProgramSession:
     _ended: Ended | None = field(default=None, init=False)
 
     def ask(self, body: Body) -> Future[Body]:
-        """Take a request; return its answer. This call and the answer may raise RefusedError.
+        """Queue a request; return the future of its answer. Both may raise RefusedError.
 
-        Requests are answered one after the other. The last one, sent again, gets the same answer: clients do
-        so if the connection is lost.
+        Requests are answered one after another. If the last request is sent again, as clients do after a lost
+        connection, it gets the same answer.
         """
-        asked = Asked.of(body, self.request.sampling, train=self.request.split == "train")
+        asked = ChatRequest.of(body, self.request.sampling, train=self.request.split == "train")
         if self._newest is None or asked != self._newest[0]:
             if self._waiting.qsize() >= self.task.max_turns:
                 raise RefusedError(LIMIT)
@@ -101,7 +101,7 @@ class ProgramSession:
     def open(self) -> tuple[list[Message], Tools]:
         """Start the program; return the messages and tools of its first request.
 
-        Raises ProgramError if it ends before that, or TimeoutError if it takes too long.
+        Raises ProgramError if it ends without a request, or TimeoutError if it takes too long.
         """
         self.endpoint.sessions[self._key] = self
         self._program = Confined(
@@ -112,33 +112,33 @@ class ProgramSession:
             variables={"OPENAI_BASE_URL": self.endpoint.url, "OPENAI_API_KEY": self._key},
             start=self.endpoint.call,
         )
-        if not self._goes_on():
+        if not self._await_request():
             self.end()
-            raise ProgramError(f"{self._how} before it asked for anything")
+            raise ProgramError(f"{self._ending} before its first request")
         assert self.asked
         return self._added, self.asked.tools
 
     def act(self, text: str, **count: Any) -> Reaction:
-        """Answer the last request with a turn that reads ``text``.
+        """Answer the last request with the model's turn, ``text``, and wait for the next request.
 
-        Returns the messages that the next request adds to ``sequence``, or none if the program has ended, and
-        whether it has. count: cut, prompt_tokens and tokens, as for ``completion``. Raises TimeoutError.
+        Returns the messages that the next request adds to ``sequence``, and whether the program has ended
+        instead. count: cut, prompt_tokens and tokens, see ``completion``. Raises TimeoutError.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
         self.calls += len(message.get("tool_calls", ())) + malformed
         self.failed_calls += malformed
-        known = [*self._messages, Said.model_validate(message).plain]
+        known = [*self._messages, ChatMessage.model_validate(message).plain]
         self._known[self.sequence] = self.asked.tools, known
-        with suppress(InvalidStateError):  # it is over
+        with suppress(InvalidStateError):  # refused meanwhile
             self._answer.set_result(completion(message, **count))
-        return (self._added, False) if self._goes_on() else ([], True)
+        return (self._added, False) if self._await_request() else ([], True)
 
     def reward(self) -> float | None:
-        """Return the reward that the program prints, or None if task.reward gives the reward.
+        """Return the reward that the program prints, or None if task.reward is set.
 
-        If the program fails after a limit has cut the conversation off, its own reward is 0. Raises
-        ProgramError if it fails otherwise.
+        If the program fails because a limit ended the conversation, the reward is 0. Raises ProgramError if
+        it fails for another reason.
         """
         assert self._program
         cut = not self._answer.done()
@@ -154,10 +154,10 @@ class ProgramSession:
                 return float(json.loads(self._ended.said.strip().rpartition("\n")[2]))
         if cut:
             return 0.0 if self.task.own_reward else None
-        raise ProgramError(f"{self._how} and no reward as the last line of its output")
+        raise ProgramError(f"{self._ending} and no reward as the last line of its output")
 
     def end(self) -> None:
-        """Kill the program, and refuse a request that waits for its answer."""
+        """Kill the program, and refuse all requests that wait for an answer."""
         self.endpoint.sessions.pop(self._key, None)
         self._refuse("the episode is over")
         program, self._program = self._program, None
@@ -174,10 +174,10 @@ class ProgramSession:
             with suppress(InvalidStateError):
                 answer.set_exception(RefusedError(self._over))
 
-    def _goes_on(self) -> bool:
-        """Wait for the next request or the program's end; tell whether a request came.
+    def _await_request(self) -> bool:
+        """Wait for the next request; return False if the program ends instead.
 
-        Raises TimeoutError, after the program is killed.
+        Kills the program and raises TimeoutError if neither happens in time.
         """
         assert self._program
         deadline = time.monotonic() + self.task.seconds
@@ -191,8 +191,8 @@ class ProgramSession:
         self.end()
         raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
 
-    def _take(self, asked: Asked, answer: Future[Body]) -> None:
-        """Make a request the one that gets the next turn, in the sequence of which it repeats most."""
+    def _take(self, asked: ChatRequest, answer: Future[Body]) -> None:
+        """Make a request the next one to be answered, in the sequence of which it repeats most messages."""
         messages = [message.plain for message in asked.messages]
         repeats = {
             len(known): sequence
@@ -204,15 +204,15 @@ class ProgramSession:
         self.asked, self._answer, self._messages, self._added = asked, answer, messages, messages[most:]
 
     @property
-    def _how(self) -> str:
-        """Words that say how the program ended."""
+    def _ending(self) -> str:
+        """Description of how the program ended, for errors."""
         assert self._ended
         why = f" ({self._ended.last_error})" if self._ended.last_error else ""
         return f"{self.task.words[0]} ended with status {self._ended.status}{why}"
 
 
 class Programs(Conversations):
-    """Generator of conversations that programs lead."""
+    """Generator of conversations that are driven by programs."""
 
     def __init__(self, generator: Generator, task: Agent, chat: Chat, endpoint: Endpoint) -> None:
         seconds = task.seconds + SPARE_SECONDS
@@ -241,7 +241,7 @@ class Programs(Conversations):
         super()._acted(episode, reaction)
 
     def _given(self, episode: Episode, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens, int32 [T], that a request adds to its sequence."""
+        """Return the tokens that a request adds to its sequence, int32 [T]."""
         if not episode.context:
             return self._chat.encode(self._chat.render(messages, tools=episode.session.asked.tools))
         for role in {message["role"] for message in messages} - self._fit:
@@ -255,7 +255,7 @@ class Programs(Conversations):
 
 
 class Agent(Conversational):
-    """Task whose conversations a program leads. The program gives the reward, unless task.reward does."""
+    """Task whose conversations are driven by a program, which gives the reward unless task.reward is set."""
 
     other_start = (
         "the program's first request differs from that of earlier episodes of the row: let its messages and "
@@ -272,10 +272,10 @@ class Agent(Conversational):
         memory_mb: Annotated[int, Field(ge=16)] = 4096,
         **options: Any,
     ) -> None:
-        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
+        """Make a task from the config's options; for the others see Conversational. Raises ConfigError.
 
-        command: words of the program's command. memory_mb: as for a RewardSection. The program's part of a
-        turn lasts from its start or an answer to its next request or its end.
+        command: words of the program's command. memory_mb: see RewardSection. ``step_seconds`` limits the
+        time from the program's start, or from an answer, to its next request or its end.
         """
         self.own_reward = not reward
         self.words = [find_word("task.options.command", word) for word in command]
@@ -283,8 +283,8 @@ class Agent(Conversational):
         super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Return a generator of conversations around a generator of turns, with an endpoint of its own."""
-        from tba_hpc.environments.endpoint import Endpoint  # a login node need not have its library
+        """Start an endpoint; return a generator of whole conversations that uses ``generator`` for turns."""
+        from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
 
         self._endpoint = Endpoint()
         return Programs(generator, self, self._chat_of(tokenizer), self._endpoint)
@@ -294,9 +294,9 @@ class Agent(Conversational):
         return ProgramSession(self, self._endpoint, request, self.row(request.prompt))
 
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the program's first request as a prompt, and as messages. Raises ValueError as ``begun``.
+        """Return the program's first request as a prompt and as messages. Raises ValueError; see ``begun``.
 
-        said: its messages and tools.
+        said: messages and tools of the request.
         """
         messages, tools = said
         return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

@@ -1,8 +1,8 @@
-"""A conversation as tokens: those that the model sampled, and between them only what a chat template writes.
+"""A conversation as tokens: the model's sampled tokens, and between them the tokens of a chat template.
 
-No sampled token is ever encoded again. After a turn the history goes on with the *bridge*. This is the close
-of the model's message, unless the model sampled that itself, then the messages that follow, and the head of
-the model's next message.
+Sampled tokens are never decoded and encoded again. A turn is followed by a *bridge*: the end of the model's
+message, unless the model sampled it itself, the messages that follow, and the beginning of the model's next
+message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_CALLS = 8
 CALL = re.compile(
     r"<(?:tool_call|｜tool▁call▁begin｜)>(.*?)(?:</tool_call>|<｜tool▁call▁end｜>|$)", re.DOTALL
 )
-NAMED = (
+NAMED_ARGUMENTS = (
     # Qwen 3.5, Nemotron 3
     (
         re.compile(r"<function=([^>]*)>"),
@@ -39,10 +39,10 @@ NAMED = (
         re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     ),
 )
-"""Patterns for the name of a function, and for its arguments one by one, each of which is a text."""
+"""Formats of tool calls with one element per argument: patterns of a function's name and of an argument."""
 
 DEEPSEEK = "<｜tool▁sep｜>"
-"""Separator of the name of a function and its arguments, which are JSON."""
+"""Separator between a function's name and its JSON arguments in DeepSeek's format."""
 
 QUESTION: Message = {"role": "user", "content": "A question."}
 ANSWERS = ("The first answer.", "The second answer.")
@@ -51,23 +51,22 @@ A_TOOL = {
     "type": "function",
     "function": {"name": "a_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-"""Messages and a tool with which a template is tried; none is shown to a model."""
+"""Messages and a tool for testing chat templates; no model sees them."""
 
 
 class Call(NamedTuple):
-    """A tool that the model wants called."""
+    """A tool call that the model has written."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def parse_calls(text: str) -> list[Call | str]:
-    """Return the tool calls of a turn, with an error message in place of a malformed one.
+    """Parse the tool calls of a turn; a malformed one becomes an error message. Thoughts are ignored.
 
-    Calls in the model's thoughts do not count. A call is ``<tool_call>…</tool_call>``, as often as wanted,
-    around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen) or the form of Qwen 3.5, Nemotron 3 or GLM. It may
-    also be in DeepSeek's form, or nothing but ``{"name": …, "parameters": {…}}`` (Llama), or, at the very
-    start, ``[name(argument=…), …]`` (LFM2).
+    Calls are written as ``<tool_call>…</tool_call>`` around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen)
+    or around the formats of Qwen 3.5, Nemotron 3 or GLM; in DeepSeek's format; as a turn that is only
+    ``{"name": …, "parameters": {…}}`` (Llama); or as ``[name(argument=…), …]`` at its beginning (LFM2).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):
@@ -79,13 +78,13 @@ def parse_calls(text: str) -> list[Call | str]:
 
 
 def _call(body: str) -> Call | str:
-    for function, argument in NAMED:
+    for function, argument in NAMED_ARGUMENTS:
         if found := function.search(body):
             return Call(found[1], dict(argument.findall(body)))
     try:
         call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
     except (ValueError, RecursionError) as error:  # also more digits, or deeper nesting, than Python reads
-        return f"error: the call is no JSON ({error})"
+        return f"error: the call is not JSON ({error})"
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", call.get("parameters", {})) if name else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -94,7 +93,7 @@ def _call(body: str) -> Call | str:
 
 
 def _of_deepseek(body: str) -> dict[str, Any]:
-    """Parse ``name<sep>{…}``, or ``function<sep>name`` and a block of arguments, as before version 3.1."""
+    """Parse ``name<sep>{…}``, or the format before version 3.1: ``function<sep>name`` and a JSON block."""
     name, _, arguments = body.partition(DEEPSEEK)
     if "```json" in arguments:
         name, _, arguments = arguments.partition("```json")
@@ -102,7 +101,7 @@ def _of_deepseek(body: str) -> dict[str, Any]:
 
 
 def _in_python(text: str) -> list[Call]:
-    """Return the calls of the shortest list of calls at the beginning; none if there is anything else."""
+    """Parse a Python list of calls at the beginning of a text; [] if there is none."""
     for end in islice(re.finditer(r"\)\s*\]", text), MOST_CALLS):
         with suppress(SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             match ast.parse(text[: end.end()], mode="eval").body:
@@ -121,10 +120,11 @@ def _python_call(call: ast.expr) -> Call:
 
 
 class Chat:
-    """A model's chat template. Raises ConfigError if conversations cannot be held with it.
+    """A model's chat template. Raises ConfigError if it is not suitable for conversations.
 
-    tools: their schemas. roles: roles of the messages that follow a turn, ``tool`` or ``user``. options:
-    variables of the template, such as ``enable_thinking``. special: whether turns show special tokens.
+    tools: schemas of tools. roles: roles of the messages that may follow a turn, ``tool`` or ``user``.
+    options: variables of the template, such as ``enable_thinking``. special: decode turns with their special
+    tokens.
     """
 
     def __init__(
@@ -148,17 +148,17 @@ class Chat:
     def render(
         self, messages: Sequence[Message], *, ask: bool = True, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """Return the text of a conversation. ask: up to the model's next message. tools: further schemas."""
+        """Render a conversation. ask: add the beginning of the model's next message. tools: more schemas."""
         return self._tokenizer.render(messages, tools=[*self._tools, *tools], ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of rendered text."""
+        """Encode rendered text, int32 [T]."""
         return self._tokenizer.encode_rendered(text)
 
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens, int32 [T], between a turn and the next one, with the messages between them.
+        """Return the tokens between a turn and the next one, int32 [T], which include ``messages``.
 
-        turn: int32 [T > 0]. A special token that ends it takes the place of the template's own.
+        turn: int32 [T > 0]. If it ends with a special token, the template's own is left out.
         """
         answer: Message = {"role": "assistant", "content": ANSWERS[0]}
         rendered = self.render([QUESTION, answer, *messages])
@@ -166,7 +166,10 @@ class Chat:
         return tokens[1:] if self._is_special(turn[-1:]) and self._is_special(tokens[:1]) else tokens
 
     def drops_thoughts(self, role: str) -> bool:
-        """Tell whether the template drops a turn's thoughts before such a message; the tokens keep them."""
+        """Return whether the template omits a turn's thoughts once a message with ``role`` follows.
+
+        The tokens of a conversation always keep them.
+        """
         thought = "A thought."
         said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{ANSWERS[0]}"}
         return thought not in self.render(
@@ -174,14 +177,14 @@ class Chat:
         )
 
     def _is_special(self, token: np.ndarray) -> bool:
-        # The token is doubled: a single blank of SentencePiece decodes to nothing, too, at a text's start.
+        # The token is doubled: a single SentencePiece space at a text's start also decodes to nothing.
         return len(token) > 0 and not self._tokenizer.decode(np.repeat(token, 2))
 
     def require(self, role: str) -> None:
-        """Raise ConfigError if the template changes what it has written when messages of this role follow.
+        """Raise ConfigError if the template rewrites earlier text when a message with this role follows.
 
-        The text that the model was given, and the text that now precedes its answer, may differ at their
-        ends: one may have the beginning of a thought, or an empty thought.
+        Only the end of the text before the model's answer may change: the beginning of a thought, or an empty
+        thought, may be added or left out.
         """
         messages = [QUESTION]
         for answer in ANSWERS:

@@ -1,7 +1,7 @@
-"""An environment class, by TRL's contract: ``reset``, ``get_reward``, and tools, the other public methods.
+"""The contract of an environment class, as in TRL: ``reset``, ``get_reward``, and tools (public methods).
 
     class Shop:
-        def reset(self, budget, seed=None):         # takes fields of the row by their names
+        def reset(self, budget, seed=None):         # gets the row's fields by name
             self.left = budget
             return f"You have {budget} coins."      # added to the prompt, or None
 
@@ -16,10 +16,10 @@
         def get_reward(self) -> float:
             return float(self.left == 0)
 
-A class may also have ``step(messages) -> (messages, done, reward)``, which answers a turn without tool calls.
-The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward neither of
-these rewards is needed. A classmethod ``prepare()`` may do slow work: a searcher calls it once, before the
-first episode.
+A class may also have ``step(messages) -> (messages, done, reward)``, which answers turns without tool calls.
+The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward an
+environment needs no reward of its own. Slow preparations belong in a classmethod ``prepare()``, which a
+searcher calls once before the first episode.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from tba_hpc.core.own_code import find_function, in_words
 from tba_hpc.environments.chat import Call, Message, parse_calls
 
 NO_TOOLS = ("reset", "get_reward", "step")
-"""Public methods of an environment that the model cannot call."""
+"""Public methods of an environment that are not tools."""
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 ERROR = "error:"
-"""Beginning of the result of a call that failed."""
+"""Beginning of the result of a failed call."""
 
 ERROR_CHARS = 300
-"""Most characters of an error that the model is shown."""
+"""Most characters of an error that the model sees."""
 
 ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-"""A line of a docstring that describes an argument."""
+"""Line of a docstring that describes an argument."""
 
 
 class Contract:
-    """Description of what an environment class offers. Raises ConfigError if the class breaks the contract.
+    """An environment class and its tools. Raises ConfigError if the class breaks the contract.
 
-    name: ``module:Class``. max_chars: most characters of a tool's result. seconds: time for the environment's
-    work in a turn. Tools are called only in its first half, so that a call that takes half of it ends in
-    time.
+    key: config key that names the class. name: ``module:Class``. max_chars: most characters of a tool's
+    result. seconds: time limit of the environment's work in a turn. Tool calls begin only in the first half
+    of it, so that a call may take the other half.
     """
 
     def __init__(self, key: str, name: str, *, max_chars: int, seconds: float = math.inf) -> None:
@@ -70,7 +70,7 @@ class Contract:
         self.max_chars, self.seconds = max_chars, seconds
         found = dict(inspect.getmembers(self.make, inspect.isfunction))
         if not inspect.isclass(self.make) or "reset" not in found:
-            raise ConfigError(f"{self._key} is no environment: give a class with a method reset()")
+            raise ConfigError(f"{self._key} is not an environment: give a class with a method reset()")
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ class Contract:
         self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
 
     def prepare(self) -> None:
-        """Do what the class wants done once. Raises ConfigError, also in place of any other error."""
+        """Call the class's ``prepare()``, if it has one. Any error becomes a ConfigError."""
         try:
             self._prepare()
         except ConfigError:
@@ -102,12 +102,12 @@ class Contract:
         )
         if not parameters or any(p.kind not in (*BY_NAME, p.VAR_KEYWORD) for p in parameters):
             raise ConfigError(
-                f"{self._key}: its tool {name} is no method that takes its arguments by their names: give it "
-                "self, and neither *args nor /, or begin its name with _"
+                f"{self._key}: its tool {name} must be a method whose arguments can be given by name: give "
+                "it self, and neither *args nor /, or begin its name with _"
             )
 
     def _add_tool(self, name: str, method: Callable[..., Any]) -> None:
-        """Add a tool, which checks arguments by the type hints of a method, converts them, and calls it."""
+        """Add a tool that checks and converts its arguments by the type hints of a method, and calls it."""
         try:
             self.tools[name] = TypeAdapter(cast(Any, method))
             parameters = _parameters(self.tools[name], method)
@@ -122,19 +122,19 @@ class Contract:
         self.arguments[name] = parameters["properties"]
 
     def require(self, row: Mapping[str, object], line: str) -> None:
-        """Raise ConfigError if a row, which errors call ``line``, lacks a field that ``reset`` needs."""
+        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: name of the row in errors."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """Return the row's fields that ``reset`` takes, and the seed if it takes one that the row lacks."""
+        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one."""
         given = {"seed": seed} if "seed" in self._named else {}
         return given | {name: row[name] for name in row if self._takes_all or name in self._named}
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:
-    """Return parameters for chat templates: JSON schema of the type hints, described by the docstring."""
+    """Return a tool's parameters as JSON schema, from its type hints and docstring."""
     described = _arguments(inspect.cleandoc(method.__doc__ or "").partition("Args:\n")[2])
     found = tool.json_schema()
     properties = {
@@ -149,7 +149,7 @@ def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str,
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Return the descriptions of arguments, by name, in the section ``Args:`` of a docstring."""
+    """Return the descriptions of arguments by name, given the section ``Args:`` of a docstring."""
     found: dict[str, str] = {}
     indent = len(text) - len(text.lstrip(" "))
     for line in text.splitlines():
@@ -165,9 +165,9 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment during an episode. Its methods run the user's code, and raise whatever that raises.
+    """One environment during an episode. Methods run the user's code, and raise its exceptions.
 
-    calls, failed_calls: number of tool calls so far, and of those whose result was an error.
+    calls, failed_calls: numbers of tool calls so far, and of those that returned an error.
     """
 
     contract: Contract
@@ -179,13 +179,13 @@ class Session:
     _sum: float | None = field(default=None, init=False)
 
     def open(self) -> str | None:
-        """Make the environment and reset it. Return the text for the prompt, or None if there is none."""
+        """Make and reset the environment; return the text that it adds to the prompt, or None."""
         self._environment = self.contract.make()
         text = _result_of(self._environment.reset(**self.contract.fields(self.row, self.seed)))
         return None if text is None else str(text)
 
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
-        """Answer a turn that reads ``text``. Return the messages, and whether the episode is over.
+        """Answer the model's turn, ``text``. Returns new messages, and whether the episode is over.
 
         messages: the whole conversation, for ``step``.
         """
@@ -204,11 +204,11 @@ class Session:
         return list(answers or []), bool(done) or not answers
 
     def reward(self) -> float | None:
-        """Return the reward of the whole episode; None if the environment has no reward."""
+        """Return the reward of the whole episode, or None if the environment gives none."""
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """Return a call's result as a message; an error if it raises, is wrong, or comes after ``end``."""
+        """Return a call's result as a message, which is an error if the call fails or comes after ``end``."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:
@@ -228,17 +228,17 @@ class Session:
         except ValidationError as error:
             first = error.errors()[0]
             return _error(": ".join([*map(str, first["loc"]), first["msg"]]))
-        except BaseException as error:  # a user's code may raise anything, and this is a thread of its own
+        except BaseException as error:  # user code may raise anything, and this thread does nothing else
             return _error(in_words(error))
 
 
 def _result_of(result: Any) -> Any:
-    """Return the result of a user's method, which may be asynchronous."""
+    """Return the result of a user's method, awaiting it if it is asynchronous."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _parsed(value: object, schema: Mapping[str, Any]) -> object:
-    """Return an argument; a text for a parameter that is no text is parsed as JSON, if it is JSON."""
+    """Return an argument of a call; parse a string as JSON if the parameter has another type."""
     kinds = [one.get("type") for one in schema.get("anyOf", [schema])]
     if not isinstance(value, str) or "string" in kinds or not schema.keys() & {"type", "anyOf", "$ref"}:
         return value
@@ -249,5 +249,5 @@ def _parsed(value: object, schema: Mapping[str, Any]) -> object:
 
 
 def _error(text: str) -> str:
-    """Return an error message on one line, cut to ERROR_CHARS."""
+    """Return an error message on one line, truncated to ERROR_CHARS."""
     return f"{ERROR} {' '.join(text.split())[:ERROR_CHARS]}"

@@ -1,10 +1,11 @@
-"""A Generator of whole conversations around one of single turns.
+"""A Generator of whole conversations that uses a Generator of single turns.
 
 A request for n completions becomes n episodes. The engine samples a turn, the environment answers in a
-thread, and the next turn is submitted at once with the same tokens in front. While the environments of some
-episodes are at work, the engine samples for others. A completion is everything after the prompt; a token that
-the policy did not sample has the log-probability NaN. An episode whose partner does not go on from the
-earlier tokens has further sequences, one after the other in the completion; each begins at a BEGIN.
+thread, and the next turn is submitted at once, with all earlier tokens as its prompt. While some episodes
+wait for their environments, the engine samples for others. A completion is everything after the prompt;
+tokens that the policy did not sample have the log-probability NaN. If an agent's request does not continue
+the earlier tokens, it begins another sequence. A completion holds all sequences, one after another; BEGIN
+marks the beginning of each but the first.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ if TYPE_CHECKING:  # it imports this module
     from tba_hpc.environments.task import Conversational
 
 Reaction = tuple[Sequence[Message], bool]
-"""The messages that follow a turn, and whether the episode is over."""
+"""Messages that follow a turn, and whether the episode is over."""
 
 PAUSE_SECONDS = 0.005
-"""Longest wait for an environment while the engine has nothing to do, s."""
+"""Longest wait for an environment while the engine is idle, s."""
 
 MOST_HANGING = 64
-"""Number of calls past their deadline, with threads that are still there, at which the run ends."""
+"""Number of hanging calls, whose threads cannot be ended, at which the run ends."""
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """The group of one request, which fills up as its episodes end."""
+    """The group of one request; each episode that ends adds its completion."""
 
     request: Request
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -65,19 +66,19 @@ class Conversation:
 
     @property
     def group(self) -> Group:
-        """The group, with all of its completions."""
+        """The group. All completions must be there."""
         completions = tuple(self.completions[place] for place in range(self.request.n))
         return Group(self.request, completions, self.versions)
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One completion of a group, so far.
+    """A conversation in progress, which becomes one completion of a group.
 
-    session: a contract.Session, or an agent.ProgramSession. prompt: the prompt, with what the session added.
-    sequence: number of the sequence to which the next part belongs; only that of number 0 follows the prompt.
-    tokens: the tokens after the prompt in parts, int32, as they came; logprobs and top_logprobs have the same
-    parts, and sequences their sequences.
+    session: a contract.Session or an agent.ProgramSession. prompt: the prompt, including what the session
+    added. sequence: index of the present sequence; only sequence 0 follows the prompt. tokens: parts of the
+    conversation after the prompt, int32, in order of arrival. sequences, logprobs, top_logprobs: sequence
+    index and values of each part.
     """
 
     whole: Conversation
@@ -99,7 +100,7 @@ class Episode:
 
     @property
     def context(self) -> list[np.ndarray]:
-        """Tokens of the present sequence so far, with its prompt, in parts; none if it is yet to begin."""
+        """Parts of the present sequence so far, for sequence 0 with the prompt; empty if it has not begun."""
         parts = zip(self.tokens, self.sequences, strict=True)
         own = [tokens for tokens, sequence in parts if sequence == self.sequence]
         return own if self.sequence else [self.prompt.tokens, *own]
@@ -109,9 +110,9 @@ class Episode:
     ) -> None:
         """Append tokens, int32 [T], to the present sequence.
 
-        logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens in the place of each. An
-        environment's tokens have neither; they are never the first after the prompt, and always the first of
-        a further sequence.
+        logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens at each position. Both are None
+        for an environment's tokens. The first part after the prompt is always sampled; the first part of any
+        further sequence never is.
         """
         if logprobs is None:
             logprobs = np.full(len(tokens), np.nan, np.float32)
@@ -124,12 +125,13 @@ class Episode:
 
 
 class Conversations:
-    """The Generator of a task with an environment. See the module.
+    """The Generator of a task with an environment; see the module's docstring.
 
-    at_once: number of environments that work at a time. seconds: deadline of an environment's work in a turn.
+    at_once: number of environments that work concurrently. seconds: time limit of an environment's work in a
+    turn.
     """
 
-    # These are the engine's own:
+    # Attributes of the engine:
     version = property(attrgetter("_generator.version"))
     loading = property(attrgetter("_generator.loading"))
     load_seconds = property(attrgetter("_generator.load_seconds"))
@@ -146,7 +148,7 @@ class Conversations:
         self._task = task
         self._chat = chat
         self._workers = Workers(at_once, seconds)
-        self._turns: dict[int, Episode] = {}  # of turns in the engine, by id of its request
+        self._turns: dict[int, Episode] = {}  # episodes of the engine's turns, by the turn's request id
         self._asked = 0
         self._open = 0
         self._loaded = generator.version
@@ -155,14 +157,14 @@ class Conversations:
 
     @property
     def in_flight(self) -> int:
-        """Number of turns that the engine has, but at least half the number of open episodes.
+        """Number of turns in the engine, but at least half the number of open episodes.
 
-        So new episodes begin while environments work, up to twice as many as the engine decodes.
+        New episodes can thus begin while environments work, up to twice as many as the engine decodes.
         """
         return max(self._generator.in_flight, -(-self._open // 2))
 
     def submit(self, request: Request) -> None:
-        """Begin the episodes of a request."""
+        """Begin ``request.n`` episodes."""
         whole = Conversation(request)
         self._open += request.n
         for place in range(request.n):
@@ -170,7 +172,7 @@ class Conversations:
             self._work(episode, episode.session.open, self._opened)
 
     def step(self) -> list[Group]:
-        """Go on with every episode; return the groups whose episodes have all ended."""
+        """Advance all episodes; return the groups whose episodes have all ended."""
         for turn in self._generator.step():
             self._said(self._turns.pop(turn.request.id), turn)
         self._workers.deliver(0 if self._generator.in_flight else PAUSE_SECONDS)
@@ -178,7 +180,7 @@ class Conversations:
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Load new weights, under which open episodes go on."""
+        """Load new weights; open episodes continue under them."""
         self._generator.load(update)
         self._loaded = update.publication.version
 
@@ -187,12 +189,12 @@ class Conversations:
         self._generator.close()
 
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
-        """Run the environment's code in a thread, then ``then`` on its result. An error fails the episode."""
+        """Run ``call`` in a thread, and later ``then`` with its result. If one raises, the episode fails."""
 
         def take(result: Any) -> None:
             try:
                 then(episode, result)
-            except ConfigError as error:  # the template refuses what this environment says
+            except ConfigError as error:  # the template refuses this environment's messages
                 self._fail(episode, ValueError(str(error)))
             except Exception as error:  # templates may raise anything, too
                 self._fail(episode, error)
@@ -210,10 +212,10 @@ class Conversations:
         self._asked += 1
         prompt = Prompt(request.prompt.id, np.concatenate(episode.context), request.prompt.target)
         self._generator.submit(Request(prompt, self._asked, 1, self._sampling(episode), request.split))
-        self._turns[self._asked] = episode  # now that the engine has taken it
+        self._turns[self._asked] = episode  # only once the engine has accepted it
 
     def _sampling(self, episode: Episode) -> Sampling:
-        """Return the parameters of the next turn. It gets no more tokens than the conversation has left."""
+        """Return sampling parameters of the next turn, with the conversation's remaining tokens as limits."""
         sampling = episode.whole.request.sampling
         return replace(
             sampling,
@@ -222,7 +224,7 @@ class Conversations:
         )
 
     def _said(self, episode: Episode, turn: Group) -> None:
-        """Add a turn to its episode, and let the environment act on it unless it was cut off."""
+        """Add a turn to its episode, and let the environment react unless the turn was truncated."""
         (completion,) = turn.completions
         episode.add(completion.tokens, completion.logprobs, completion.top_logprobs)
         versions = episode.whole.versions[episode.place]
@@ -236,7 +238,7 @@ class Conversations:
         self._work(episode, self._act(episode, text, completion), self._acted)
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
-        """Return the call in which the session reacts to a turn that reads ``text``."""
+        """Return the call by which the session reacts to the model's turn, ``text``."""
         return partial(episode.session.act, text, tuple(episode.messages))
 
     def _acted(self, episode: Episode, reaction: Reaction) -> None:
@@ -255,14 +257,14 @@ class Conversations:
             self._ask(episode)
 
     def _given(self, episode: Episode, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens, int32 [T], between the last turn and the next one."""
+        """Return the tokens between the last turn and the next one, int32 [T]."""
         return self._chat.bridge(episode.context[-1], messages)
 
     def _end(self, episode: Episode, finish: FinishReason) -> None:
         self._work(episode, episode.session.reward, partial(self._close, finish=finish))
 
     def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
-        """Complete the episode, and its group if this was the last one."""
+        """Complete an episode, and its group if this was the last episode."""
         whole = episode.whole
         in_order = np.argsort(episode.sequences, kind="stable").tolist()
         parts = episode.tokens, episode.logprobs, episode.top_logprobs
@@ -282,15 +284,15 @@ class Conversations:
             self._finished.append(whole.group)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        """Set aside an episode whose environment failed. Raises the error if it is a ConfigError."""
+        """Give an episode whose environment failed the reward NaN. A ConfigError is raised instead."""
         if isinstance(error, ConfigError):
             raise error
         prompt = f"{episode.whole.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
-        if not episode.tokens:  # a completion has at least one
+        if not episode.tokens:  # a completion needs at least one token
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
-            episode.whole.versions[episode.place] = self._loaded  # its evaluation is found by this version
+            episode.whole.versions[episode.place] = self._loaded  # assigns it to the right evaluation
         self._close(episode, math.nan)
 
 
@@ -299,7 +301,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A call, and the functions that get its result or its error."""
+    """A call, with the functions that receive its result or its exception."""
 
     call: Callable[[], Any]
     then: Callable[[Any], None]
@@ -307,10 +309,10 @@ class Job:
 
 
 class Workers:
-    """Runs ``at_once`` jobs at a time, each in a thread; a job that takes more than ``seconds`` has failed.
+    """Runs up to ``at_once`` jobs concurrently, each in a thread. A job fails after ``seconds``.
 
-    Results are handed over in the thread that calls ``deliver``. A thread cannot be ended, so the thread of a
-    job that hangs stays, as a daemon, and another job takes its turn.
+    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: that of a hanging
+    job stays as a daemon, while the next job begins.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:
@@ -326,7 +328,7 @@ class Workers:
         self._fill()
 
     def deliver(self, wait: float) -> None:
-        """Hand over the results of finished jobs; wait up to ``wait`` seconds if there are none.
+        """Deliver the results of finished jobs; wait up to ``wait`` seconds if there are none.
 
         Raises ConfigError if too many jobs hang.
         """
@@ -363,5 +365,5 @@ class Workers:
     def _run(self, job: Job) -> None:
         try:
             self._done.put((job, job.call(), None))
-        except BaseException as error:  # a user's code may raise anything
+        except BaseException as error:  # user code may raise anything
             self._done.put((job, None, error))

@@ -1,7 +1,7 @@
-"""A searcher's HTTP server, at which programs ask its policy for turns as they would ask OpenAI.
+"""A searcher's HTTP server, through which programs call its policy like OpenAI's API.
 
-It listens on the loopback interface. A connection of another user of the machine is closed unread, so that it
-keeps no file descriptor. A request without the key of an open episode gets status 401.
+It listens only on the loopback interface. Connections from other users of the machine are closed unread, so
+that they take no file descriptors. A request without the key of an open episode gets status 401.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LARGEST_BODY = 16 << 20
-"""Limit of a request's size, bytes."""
+"""Largest size of a request, bytes."""
 
 OPEN_FILES = 1 << 16
-"""Descriptors that a searcher asks for, if its limit is lower and may be raised."""
+"""Limit on file descriptors that a searcher sets, if its own is lower and may be raised."""
 
 CALL_SECONDS = 60.0
 """Longest wait for a call in the server's thread, s."""
 
 
 class Endpoint:
-    """Server in a thread of its own.
+    """HTTP server in a separate thread.
 
-    url: its address, for OPENAI_BASE_URL. sessions: those of the open episodes, by their keys.
+    url: its address, for OPENAI_BASE_URL. sessions: sessions of the open episodes, by API key.
     """
 
     def __init__(self) -> None:
         self.sessions: dict[str, ProgramSession] = {}
         now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(now, min(most, OPEN_FILES))  # a program takes three while it runs
+        wanted = max(now, min(most, OPEN_FILES))  # a running program takes three
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
@@ -58,7 +58,7 @@ class Endpoint:
     def call(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the server's thread, which lives as long as the server; return its result.
 
-        Raises TimeoutError or RuntimeError if the server is closing.
+        Raises TimeoutError or RuntimeError if the server is being closed.
         """
 
         async def called() -> T:
@@ -67,7 +67,7 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(CALL_SECONDS)
 
     def close(self) -> None:
-        """End all sessions, and the server."""
+        """End all sessions and the server."""
         for session in list(self.sessions.values()):
             session.end()
         self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -95,7 +95,7 @@ class Endpoint:
             await runner.cleanup()
 
     async def _accept(self, server: web.Server) -> None:
-        """Take the next connection if it is this user's."""
+        """Accept the next connection, and close it unless it is from this user."""
         connection = None
         try:
             connection, _ = await self._loop.sock_accept(self._listener)
@@ -103,7 +103,7 @@ class Endpoint:
                 await self._loop.connect_accepted_socket(server, connection)
                 return
         except OSError:
-            await asyncio.sleep(0.1)  # perhaps for want of descriptors
+            await asyncio.sleep(0.1)  # perhaps no descriptor is free
         if connection:
             connection.close()
 
@@ -123,7 +123,7 @@ class Endpoint:
         try:
             body = await request.json()
             if not isinstance(body, dict):
-                raise ValueError("the body is no JSON object")
+                raise ValueError("the body is not a JSON object")
             answer = await asyncio.wrap_future(session.ask(body))
         except (
             ValueError,
@@ -136,7 +136,7 @@ class Endpoint:
 
 
 async def _stream(request: web.Request, body: Body, answer: Body) -> web.StreamResponse:
-    """Send the whole message as one chunk, then the usage if it is asked for."""
+    """Send an answer as a stream: the whole message in one chunk, then the usage if requested."""
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]

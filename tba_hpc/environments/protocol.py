@@ -1,6 +1,6 @@
-"""The part of OpenAI's chat completions that a run can answer: requests, and the answers to them.
+"""The supported part of OpenAI's chat completions: parses requests, and makes answers.
 
-The run decides how its policy samples. A parameter that asks for other sampling is refused, not ignored.
+The run decides how its policy samples. Parameters that ask for different sampling are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tba_hpc.core.types import Sampling
 from tba_hpc.environments.chat import CALL, Call, parse_calls
 
 Body = Mapping[str, Any]
-"""A request or an answer, as OpenAI's reference of chat completions describes them."""
+"""Body of a request or an answer, as in OpenAI's reference of chat completions."""
 
 MODEL = "policy"
 """Name of the only model."""
@@ -32,12 +32,12 @@ Arguments = Annotated[Json[dict[str, Any]] | dict[str, Any] | str, Field(union_m
 
 
 class RefusedError(ValueError):
-    """Raised for a request that gets no turn; the message says why, and what to change."""
+    """Raised for a request that is refused; the message says why, and what to change."""
 
 
 class Function(BaseModel):
     name: str
-    arguments: Arguments = ""  # templates want them parsed
+    arguments: Arguments = ""  # parsed, as chat templates need them
 
 
 class ToolCall(BaseModel):
@@ -50,8 +50,8 @@ class Part(BaseModel):
     text: str
 
 
-class Said(BaseModel):
-    """The keys of a message that a chat template reads; all others are ignored."""
+class ChatMessage(BaseModel):
+    """A message, with the keys that chat templates use; all others are ignored."""
 
     role: str
     content: str | list[Part] | None = None
@@ -61,7 +61,7 @@ class Said(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message with its parts joined, and the model's text stripped, as some clients strip it."""
+        """The message with its parts joined. The model's text is stripped, because some clients strip it."""
         parts = self.content if isinstance(self.content, list) else [Part(text=self.content or "")]
         text = "".join(part.text for part in parts)
         return self.model_dump(exclude_none=True) | {
@@ -69,12 +69,12 @@ class Said(BaseModel):
         }
 
 
-class Asked(BaseModel):
-    """A request for a turn. A parameter that is not listed here, or not with its value, is refused."""
+class ChatRequest(BaseModel):
+    """A request for a turn. Other parameters, or other values, are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    messages: list[Said] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] = []
     max_tokens: Limit = sys.maxsize
     max_completion_tokens: Limit = sys.maxsize
@@ -95,11 +95,11 @@ class Asked(BaseModel):
     store: Any = None
 
     @classmethod
-    def of(cls, body: Body, sampling: Sampling, *, train: bool) -> Asked:
-        """Read a request. Raises RefusedError if it is malformed, or does not fit ``sampling``.
+    def of(cls, body: Body, sampling: Sampling, *, train: bool) -> ChatRequest:
+        """Parse a request. Raises RefusedError if it is malformed, or contradicts ``sampling``.
 
-        train: whether the split is for training. In evaluations any temperature and top_p may be given, such
-        as those of training, and they are ignored.
+        train: whether the split is for training. In evaluations temperature and top_p are ignored, because a
+        program may give those of training.
         """
         try:
             asked = cls.model_validate({key: value for key, value in body.items() if value is not None})
@@ -114,21 +114,21 @@ class Asked(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts at which the turn ends."""
+        """Strings that end the turn."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
-    """Return a turn as a message, and the number of its malformed tool calls.
+def message_of(text: str, asked: ChatRequest, number: int) -> tuple[Message, int]:
+    """Parse the text of a turn; return the message, and the number of malformed tool calls.
 
-    asked: the request that the turn answers. number: number of tool calls in the episode before this turn.
+    asked: the request that the turn answers. number: number of earlier tool calls in the episode.
     """
     for stop in asked.stops:
         text = text.partition(stop)[0]
     thought, _, said = text.rpartition("</think>")
     found = parse_calls(said) if asked.tools and asked.tool_choice == "auto" else []
     calls = [
-        # Some templates want nine characters.
+        # Some templates require nine characters.
         {"id": f"call{number + place:05d}", "type": "function", "function": function}
         for place, call in enumerate(found)
         if isinstance(call, Call) and (function := _function(call))
@@ -143,7 +143,7 @@ def message_of(text: str, asked: Asked, number: int) -> tuple[Message, int]:
 
 
 def _function(call: Call) -> dict[str, str] | None:
-    """Return a call's function, or None if JSON has no word for its arguments: NaN, 1e999, a Python set."""
+    """Return a call in OpenAI's format, or None if JSON cannot express its arguments (NaN, a Python set)."""
     with suppress(ValueError, TypeError, RecursionError):
         call.name.encode()
         return {"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)}
@@ -151,9 +151,9 @@ def _function(call: Call) -> dict[str, str] | None:
 
 
 def completion(message: Message, *, cut: bool, prompt_tokens: int, tokens: int) -> Body:
-    """Return the answer to a request.
+    """Make the answer to a request.
 
-    cut: whether a limit of tokens ended the message. prompt_tokens, tokens: lengths of prompt and message.
+    cut: whether the token limit truncated the message. prompt_tokens, tokens: lengths of prompt and message.
     """
     reason = "tool_calls" if "tool_calls" in message else "length" if cut else "stop"
     return {

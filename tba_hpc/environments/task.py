@@ -1,8 +1,9 @@
-"""Conversations with an environment of the user's own: rows of JSONL, each of which begins one.
+"""Tasks whose completions are conversations with the user's environment; each begins with a row of JSONL.
 
     {"prompt": "Buy three apples.", "budget": 5}
 
-``prompt`` is a text or a list of messages. The environment's ``reset`` gets the fields that it takes.
+``prompt`` is a text or a list of messages. An environment's ``reset`` gets the fields that it has arguments
+for.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Conversational(Jsonl):
-    """Task whose completions are conversations, each with a partner that may give a reward of its own.
+    """Task whose completions are conversations with a partner: an environment or a program.
 
-    The weighted named rewards of the last turn's text are added to the partner's reward. schemas: tools,
-    which every prompt describes. roles: roles of the messages that may follow a turn. other_start: error if
-    an episode begins differently from an earlier one of its row.
+    The reward is the partner's own, if it gives one, plus the weighted rewards of task.reward for the text of
+    the last turn. schemas: tools that every prompt describes. roles: roles of messages that may follow a
+    turn. other_start: error for an episode that begins differently from an earlier one of the same row.
     """
 
     schemas: Sequence[dict[str, Any]] = ()
@@ -50,10 +51,10 @@ class Conversational(Jsonl):
         chat: Literal[True] = True,
         **options: Any,
     ) -> None:
-        """Take the options of the config; the others are those of Jsonl. Raises ConfigError.
+        """Make a task from the config's options; for the others see Jsonl. Raises ConfigError.
 
-        max_turns: most turns of the model; an episode that needs more is cut off. step_seconds: longest time
-        of the partner's part of a turn, s. concurrency: most partners of a searcher that work at a time.
+        max_turns: most turns of the model, after which an episode is ended. step_seconds: time limit of the
+        partner's part of a turn, s. concurrency: most partners of a searcher that work concurrently.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
         """
         super().__init__(tokenizer, chat=chat, **options)
@@ -65,37 +66,37 @@ class Conversational(Jsonl):
         self._opened: dict[Prompt, tuple[object, Prompt]] = {}
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError as Jsonl does, and if the chat template cannot show a row's own tools."""
+        """Raise ConfigError if a row lacks a field, or if the chat template does not support its tools."""
         super().require(row, line)
         self.require_start(row, line)
         if row.get("tools"):
             self._chat.require("tool")
 
     def require_start(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row, which errors call ``line``, lacks a field that an episode needs."""
+        """Raise ConfigError if a row lacks a field that an episode needs. line: name of the row in errors."""
 
     def _checked(self, row: Fields) -> Fields:
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise Unusable("'tools' is no list of schemas, each an object")
+            raise Unusable("'tools' is not a list of schemas, each an object")
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
-        """Return a text of the whole row, since the partner may get any field."""
+        """Return a string of the whole row, since the partner may use any field."""
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
-        """Render a row by the chat template, for the model to read."""
+        """Render a row's prompt with the chat template."""
         return _render(self._chat, row, self._messages(row))
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a question as a user's message."""
+        """Encode a question as a conversation's prompt, int32 [T]."""
         return self.question(text).tokens
 
     def question(self, text: str) -> Prompt:
-        """Return the start of a conversation whose row has only the question. Raises ConfigError.
+        """Return the prompt of a conversation about a user's question. Raises ConfigError.
 
-        The question is put into the template if that has a single field.
+        The question fills in the template if that has exactly one field.
         """
         row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         self.require_start(row, "a question")
@@ -105,21 +106,21 @@ class Conversational(Jsonl):
 
     @abstractmethod
     def session(self, request: Request) -> Any:
-        """Make a new session for an episode; see conversations.Episode."""
+        """Make the session of a new episode; see conversations.Episode."""
 
     @abstractmethod
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the prompt with which an episode begins, also as messages. Raises ValueError as ``begun``.
+        """Return the prompt with which an episode begins, and its messages. Raises ValueError; see ``begun``.
 
-        said: what the session's ``open`` returned.
+        said: result of the session's ``open``.
         """
 
     def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
-        """Return the prompt with which the episodes of a row begin.
+        """Return the prompt with which all episodes of a row begin.
 
-        said: what the session adds to the row's prompt; if empty, that prompt is returned. text: renders the
-        whole prompt. Raises ValueError if an earlier episode began differently, since all completions of a
-        group have one prompt, or if the prompt is too long.
+        said: what the session adds to the row's prompt; if empty, the row's prompt is returned. text:
+        function that renders the whole prompt. Raises ValueError if the prompt is too long, or if an earlier
+        episode of the row began differently, because all completions of a group have the same prompt.
         """
         if prompt not in self._opened:
             begun = Prompt(prompt.id, chat.encode(text()), prompt.target) if said else prompt
@@ -136,13 +137,13 @@ class Conversational(Jsonl):
         return begun
 
     def text(self, completion: Completion) -> str:
-        """Return the text that the model wrote in its last turn."""
+        """Return the text of the model's last turn."""
         last = completion.last_turn
         return self._said(completion.tokens if last is None else last)
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""
-        asked = not self._needed <= row.keys()  # a user's question, without the template's fields
+        asked = not self._needed <= row.keys()  # for a user's question without the template's fields
         given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
         if isinstance(given, list):
             return list(given)
@@ -159,7 +160,7 @@ class Conversational(Jsonl):
 
 
 class Environment(Conversational):
-    """Task whose reward is the environment's, plus the weighted named rewards of the last turn's text."""
+    """Task whose completions are conversations with the user's environment class."""
 
     other_start = "reset() returned another text than before: let it follow from the row and the seed alone"
 
@@ -172,11 +173,11 @@ class Environment(Conversational):
         step_seconds: Annotated[float, Field(gt=0)] = 30.0,
         **options: Any,
     ) -> None:
-        """Take the options of the config; the others are those of Conversational. Raises ConfigError.
+        """Make a task from the config's options; for the others see Conversational. Raises ConfigError.
 
         environment: ``module:Class``, see environments.contract. max_tool_chars: most characters of a tool's
-        result. step_seconds: longest time for an environment's work in a turn; tools are called in its first
-        half.
+        result. step_seconds: time limit of an environment's work in a turn; tool calls begin only in the
+        first half of it.
         """
         self._contract = Contract(
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds
@@ -191,20 +192,20 @@ class Environment(Conversational):
         self._contract.require(row, line)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Prepare the environment; return a generator of conversations around a generator of turns."""
+        """Prepare the environment; return a generator of conversations that uses ``generator`` for turns."""
         self._contract.prepare()
         chat = self._chat_of(tokenizer)
         return Conversations(generator, self, chat, at_once=self.at_once, seconds=self.seconds)
 
     def session(self, request: Request) -> Session:
-        """Make a new session for an episode. All episodes of a prompt get the same seed, in every run."""
+        """Make the session of a new episode. All episodes of a prompt get the same seed, in every run."""
         stream = np.random.default_rng([get_args(Split).index(request.split), request.prompt.id])
         return Session(self._contract, self.row(request.prompt), int(stream.integers(1 << 31)))
 
     def opening(self, prompt: Prompt, said: str | None, chat: Chat) -> tuple[Prompt, list[Message]]:
-        """Return the prompt with the text that ``reset`` returned, also as messages.
+        """Return the prompt, to which the text from ``reset`` is appended, and its messages.
 
-        Raises ValueError as ``begun`` does.
+        Raises ValueError; see ``begun``.
         """
         row = self.row(prompt)
         messages = self._messages(row)
@@ -214,5 +215,5 @@ class Environment(Conversational):
 
 
 def _render(chat: Chat, row: Fields, messages: Sequence[Message]) -> str:
-    """Return the text with which a conversation begins, with the tools of its row and its environment."""
+    """Render the beginning of a conversation, with the tools of its row and its environment."""
     return chat.render(messages, tools=cast(Sequence[dict[str, Any]], row.get("tools") or ()))

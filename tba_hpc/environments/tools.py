@@ -1,6 +1,6 @@
-"""Environments ready to use: ``task.options.environment=tba_hpc.environments.tools:Calculator``; ``:Python``.
+"""Ready-made environments: task.options.environment=tba_hpc.environments.tools:Calculator, or :Python.
 
-Neither judges an answer: name a reward, such as ``task.reward=tba_hpc.environments.tools:same_number``.
+They give no reward: set one, such as ``task.reward=tba_hpc.environments.tools:same_number``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LONGEST_EXPRESSION = 200
 
 
 class Calculator:
-    """Calculator for arithmetic; no operation of it could take long."""
+    """Environment with a calculator, whose operations are all fast."""
 
     def reset(self) -> None:
-        """Do nothing: there is nothing to reset."""
+        """Do nothing, because there is nothing to reset."""
 
     def calculate(self, expression: str) -> str:
         """Work out a sum.
@@ -61,11 +61,11 @@ def _value(node: ast.expr) -> int | float:
 
 
 class Python:
-    """Python programs, each on its own, within the limits of tasks.program: for time and memory only.
+    """Environment that runs Python programs, independent of each other, within limits on time and memory.
 
-    Neither the network nor access to files is confined.
+    The limits are those of tasks.program. Network and file access are not limited.
 
-    prefix: words before the command, such as those of bubblewrap, to confine it further. seconds: time of a
+    prefix: words before the command, such as bubblewrap's, for further limits. seconds: time limit of a
     program, at most half of task.options.step_seconds.
     """
 
@@ -74,9 +74,9 @@ class Python:
     memory_mb = 1024
 
     def reset(self) -> None:
-        """Raise ConfigError if the command of ``prefix`` does not exist; there is nothing to reset."""
+        """Raise ConfigError if the command in ``prefix`` does not exist. There is nothing to reset."""
         if self.prefix and shutil.which(self.prefix[0]) is None:
-            raise ConfigError(f"{self.prefix[0]}, which is to confine programs, is not in PATH: install it")
+            raise ConfigError(f"{self.prefix[0]}, which must confine programs, is not in PATH: install it")
 
     def python(self, code: str) -> str:
         """Run a Python program and read what it prints.
@@ -95,5 +95,5 @@ class Python:
 
 
 def same_number(completion: str, answer: str) -> float:
-    """Return 1 if the last number equals that of the row's answer, as in the task gsm8k; otherwise 0."""
+    """Return 1 if the completion's final number equals the answer's, as in the task gsm8k, otherwise 0."""
     return float(final_number(completion) == final_number(answer) is not None)

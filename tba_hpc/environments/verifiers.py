@@ -1,12 +1,12 @@
-"""Environments of verifiers (github.com/PrimeIntellect-ai/verifiers), whose model is the searcher's.
+"""Environments of verifiers (github.com/PrimeIntellect-ai/verifiers), whose model is the searcher's policy.
 
     class Sums(Rollout):
         python = "/project/verifiers/bin/python"    # of a virtual environment with verifiers
         env = {"taskset": {"id": "gsm8k-v1"}, "agent": {"harness": {"id": "null"}}}
 
-Rollouts run unchanged in one process of that Python (``verifiers_host.py``). A rollout's request to its model
-asks for the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N`` prints
-rows, which hold the beginnings of the first N tasks.
+Rollouts run unchanged in a process of that Python (``verifiers_host.py``). A rollout's request to its model
+is a request for the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N``
+prints the rows of the first N tasks, which contain the beginnings of their rollouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 
 class Host:
-    """Process of verifiers, with a queue of answers for each rollout. Raises ConfigError if it ends."""
+    """Connection to the process of verifiers. Raises ConfigError if the process ends."""
 
     def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
         words = [python, "-P", str(PROGRAM), json.dumps(env), str(tasks)]
@@ -46,14 +46,14 @@ class Host:
         self.tasks: list[Line] = self.ask(0)["tasks"]
 
     def send(self, id: int, **order: Any) -> None:
-        """Send a rollout an order; without any, the rollout ends."""
+        """Send an order to a rollout; an empty order ends it."""
         assert self._process.stdin
         with suppress(BrokenPipeError):  # whoever waits for an answer reports it
             self._process.stdin.write(f"{json.dumps({'id': id, **order})}\n".encode())
             self._process.stdin.flush()
 
     def ask(self, id: int, **order: Any) -> Line:
-        """Begin a rollout, or answer its request. Return its next request, or how it ended."""
+        """Begin a rollout, or answer its request; return its next request, or its result."""
         self.send(id, **order)
         while self._process.poll() is None or not self._answers[id].empty():
             with suppress(queue.Empty):
@@ -74,9 +74,9 @@ class Host:
 
 
 class Rollout:
-    """Environment whose ``reset`` begins a rollout, and whose ``step`` gives it the model's turns.
+    """Environment whose ``reset`` begins a rollout, and whose ``step`` sends it the model's turns.
 
-    python: path of a Python with verifiers. env: verifiers' own configuration of an environment.
+    python: path of a Python with verifiers. env: verifiers' configuration of an environment.
     """
 
     python: ClassVar[str] = sys.executable
@@ -89,15 +89,15 @@ class Rollout:
         cls._host = Host(cls.python, cls.env)
 
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
-        """Begin the rollout. Raises ValueError if it does not begin as its row says."""
+        """Begin the rollout. Raises ValueError if its first request does not equal the row's."""
         self._id = next(self._host.ids)
         self._known: list[Message] = []
         self._reward: float | None = None
         if self._ask(task=task) != prompt or self._tools != list(tools):
-            raise ValueError("the rollout begins otherwise than its row: write the rows again")
+            raise ValueError("the rollout begins differently from its row: write the rows again")
 
     def step(self, messages: Sequence[Message]) -> tuple[list[Message], bool, float]:
-        """Give the model's turn to the rollout. Return its new messages, whether it has ended, and 0.0."""
+        """Send the model's turn to the rollout. Returns new messages, whether it has ended, and reward 0."""
         thought, _, said = str(messages[-1]["content"]).rpartition("</think>")
         calls = [call for call in parse_calls(said) if isinstance(call, Call)]
         wire = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
@@ -107,14 +107,14 @@ class Rollout:
         return following[1:], self._reward is not None, 0.0
 
     def get_reward(self) -> float:
-        """Return the reward of the rollout, which is cut off if it still goes on."""
+        """Return the rollout's reward, after telling it that its context is full if it has not ended."""
         if self._reward is None:
             self._ask(cut=True)
         assert self._reward is not None
         return self._reward
 
     def _ask(self, **order: Any) -> list[Message]:
-        """Send an order; return the messages that the next request adds to the last one, none at the end."""
+        """Send an order; return the messages that the next request adds. At the end there are none."""
         line = self._host.ask(self._id, **order)
         if "error" in line:
             raise RuntimeError(line["error"])
@@ -136,7 +136,7 @@ class Rollout:
 
 
 def row(host: Host, task: Line) -> Line:
-    """Return the row of a task, with the messages and tools that its rollout begins with."""
+    """Return the row of a task, with the messages and tools with which its rollout begins."""
     line = host.ask(id := next(host.ids), task=task)
     host.send(id)
     if "ask" not in line:

@@ -1,10 +1,10 @@
-"""An environment of verifiers in a Python of its own, which need not have tba_hpc; see ``verifiers.py``.
+"""Runs an environment of verifiers in a separate Python, which need not have tba_hpc; see ``verifiers.py``.
 
     PYTHON -P verifiers_host.py CONFIG TASKS
 
-It prints the first TASKS tasks, and plays the tasks that it is given. Each line is JSON, with the id of a
-rollout. Lines that come in hold ``task``, ``say`` (a turn of the model), ``cut`` (there are no more turns),
-or nothing else, which ends the rollout. Lines that go out hold ``ask`` (a request), ``end`` (the reward) or
+It prints the first TASKS tasks, then runs the tasks that it receives. Each line is JSON with the id of a
+rollout. Input lines contain ``task`` (begin), ``say`` (a turn of the model), ``cut`` (there are no more
+turns), or nothing else (end the rollout). Output lines contain ``ask`` (a request), ``end`` (the reward) or
 ``error``.
 """
 
@@ -28,11 +28,11 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 MODEL = "policy"
 CONTEXT = ModelContext(model=MODEL, client=TrainClientConfig(base_url="none", api_key_var="NONE"))
-"""Description of the model for a rollout; the Host plays that model."""
+"""Placeholder for the model; the Host answers its requests."""
 
 
 class Host(Client):
-    """The model of every rollout, whose turns come from the rank."""
+    """Client that answers the model requests of all rollouts with turns from the searcher's rank."""
 
     def __init__(self, config: dict[str, Any], out: int) -> None:
         found = resolve_env_config(config)
@@ -50,7 +50,7 @@ class Host(Client):
         os.write(self._out, f"{json.dumps(line)}\n".encode())
 
     async def serve(self) -> None:
-        """Obey the lines of the input until there are no more."""
+        """Carry out the lines of the input until it ends."""
         async with self.env.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
                 self._execute(**json.loads(line))
@@ -89,13 +89,16 @@ class Host(Client):
     async def get_response(
         self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str = "", *_: Any, **__: Any
     ) -> Response:
-        """Return the model's turn for the rollout whose trace has this id. Raises ProviderError if cut."""
+        """Return the model's turn for the rollout with trace ``session_id``.
+
+        Raises ProviderError if there are no more turns.
+        """
         id, trace = self._traces[session_id]
         asked = self._answers[id] = asyncio.get_running_loop().create_future()
         self.send(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
         answer = await asked
         if "cut" in answer:
-            trace.stop("cut_off")  # so that it is scored as it is
+            trace.stop("cut_off")  # so that it is scored nevertheless
             raise ProviderError("this is the maximum context length", status_code=400)
         said = answer["say"]
         calls = [ToolCall(id=f"{trace.num_turns}-{n}", **call) for n, call in enumerate(said.pop("calls"))]
@@ -108,7 +111,7 @@ class Host(Client):
 
 if __name__ == "__main__":
     own = os.dup(1)
-    os.dup2(2, 1)  # what an environment prints must not be read as an answer
+    os.dup2(2, 1)  # an environment's prints must not be read as answers
     host = Host(json.loads(sys.argv[1]), own)
     server.resolve_client = lambda _: host
     first = host.env.taskset.take(int(sys.argv[2]))

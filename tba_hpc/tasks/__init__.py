@@ -1,15 +1,16 @@
-"""Tasks: prompts and rewards. ``load_task`` finds one by its name, or as ``module:Class`` of the user's own.
+"""Tasks: prompts and rewards. ``load_task`` makes a built-in task, or the user's own ``module:Class``.
 
 A task is a class with the methods of ports.Task and this constructor:
 
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
-Here ``options`` stands for named, annotated keyword arguments, against which ``task.options`` of the config
-is checked. An argument ``serve`` gets a ports.Serve, with which the task has another model served. An
-argument ``reward`` gets what task.reward names: config.RewardSections by name.
+``options`` stands for annotated keyword arguments, against which the config's ``task.options`` are checked.
+An argument named ``serve`` receives a ports.Serve, which serves another model for the task. An argument named
+``reward`` receives the config.RewardSections of task.reward, by name.
+
 A classmethod ``resources(section)`` returns the models, hub data and files that a TaskSection names, as
-types.Resource. ``tba fetch`` brings them to a cluster, and ``tba submit`` checks that they are there.
-Task modules are imported when asked for, so that no task needs the libraries of another.
+types.Resource. ``tba fetch`` downloads them, and ``tba submit`` checks that they exist. A task's module is
+imported only if the task is used, so that no task needs the libraries of another.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ TASKS = {
 }
 
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward"))
-"""Arguments of every task's constructor; the others are its options."""
+"""Constructor arguments with a fixed meaning; all others are a task's options."""
 
 
 def load_task(
     config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
 ) -> Task:
-    """Make a task as ``make_task`` does, to train on: all its prompts are read and checked.
+    """Make a task as ``make_task`` does, and read and check all its prompts.
 
-    Raises ConfigError, too, if there is no training problem, or if prompts break the rules of ports.Task.
+    Also raises ConfigError if there is no training problem, or if prompts violate ports.Task.
     """
     task = make_task(config, tokenizer, serve, room=room)
     if not checked_prompts(task, "train"):
@@ -65,19 +66,19 @@ def load_task(
 def make_task(
     config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
 ) -> Task:
-    """Make the task that ``config`` names, with its options; it encodes with ``tokenizer``.
+    """Make the task that ``config`` names, with its options and ``tokenizer``.
 
-    serve: for tasks that have another model served. room: most tokens of a prompt; tasks.rows.Rows sets
-    longer prompts aside if these are few. Raises ConfigError, with one sentence, for an unknown task; a class
-    that is no task; an unknown, ill-typed or missing option; a file that has no use; a missing ``serve``.
-    Files are read when prompts are asked for; only then is it known whether they are missing or ill-formed.
+    serve: for tasks that query another model. room: length limit of prompts, in tokens; tasks.rows.Rows sets
+    a few longer prompts aside. Raises ConfigError for an unknown task, a class that is not a task, an
+    unknown, ill-typed or missing option, a file that the task does not use, or a missing ``serve``. Files are
+    only read when prompts are needed, so missing or malformed ones are not noticed here.
     """
     task_class = with_defaults(_find(config.name), config.name)
     _check_options(config.options, task_class, config.name)
     given: dict[str, Any] = {"train_file": config.train_file, "test_file": config.test_file}
     if "serve" in inspect.signature(task_class).parameters:
         if serve is None:
-            raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
+            raise ConfigError(f"the task {config.name} queries a second model, which cannot be served here")
         given["serve"] = serve
     if "reward" in _parameters(task_class):
         given["reward"] = config.reward
@@ -104,7 +105,7 @@ def task_resources(config: TaskSection) -> list[Resource]:
 
 
 def _find(name: str) -> type:
-    """Return the class behind a registered name or ``module:Class``. Raises ConfigError."""
+    """Return the class with a registered name or ``module:Class``. Raises ConfigError."""
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
@@ -118,7 +119,7 @@ def _find(name: str) -> type:
 
 
 def _check_options(options: Mapping[str, object], task_class: type, task: str) -> None:
-    """Raise ConfigError unless the constructor takes ``options`` as they are."""
+    """Raise ConfigError if an option is unknown, ill-typed or missing."""
     valid = {key: value for key, value in _parameters(task_class).items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:
@@ -130,7 +131,7 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
 
 
 def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
-    """Return a constructor's parameters, by name; ``**options`` stands for those of the next base class."""
+    """Return a constructor's parameters by name; ``**options`` adds those of the next base class."""
     found: dict[str, inspect.Parameter] = {}
     for make in (vars(kind)["__init__"] for kind in task_class.__mro__[:-1] if "__init__" in vars(kind)):
         own = list(inspect.signature(make, eval_str=True).parameters.values())[1:]
@@ -141,7 +142,7 @@ def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
 
 
 def _check_constructor(task: str, task_class: type, *arguments: object, **keywords: object) -> None:
-    """Raise ConfigError unless the constructor takes the arguments that every task is given."""
+    """Raise ConfigError unless the constructor accepts these arguments."""
     try:
         inspect.signature(task_class).bind(*arguments, **keywords)
     except TypeError as error:

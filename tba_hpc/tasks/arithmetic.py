@@ -6,8 +6,8 @@ A problem, its worked solution and its bare answer:
     17-3=14;14+9=23;#### 23
     #### 23
 
-The splits are disjoint by construction: an expression (``17-3+9``) belongs to the split that its
-checksum names, whatever the seed. Nothing is read from disk.
+The splits are disjoint by construction, for every seed: the checksum of an expression (``17-3+9``) decides
+its split. Nothing is read from disk.
 """
 
 from __future__ import annotations
@@ -33,23 +33,19 @@ START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
 LARGEST = 50
-"""Ranges with both ends included: START of the first number, CHANGE of each change, STEPS of their number.
-
-Results lie between 0 and LARGEST.
-"""
+"""Largest value of any total; the smallest is 0. START, CHANGE and STEPS are inclusive ranges of the first
+number, of each change, and of the number of changes."""
 
 PARTS = 10
-"""Divisor of checksums; the remainder is the part of an expression.
-
-Part p is held out for HELD_OUT[p]; the other eight are for training.
-"""
+"""Number of parts into which checksums divide expressions. Part p is held out for HELD_OUT[p]; the other
+eight are for training."""
 
 Size = Annotated[int, Field(ge=0, le=100_000)]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Story of ``name``, who has ``start`` of ``item`` and gains or loses ``changes``, by these ``verbs``."""
+    """A word problem: ``name`` has ``start`` of ``item``, then gains or loses ``changes`` by ``verbs``."""
 
     name: str
     item: str
@@ -59,22 +55,22 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """Expression that identifies a problem, such as ``17-3+9``."""
+        """Expression that identifies the problem, such as ``17-3+9``."""
         return str(self.start) + "".join(f"{change:+d}" for change in self.changes)
 
     @property
     def totals(self) -> list[int]:
-        """The running total: before any change, after the first, and so on."""
+        """Running totals, beginning with the number before any change."""
         return list(accumulate(self.changes, initial=self.start))
 
     @property
     def target(self) -> str:
-        """Result after all changes."""
+        """Final number of items, the gold answer."""
         return str(self.totals[-1])
 
     @property
     def question(self) -> str:
-        """The prompt's text, newline included."""
+        """Text of the prompt, ending with a newline."""
         story = [f"{self.name} has {self.start} {self.item}."]
         for verb, change in zip(self.verbs, self.changes, strict=True):
             story.append(f"{self.name} {verb} {abs(change)}.")
@@ -82,19 +78,19 @@ class Problem:
 
     @property
     def bare_answer(self) -> str:
-        """The result without working."""
+        """The result without a worked solution, such as ``#### 23``."""
         return f"#### {self.target}"
 
     @property
     def solution(self) -> str:
-        """One equation per change, then the result."""
+        """Worked solution: an equation per change, then the result."""
         totals = self.totals
         work = [f"{a}{c:+d}={b};" for a, c, b in zip(totals, self.changes, totals[1:], strict=False)]
         return "".join(work) + self.bare_answer
 
     @property
     def counted_solution(self) -> str:
-        """Solution that counts changes one by one, ``17-3=16-2=15-1=14;``: long, uneven, easy to learn."""
+        """Worked solution that counts one by one, ``17-3=16-2=15-1=14;``, which is long but easy to learn."""
         totals = self.totals
         work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
         return "".join(work) + self.bare_answer
@@ -107,13 +103,13 @@ def _count(total: int, change: int) -> str:
 
 
 def split_of(expression: str) -> Split:
-    """Return the only split that may hold ``expression``."""
+    """Return the split to which ``expression`` belongs."""
     part = zlib.crc32(expression.encode()) % PARTS
     return HELD_OUT[part] if part < len(HELD_OUT) else "train"
 
 
 def draw_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
-    """Draw ``count`` problems of ``split`` with distinct expressions; equal arguments give equal problems."""
+    """Draw ``count`` problems of ``split`` with distinct expressions, determined by ``seed``."""
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -138,7 +134,7 @@ def _draw(rng: np.random.Generator) -> Problem:
 
 
 def _draw_change(rng: np.random.Generator, total: int) -> int:
-    """Draw a gain or a loss after which the total still lies between 0 and LARGEST."""
+    """Draw a gain or a loss that keeps the total between 0 and LARGEST."""
     size = _between(rng, CHANGE)
     gains = bool(rng.integers(2))
     return size if total < size or (gains and total + size <= LARGEST) else -size
@@ -154,13 +150,13 @@ def _between(rng: np.random.Generator, ends: tuple[int, int]) -> int:
 
 
 def is_correct(text: str, target: str) -> bool:
-    """Tell whether the target is all that follows the first ``####``: a second try is not an answer."""
+    """Return whether exactly the target follows the first ``####``; a second attempt is wrong."""
     _, _, answer = text.partition("####")
     return answer.strip() == target
 
 
 class Arithmetic(RightOrWrong):
-    """Reward 1 for a completion that ended by itself with the right number after ``####``, else 0."""
+    """Task with reward 1 for a completion that ends by itself with the right ``####`` number, else 0."""
 
     def __init__(
         self,
@@ -173,7 +169,7 @@ class Arithmetic(RightOrWrong):
         test_problems: Size = 512,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Set the size of each split, in problems; ``seed`` draws others. Raises ConfigError given a file."""
+        """Set the number of problems of each split, and the seed. Raises ConfigError if a file is given."""
         remedy = "it generates its problems; remove them or choose another task.name"
         refuse_files("arithmetic", train_file, test_file, remedy=remedy)
         super().__init__(tokenizer)
@@ -190,9 +186,9 @@ class Arithmetic(RightOrWrong):
         return [(problem.question, problem.target) for problem in problems]
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a question with the line end that the problems have."""
+        """Encode a question with a newline at its end, as in the problems."""
         return self._encode(f"{text.strip()}\n")
 
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the text after the marker is the target; see ``is_correct``."""
+        """Return whether a completion's text has the right result; see ``is_correct``."""
         return is_correct(text, target)

@@ -1,8 +1,8 @@
-"""Compares a written answer with the gold answer, exactly, by the rules of docs/tasks.md.
+"""Compares a written mathematical answer with the gold answer, exactly, by the rules of docs/tasks.md.
 
-Whole texts are compared first, then their parts: lists, relations, words, quantities. Values come last, with
-the parser of math-verify and sympy. math-verify's own comparison takes the last side of an equation for the
-answer, letters in any order for a word, and six decimals for a number.
+Whole texts are compared first, then their parts: lists, relations, words, quantities. Values are compared
+last, with math-verify's parser and sympy. math-verify's own comparison is too lenient: it accepts the last
+side of an equation as the answer, letters in any order as a word, and six decimals as a number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
 
 LONGEST = 4000
-"""Most characters of an answer that is parsed; a longer one must be the gold answer's very text."""
+"""Most characters of an answer that is parsed. A longer one must be identical to the gold answer."""
 
 POINTS, DIGITS = 5, 40
-"""Number of points at which expressions are compared, and of digits to which they must agree."""
+"""Number of random points at which expressions are compared, and number of digits that must agree."""
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
@@ -30,21 +30,21 @@ NAME = re.compile(
     rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""Names that an answer may give its value: letters, sums of letters, or words, but no number."""
+"""What may stand before = as the name of a value: letters, sums of letters, or words, but no number."""
 
 SYMBOL = re.compile(
     rf"(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))\s*(?:_\s*(?:\w|\{{\w*\}})|\^\{{-1\}})*\s*(?:\(.*\))?"
     r"|[A-Z]{2,3}|\[[A-Z]+\]|\\(?:angle|triangle)\s*[A-Z]+|\\overline\s*\{[A-Z]+\}"
     r"|\\frac\{d\w\}\{d\w\}|\\text\{[^{}]*\}"
 )
-"""A single name: a letter, a function, a line, an area, an angle, a derivative, or words."""
+"""A single name: a letter, function, line, area, angle, derivative, or words."""
 
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
-"""A letter that is a name, not a part of a command."""
+"""A letter that is a name, not part of a LaTeX command."""
 
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
 SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\frac(?=\{))+", re.DOTALL)
-"""Arithmetic with nothing but written numbers."""
+"""Arithmetic of written numbers only."""
 
 LEFT_TO_DO = re.compile(
     r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"
@@ -53,7 +53,7 @@ BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)
 
 
 def equal(given: str, gold: str) -> bool:
-    """Compare an answer with the gold one; both LaTeX or plain, without dollar signs or boxes around them.
+    """Return whether an answer equals the gold answer; both LaTeX or plain, without dollar signs or boxes.
 
     Raises whatever sympy raises for a text that it cannot read.
     """
@@ -66,7 +66,7 @@ def equal(given: str, gold: str) -> bool:
 
 
 def _same(given: str, gold: str) -> bool:
-    """Compare two texts that ``notation.in_one_form`` has rewritten, or parts of such texts."""
+    """Compare two texts, or parts of them, that ``notation.in_one_form`` has normalised."""
     mine, theirs = _bare(given), _bare(gold)
     if mine == theirs:
         return bool(mine)
@@ -81,13 +81,13 @@ def _same(given: str, gold: str) -> bool:
 
 
 def _unfinished(given: str, gold: str) -> bool:
-    """Tell whether an answer leaves undone what the gold works out: 48 + 24, a sum over k, an integral."""
+    """Return whether an answer leaves a computation undone, such as 48 + 24, but the gold answer does not."""
     plain = SUM.fullmatch(given) and not SUM.fullmatch(gold)
     return bool(plain) or bool(LEFT_TO_DO.search(given) and not LEFT_TO_DO.search(gold))
 
 
 def _bare(text: str) -> str:
-    r"""Remove brackets around a single value, ``\text`` around a list, and the marks between thousands."""
+    r"""Remove brackets around a single value, ``\text`` around a list, and thousands separators."""
     typed = re.fullmatch(r"\\text\{([^{}]*[,\d][^{}]*)\}", text)
     text = typed[1].strip() if typed else text
     for opening, closing in (("(", ")"), ("{", "}")):
@@ -99,7 +99,7 @@ def _bare(text: str) -> str:
 
 
 def _joined(text: str) -> str:
-    """Remove the blanks and commas between thousands."""
+    """Remove spaces and commas that separate thousands."""
     return notation.rewritten(text, notation.NUMBERS[:2])
 
 
@@ -107,7 +107,7 @@ def _joined(text: str) -> str:
 
 
 def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | None) -> bool:
-    """Compare two lists; a text that is none counts as a list of one."""
+    """Compare two lists; None stands for a list with the text itself as its only item."""
     mine, theirs = mine or Listing("", (given,)), theirs or Listing("", (gold,))
     if len(mine.items) != len(theirs.items):
         return False
@@ -119,13 +119,13 @@ def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | N
 
 
 def _kinds_agree(mine: str, theirs: str) -> bool:
-    """Compare kinds of lists; one without brackets may be a set, a union, or a tuple in the same order."""
+    """Return whether kinds of lists match. A list without brackets matches a set, a union or a tuple."""
     sets = ("", r"\{\}"), ("", "()"), ("", "cup")
     return mine == theirs or any({mine, theirs} == set(pair) for pair in sets)
 
 
 def _matched(mine: list[str], theirs: list[str]) -> bool:
-    """Pair each item with an equal one of the other list; return False if an item finds none."""
+    """Return whether each item can be paired with an equal item of the other list, in any order."""
     for one in mine:
         found = next((other for other in theirs if _same(one, other)), None)
         if found is None:
@@ -142,7 +142,7 @@ def _related(*texts: str) -> bool:
 
 
 def _same_relation(given: str, gold: str) -> bool:
-    """Compare equations, chains and inequalities, or one of them with a value that it must state."""
+    """Compare two relations (equations, chains, inequalities), or a relation with a value."""
     (mine, my_signs), (theirs, their_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
     if r"\approx" in my_signs + their_signs:
         return _same_rounded(mine, theirs)
@@ -165,16 +165,16 @@ def _same_relation(given: str, gold: str) -> bool:
 
 
 def _is_solved(sides: list[str]) -> bool:
-    """Tell whether a relation gives a name its number; a relation yet to be solved does not equal it."""
+    """Return whether a relation is solved, such as x = 3. An unsolved one does not equal a solved one."""
     ends = sides[0], sides[-1]
     return any(SYMBOL.fullmatch(end) for end in ends) and any(not LETTER.search(end) for end in ends)
 
 
 def _says(sides: list[str], signs: list[str], value: str) -> bool:
-    """Tell whether a relation states a value: all sides of an equation must equal it.
+    """Return whether a relation states the value.
 
-    The first side may be a name that the value lacks, and so may the last of two. An inequality is compared
-    as an interval.
+    All sides of an equation must equal the value, except that the first side, or the last of two, may be a
+    name that does not occur in the value. An inequality is compared as an interval.
     """
     if set(signs) <= {"=", r"\equiv"}:
         return _all_are(_unnamed(sides, value), value)
@@ -185,7 +185,7 @@ def _says(sides: list[str], signs: list[str], value: str) -> bool:
 
 
 def _all_are(sides: list[str], value: str) -> bool:
-    """Compare all sides with the value; at least one of them must be worked out."""
+    """Return whether all sides equal the value; at least one of them must be fully computed."""
     right = [_same(side, value) for side in sides]
     return any(right) and all(
         yes or _same_quantity(side, value) for yes, side in zip(right, sides, strict=True)
@@ -199,10 +199,10 @@ def _unnamed(sides: list[str], value: str) -> list[str]:
 
 
 def _names(side: str, value: str) -> bool:
-    """Tell whether a side is a name for the value, which must not contain that name.
+    """Return whether a side is a name for the value, which must not contain that name.
 
-    A value with letters takes only a single name. A value that is itself a name, or words, takes none, since
-    A=B answers twice.
+    A value with letters may only have a single name. A value that is itself a name, or words, may have none,
+    since A=B would be two answers.
     """
     is_name = SYMBOL.fullmatch(side) or (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side))
     if side.startswith(("-", "+")) or not is_name:
@@ -216,10 +216,10 @@ def _names(side: str, value: str) -> bool:
 
 
 def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
-    """Compare the sides of texts with ≈.
+    """Compare relations that contain ≈.
 
-    If the gold answer has ≈ itself, every value that rounds to it is right. Otherwise one side must be the
-    gold answer itself.
+    If the gold answer contains ≈, every value that rounds to it is right. Otherwise one side must equal the
+    gold answer exactly.
     """
     mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
     if len(theirs) > 1 or "." in theirs[-1]:
@@ -229,7 +229,7 @@ def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Tell whether a value rounds to a decimal; a text that is no decimal must be equal."""
+    """Return whether a value rounds to ``decimal``; if that is not a decimal, whether they are equal."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -246,7 +246,7 @@ def _number(text: str) -> Any:
 
 
 def _region(sides: list[str], signs: list[str]) -> str | None:
-    """Return the interval that an inequality of one name describes; None for any other relation."""
+    """Return the interval that an inequality in one variable describes; None for any other relation."""
     if signs[0] in (">", r"\geq"):
         sides, signs = sides[::-1], [TURNED.get(sign, "") for sign in reversed(signs)]
     if any(sign not in ("<", r"\leq") for sign in signs):
@@ -260,7 +260,7 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 
 def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
-    """Tell whether one relation of two sides is the other times a number."""
+    """Return whether one relation with two sides is a multiple of the other."""
     import sympy
 
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))
@@ -276,7 +276,7 @@ def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -
 
 
 def _same_quantity(given: str, gold: str) -> bool:
-    """Compare two values, and their units where both have one; 28 % is 28, and 0.28 is 28 %."""
+    """Compare two values, and their units if both have one. 28 % equals 28, and also 0.28."""
     mine, theirs = quantity(given), quantity(gold)
     if mine.value != theirs.value and _are_times(mine.value, theirs.value):
         return False
@@ -290,7 +290,7 @@ def _same_quantity(given: str, gold: str) -> bool:
 
 
 def _are_times(given: str, gold: str) -> bool:
-    """Tell whether these are times of day, which equal no other ratio: 3:05, or 12:30 as the gold answer."""
+    """Return whether these are times of day, such as 3:05, which must not be compared as ratios."""
     return bool(re.search(r":0\d", given + gold) or (":" in given and re.fullmatch(r"\d{1,2}:\d\d", gold)))
 
 
@@ -305,7 +305,7 @@ def _same_value(given: str, gold: str) -> bool:
 
 
 def _plain(text: str) -> Fraction | None:
-    """Return the value of an integer, a decimal or a fraction of integers; None for any other text."""
+    """Return the value of an integer, decimal or fraction of integers; None for any other text."""
     match = PLAIN.fullmatch(text)
     if not match or (match[3] and match[4]) or (match[4] and not int(match[4])):
         return None
@@ -314,7 +314,7 @@ def _plain(text: str) -> Fraction | None:
 
 
 def _based(text: str) -> tuple[str, str] | None:
-    """Return the digits of a number and the base that is written with it; None if there is no base."""
+    """Return the digits and the base of a number that is written with a base, otherwise None."""
     match = BASED.fullmatch(text)
     return (match[1].lstrip("0"), match[2] or match[3]) if match else None
 
@@ -323,11 +323,11 @@ UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
     r"|'|\"|…|\\[lc]?dots|\\approx|\\begin\{(?!\w*matrix)"
 )
-"""Marks that the parser would leave out, or misread."""
+"""Marks that the parser would ignore or misread."""
 
 
 def _value(text: str) -> Any:
-    """Parse one expression with math-verify's parser. Raises what that raises, or ValueError."""
+    """Parse an expression with math-verify's parser. Raises the parser's errors, or ValueError."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
@@ -362,7 +362,7 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Return points at which to compare expressions; those that agree at all points are equal in practice."""
+    """Return random points for comparing expressions. Those that agree at all points are taken as equal."""
     import sympy
 
     draw, names = random.Random(0), sorted(symbols, key=str)
@@ -376,9 +376,9 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Compare two numbers to DIGITS digits; those with a rational difference must be exactly equal.
+    """Return whether two numbers agree to DIGITS digits; if their difference is rational, it must be 0.
 
-    If one is no finite number, sympy has to simplify the difference to 0.
+    If one is not a finite number, sympy must simplify the difference to 0.
     """
     import sympy
 

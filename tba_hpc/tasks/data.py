@@ -1,4 +1,4 @@
-"""Rows of a data set, from a local JSONL file or from the Hugging Face hub."""
+"""Reads rows of a data set from a local JSONL file or the Hugging Face hub, and divides them into splits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
-"""Largest share of unusable rows that is set aside; with more, the data are taken for the wrong ones."""
+"""Largest share of rows that may be unusable. Above it, the data are refused as the wrong ones."""
 
 MOST_LEVELS = 100
-"""Deepest nesting of lists and objects in a row; every thread of every rank can handle that much."""
+"""Deepest nesting of lists and objects in a row that every thread of every rank can handle."""
 
 BLANK = b" \t\r\xef\xbb\xbf"
-"""Bytes that a blank line may hold, those of a byte-order mark included."""
+"""Bytes that a blank line may contain, including those of a byte-order mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class HubData:
 class Table(Generic[T]):
     """A task's rows by split; each source is read once.
 
-    Validation is the end of the training rows, unless it has a source of its own, and is never trained on: so
-    no choice looks at the test. The test, too, is taken from the training rows, before validation, unless it
-    has a source of its own. Unusable rows are set aside first. parse, wanted: as for ``usable_rows``.
-    held_out: number of rows of a held-out slice. key: the config key of ``held_out``. identity: gives equal
-    texts for rows that ask the same.
+    A held-out split without a source of its own is taken from the end of the usable training rows, which are
+    then not trained on: the last ``held_out`` rows are for validation, and those before them for test.
+
+    parse, wanted: see ``usable_rows``. key: config key of ``held_out``, for errors. identity: function that
+    returns equal strings for rows with the same question.
     """
 
     sources: Mapping[Split, str | HubData]
@@ -60,7 +60,7 @@ class Table(Generic[T]):
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Return the rows of a split; warn if held-out ones are trained on, too. Raises ConfigError."""
+        """Return the rows of a split; warn if held-out rows are also trained on. Raises ConfigError."""
         found = self._rows(split)
         if split != "train" and "train" in self._read:
             self._tell_shared(split, found)
@@ -92,7 +92,7 @@ class Table(Generic[T]):
 def sources_of(
     train_file: str | None, test_file: str | None, hub: Mapping[Split, HubData]
 ) -> dict[Split, str | HubData]:
-    """Return the source of each split: the task's files, or the hub's data if no training file is given."""
+    """Return the source of each split: the given files, or the hub's data if there is no training file."""
     found: dict[Split, str | HubData] = {**hub} if train_file is None else {"train": train_file}
     if test_file:
         found["test"] = test_file
@@ -100,28 +100,28 @@ def sources_of(
 
 
 def hub_resources(task: TaskSection, sources: Mapping[Split, str | HubData]) -> list[Resource]:
-    """Return the data sets of the hub among the sources of a task, each once."""
+    """Return the hub data sets among the sources of a task, without repeats."""
     parts = [source for source in sources.values() if isinstance(source, HubData)]
     key = f"task.name={task.name}, data"
     return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in parts))
 
 
 def refuse_files(task: str, *files: str | None, remedy: str) -> None:
-    """Raise ConfigError if a task that reads none is given a file."""
+    """Raise ConfigError if a file is given to a task that reads none."""
     for file in filter(None, files):
         raise ConfigError(
-            f"task.train_file and task.test_file ({file}) have no use in the task {task}: {remedy}"
+            f"task.train_file and task.test_file ({file}) are not used by the task {task}: {remedy}"
         )
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
-    """Return the resources that the given options name; an option that is not set names none."""
+    """Return the resources named by the given options, as far as these are set."""
     values = {f"task.options.{option}": task.options.get(option) for option in options}
     return [Resource(kind, key, str(value)) for key, value in values.items() if value]
 
 
 def download(data: Resource) -> None:
-    """Bring a data set of the hub, all its splits, into the cache. Raises what the library raises."""
+    """Download all splits of a hub data set into the cache. Raises the library's errors."""
     import datasets
 
     datasets.load_dataset(data.name, data.subset)
@@ -130,12 +130,12 @@ def download(data: Resource) -> None:
 def usable_rows(
     where: str | HubData, split: Split, *, parse: Callable[[Mapping[str, object]], T | None], wanted: str
 ) -> list[T]:
-    """Parse the rows of a local JSONL file, or of data of the hub; return those that can be used.
+    """Parse the rows of a local JSONL file or a hub data set; return the usable ones.
 
-    A row for which ``parse`` returns None or raises Unusable is set aside, and so is a line without a JSON
-    object. One line of the log counts and names them. Blank lines are skipped. wanted: description of a good
-    row. Raises ConfigError if the file or the data cannot be read or are empty, or if more than
-    MOST_SET_ASIDE of the rows are unusable.
+    A row is set aside if ``parse`` returns None or raises Unusable, or if its line is not a JSON object. The
+    log names such rows. Blank lines are skipped. wanted: description of a good row, for errors. Raises
+    ConfigError if the data cannot be read or are empty, or if more than MOST_SET_ASIDE of the rows are
+    unusable.
     """
     rows = _file_rows(Path(where), f"task.{split}_file") if isinstance(where, str) else _hub_rows(where)
     parsed = {line: _parsed(row, parse) for line, row in rows}
@@ -156,9 +156,9 @@ def usable_rows(
 def split_rows(
     rows: Sequence[T], held_out: Sequence[Split], *, size: int, key: str
 ) -> dict[Split, Sequence[T]]:
-    """Take ``size`` rows off the end for each held-out split; the rest is for training.
+    """Take ``size`` rows from the end for each held-out split; the rest is for training.
 
-    key: the config key of ``size``, for errors. Raises ConfigError where nothing would be left.
+    key: config key of ``size``, for errors. Raises ConfigError if nothing would be left.
     """
     rest = len(rows) - size * len(held_out)
     if rest <= 0:
@@ -174,7 +174,7 @@ def split_rows(
 def _parsed(
     row: bytes | Mapping[str, object], parse: Callable[[Mapping[str, object]], T | None]
 ) -> T | Unusable:
-    """Parse a row, or a line of a file; return Unusable, with the reason, if that fails."""
+    """Parse a row, or a line of a file. Returns Unusable, with the reason, if that fails."""
     try:
         fields = _object(row) if isinstance(row, bytes) else row
         parsed = parse(fields)
@@ -184,22 +184,22 @@ def _parsed(
 
 
 def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
-    """Return number and bytes of each line that is not blank; LF or CRLF ends one. Raises ConfigError."""
+    """Return the number and bytes of each line that is not blank. Lines end with LF or CRLF."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read {key}={path} ({error.strerror}): check the path") from None
     rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip(BLANK)]
     if not rows:
-        raise ConfigError(f"{key}={path} is empty: it must hold one JSON object a line")
+        raise ConfigError(f"{key}={path} is empty: it must hold one JSON object per line")
     return rows
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """Return the JSON object of a line, if every rank can read and handle it. Raises Unusable otherwise."""
+    """Parse the JSON object of a line. Raises Unusable if any rank could fail to handle it."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        if b"\\u" in line:  # perhaps half of a surrogate pair, which no tokenizer takes
+        if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse
             json.dumps(row, ensure_ascii=False).encode()
         deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
     except UnicodeDecodeError:
@@ -209,7 +209,7 @@ def _object(line: bytes) -> Mapping[str, object]:
     except json.JSONDecodeError as error:
         raise Unusable(f"no JSON: {error.msg} at column {error.colno}") from None
     except ValueError:
-        raise Unusable(f"it holds a number of over {sys.get_int_max_str_digits()} digits") from None
+        raise Unusable(f"it holds a number with over {sys.get_int_max_str_digits()} digits") from None
     except RecursionError:
         deep = True
     if deep:
@@ -220,7 +220,7 @@ def _object(line: bytes) -> Mapping[str, object]:
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    """Tell whether lists and objects are nested more than ``levels`` deep."""
+    """Return whether lists and objects are nested more than ``levels`` deep."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels == 0 or any(_is_deep(item, levels - 1) for item in items))
 

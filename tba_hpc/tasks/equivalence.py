@@ -1,8 +1,8 @@
-"""Compares mathematical answers in a process of its own.
+"""Compares mathematical answers in a worker process with limits on time and memory.
 
-The time for the algebra is limited by signals, which only a main thread may take, and rewards are computed in
-another thread. No signal ends a power tower of integers, either. So one worker process does the algebra,
-within bounded memory. A worker that outlasts its deadline is replaced.
+math-verify limits its time by signals, which only a main thread can handle, but rewards are computed in
+another thread. Some computations, such as power towers of integers, cannot be interrupted by a signal at all.
+A worker that exceeds its deadline is therefore replaced.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from tba_hpc.tasks import comparison
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 3
-"""Longest time for an answer within the worker, s."""
+"""Time limit for an answer within the worker, s."""
 
 DEADLINE_SECONDS = 30.0
-"""Longest wait for the worker, its start included, s; after it the answer counts as wrong."""
+"""Longest wait for the worker, including its start, s. After it, the answer counts as wrong."""
 
 WORKER_BYTES = 8 << 30
 """Limit of the worker's address space, bytes."""
 
 
 class Equivalence:
-    """Compares answers one at a time; the worker starts with the first."""
+    """Compares one answer at a time. The worker starts with the first answer."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
 
     def __call__(self, answer: str, target: str) -> bool:
-        r"""Tell whether ``answer`` equals ``target``; both LaTeX or plain, no dollar signs or ``\boxed``."""
+        r"""Return whether ``answer`` equals ``target``; both LaTeX or plain, without ``$`` or ``\boxed``."""
         if self._pool is None:
             # Spawned, because an MPI rank must not be forked.
             self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)
@@ -55,15 +55,15 @@ class Equivalence:
 
 
 def _begin() -> None:
-    """Bound the worker's memory, and load what the first answer would otherwise wait for."""
+    """Limit the worker's memory, and import slow libraries before the first answer."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    # The first answer will say what is wrong; if raised here, the pool would start workers without end.
+    # The first answer will raise any error again; raised here, it would make the pool start workers forever.
     with suppress(Exception):
         _equal(r"\frac{1}{\pi}", "x^2", seconds=0)
 
 
 def _equal(answer: str, target: str, seconds: int = STEP_SECONDS) -> bool:
-    """Compare by the rules, in the worker; False for what cannot be read or takes too long."""
+    """Compare two answers within the worker; False if one cannot be read or if it takes too long."""
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout  # slow to import
 

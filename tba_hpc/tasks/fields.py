@@ -1,4 +1,4 @@
-"""Fields of a row as text: in templates, and as the messages of a conversation."""
+"""Uses the fields of a row as text: in templates, and as the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that the messages of a prompt may have."""
+"""Roles that messages of a prompt may have."""
 
 ANSWERED = ("user", "tool")
-"""Roles that the last message of a prompt may have, since the model answers it."""
+"""Roles that the last message of a prompt may have, because the model answers it."""
 
 KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
-"""Names that errors give to values that are no text."""
+"""Names, in errors, of values that are not text."""
 
 
 class Unusable(ValueError):
-    """Raised for a row that cannot be used; the message says why."""
+    """Raised for an unusable row; the message says why."""
 
 
 def as_text(value: object) -> str:
-    """Return a text or a number as it is, null as an empty text, and anything else as JSON."""
+    """Convert a value to text: null becomes empty, strings and numbers stay, anything else becomes JSON."""
     if value is None:
         return ""
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -29,16 +29,16 @@ def as_text(value: object) -> str:
 
 
 def filled_in(template: str, fields: Mapping[str, object]) -> str:
-    """Replace each {name} in ``template`` by its field, if there is one; braces within fields stay."""
+    """Replace each {name} in ``template`` by the field of that name, if any; braces within fields stay."""
     return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
 def require_text(row: Mapping[str, object], name: str) -> None:
-    """Raise Unusable unless a field is a number, or a text that is not blank."""
+    """Raise Unusable unless a field is a number or a text that is not blank."""
     if name not in row:
         raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
     value = row[name]
-    if value != value:  # NaN, as libraries write a missing value
+    if value != value:  # NaN, which some libraries write for a missing value
         raise Unusable(f"{name!r} is NaN")
     if isinstance(value, str) and not value.strip():
         raise Unusable(f"{name!r} is empty")
@@ -47,7 +47,7 @@ def require_text(row: Mapping[str, object], name: str) -> None:
 
 
 def require_messages(messages: Sequence[object], name: str) -> None:
-    """Raise Unusable unless the field of that name is a list of messages that a model can answer."""
+    """Raise Unusable unless ``messages`` is a conversation that a model can answer. name: its field."""
     role: object = None
     for place, message in enumerate(messages, start=1):
         role, content = (

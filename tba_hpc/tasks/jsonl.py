@@ -1,10 +1,10 @@
-"""Prompts from a JSONL file, and rewards of the user's own: a function, a judge, a program, or several.
+"""Prompts from a JSONL file with the user's own rewards: functions, judges, programs.
 
-A row is a JSON object; its fields fill the template of the prompt, and rewards may look at them:
+Each row is a JSON object, whose fields fill in the prompt's template and are available to rewards:
 
     {"prompt": "What is 2 + 3?", "answer": "5"}
 
-A prompt may also be a list of messages, each with a role and a text, for the model's chat template.
+A prompt may also be a list of messages, each with a role and a content, for the model's chat template.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
 PROMPT = "{prompt}"
-"""The template that shows a prompt as it is."""
+"""Default template, which is the row's prompt unchanged."""
 
 
 class Jsonl(Rows[Fields]):
-    """Task whose reward is the weighted sum of the named rewards, each 0 for a completion that was cut off.
+    """Task whose reward is the weighted sum of the named rewards; these are 0 for a truncated completion.
 
-    own_reward: completions bring a reward of their own, which is added even if they were cut off. A
-    completion whose own reward is NaN gets NaN whatever own_reward is, and no named reward sees it.
+    own_reward: whether the environment's reward of a completion is added, even if it was truncated. A
+    completion whose environment's reward is NaN always gets NaN, and named rewards do not see it.
     """
 
     own_reward = False
@@ -53,14 +53,14 @@ class Jsonl(Rows[Fields]):
         judge_truncated: bool = False,
         validation_prompts: Annotated[int, Field(ge=1)] = 64,
     ) -> None:
-        """Take the options of the config. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError.
 
-        template: the prompt, with {field} for fields of the row. target: the field with the right answer, if
-        there is one; it is only shown. chat: put the prompt into the model's chat template, as a user's
-        message, or as the messages if it is a list of them.
-        correct_from: the lowest reward of an answer that counts as correct in evaluations. judge_truncated:
-        let rewards see completions that the token limit cut off, too; otherwise these get 0.
-        validation_prompts: number of rows of a held-out part of train_file.
+        template: text of the prompt, with {name} for the row's field of that name. target: field with the
+        right answer, if any; it is only displayed. chat: apply the model's chat template to the prompt, as a
+        user's message, or to its list of messages. correct_from: lowest reward of an answer that counts as
+        correct in evaluations. judge_truncated: also reward completions that the token limit cut off, instead
+        of giving them 0. validation_prompts: number of rows of train_file to hold out for each split without
+        a source of its own.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -90,7 +90,7 @@ class Jsonl(Rows[Fields]):
         self._weights = {name: section.weight for name, section in reward.items()}
         self._rewards = make_rewards(reward)
         if not any(isinstance(one, Function) for one in self._rewards.values()):
-            self.longest_call = math.inf  # judges and programs have timeouts of their own
+            self.longest_call = math.inf  # judges and programs have their own time limits
         self._template, self._target = template, target
         self._correct_from = correct_from
         self._judge_truncated = judge_truncated
@@ -98,20 +98,20 @@ class Jsonl(Rows[Fields]):
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """Return (prompt, target, row) of all rows of a split; messages are put into the chat template."""
+        """Return (text of the prompt, target, row) for all rows of a split, with rendered chat messages."""
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
         return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row, which errors call ``line``, lacks a field that a function needs."""
+        """Raise ConfigError if a row lacks a field that a reward function needs. line: its name in errors."""
         for reward in self._rewards.values():
             if isinstance(reward, Function):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """Return a text that is equal for rows that ask the same, whatever their blanks and their answers."""
+        """Return a string that is equal for rows with the same question, apart from spacing."""
         return repr([" ".join(as_text(row.get(name)).split()) for name in self._needed])
 
     def shown(self, row: Fields) -> str:
@@ -122,7 +122,7 @@ class Jsonl(Rows[Fields]):
         return self._chat_tokenizer.render(messages, tools=(), ask=True)
 
     def encoded(self, text: str, row: Fields) -> np.ndarray:
-        """Encode messages that the chat template has rendered; encode any other text as Rows does."""
+        """Encode the text of a prompt; a rendered conversation already has its special tokens."""
         if self.given_messages(row) is None:
             return super().encoded(text, row)
         return self._chat_tokenizer.encode_rendered(text)
@@ -144,8 +144,8 @@ class Jsonl(Rows[Fields]):
     def _checked(self, row: Fields) -> Fields:
         """Return the row unchanged. Raises Unusable if it cannot be asked or judged.
 
-        A field of the template must be a text that is not blank, a number, or the messages of a prompt. A
-        field that a judge sees must not be null.
+        A field of the template must be a number, a text that is not blank, or the prompt's messages. A field
+        in a judge's prompt must not be null.
         """
         lacking = [key for key, is_set in self._for_messages.items() if not is_set]
         for name in sorted(self._needed):
@@ -162,15 +162,15 @@ class Jsonl(Rows[Fields]):
         return row
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a question, in the template if that has a single field."""
+        """Encode a user's question, within the template if that has exactly one field."""
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
     def try_rewards(self, seconds: float = math.inf) -> None:
-        """Try each judge and function once, on the first row. Raises ConfigError if one gives no number.
+        """Try each judge and function once on the first row. Raises ConfigError if one gives no number.
 
-        seconds: deadline of a call.
+        seconds: time limit of a call.
         """
         row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():
@@ -180,20 +180,20 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row, seconds)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the weighted sum of all rewards; ``reward_parts`` then returns each of them."""
+        """Return the weighted sum of all rewards. ``reward_parts`` then returns the terms."""
         return self._judge([prompt] * len(completions), completions)
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return each reward of the last call's completions by name, unweighted; nothing for a single one."""
+        """Return each unweighted reward of the last call by name; empty if there is only one."""
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Tell whether each completion's reward is at least ``correct_from``; ``grades`` returns them."""
+        """Return whether each completion's reward, kept for ``grades``, is at least ``correct_from``."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 
     def grades(self) -> list[float]:
-        """Return the rewards of the completions of the last call of ``correct``."""
+        """Return the rewards of the last call of ``correct``."""
         return self._grades
 
     def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:

@@ -1,10 +1,9 @@
-"""A reward by a judge that answers over HTTP: a chat model, or a server of the user's own.
+"""A reward from a judge over HTTP: a chat model, or the user's own server.
 
-Each answer is judged in one POST of JSON. If the config names a model, the POST is a chat of one message, and
-the reward is the last number that the judge writes (8 for 8/10). Otherwise the POST holds the row's fields
-and the completion, and the reward is the number that comes back, or the ``reward`` of an object. Redirections
-are not followed, because they would take the key along. A proxy that the environment names is used for https
-alone, because it could read the key over plain http.
+Each answer is judged in one POST of JSON. If the config names a model, the POST is a chat with one message,
+and the reward is the last number in the reply (8 for 8/10). Otherwise the POST contains the row's fields and
+the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not followed,
+because they would disclose the key. For the same reason the environment's proxy is only used for https.
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ from tba_hpc.core import web
 from tba_hpc.tasks.fields import filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Most bytes of an answer that are read."""
+"""Most bytes of a reply that are read."""
 
 RETRIES = 3
-"""Number of times that a judge is asked again if it is busy, away or silent."""
+"""Number of retries if a judge is busy, unreachable or silent."""
 
 FIRST_PAUSE = 0.5
-"""Pause before a judge is asked again, s. It doubles each time, up to LONGEST_PAUSE."""
+"""Pause before the first retry, s. It doubles each time, up to LONGEST_PAUSE."""
 
 LONGEST_PAUSE = 30.0
 
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Status codes of a server that may answer later."""
+"""Status codes after which a request is tried again."""
 
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-"""Status codes for a key that is not accepted, and for an address where no judge is, or no longer is."""
+"""Status codes of a wrong key or a wrong address."""
 
 TRIAL_SECONDS = 5.0
-"""Timeout of the trial question before a run, s."""
+"""Time limit of the trial request before a run, s."""
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 BEST = re.compile(rf"({NUMBER.pattern})[*_]*\s*(?:/|out of|of)\s*[*_]*{NUMBER.pattern}", re.ASCII)
-"""A number and the best possible one, as in 8/10."""
+"""A rating and the best possible one, as in 8/10."""
 
 SCALE = re.compile(
     rf"\([^()]*\)|\bscale\b\W*(?:of|from)?\W*{NUMBER.pattern}\s*(?:to|-|\u2013)\s*{NUMBER.pattern}",
     re.ASCII | re.IGNORECASE,
 )
-"""A judge's remarks whose numbers are no ratings: text in brackets, and the range of a scale."""
+"""Text whose numbers are not ratings: remarks in brackets, and the range of a scale."""
 
 
 class Reply(NamedTuple):
-    """Answer of a judge to a POST. wait: seconds until it wants to be asked again, 0 if it does not say."""
+    """Reply of a judge. wait: seconds after which to ask again, from Retry-After; 0 if not given."""
 
     status: int
     body: bytes
@@ -64,14 +63,14 @@ class Reply(NamedTuple):
 
 
 class JudgeError(RuntimeError):
-    """Raised if a judge gives no reward; the message says what it did instead, and never holds the key."""
+    """Raised if a judge gives no reward; the message says what it did instead, and never contains the key."""
 
 
 class Judge:
-    """Reward that asks a judge about up to ``concurrency`` answers at once. Raises JudgeError.
+    """Reward that asks a judge about up to ``concurrency`` answers at once.
 
-    key: name of the judge in errors. pause: function that waits for the given seconds. Raises ConfigError if
-    the environment lacks the judge's secret key.
+    key: name of the judge in errors. pause: function that waits for the given seconds. The constructor raises
+    ConfigError if the environment lacks the judge's secret key; calls raise JudgeError.
     """
 
     def __init__(
@@ -85,14 +84,13 @@ class Judge:
         self._secret = _secret(key, section.key_variable)
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """Return the judge's number for each row and completion; NaN if a chat model writes none."""
+        """Return the judge's number for each (row, completion); NaN if a chat model writes no number."""
         return asyncio.run(self._ask_all(answers))
 
     def try_on(self, row: Mapping[str, object]) -> None:
-        """Ask once, about an empty completion. Raises ConfigError if nobody listens, or everybody is refused.
+        """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout, or a status other than REFUSALS, raises nothing: a judge may be slow at first, or take no
-        empty completion.
+        A timeout or another status is ignored: a judge may be slow at first, or reject empty completions.
         """
         try:
             status = asyncio.run(self._try_on(row)).status
@@ -141,8 +139,8 @@ class Judge:
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
     async def _post(self, client: httpx.AsyncClient, question: object, seconds: float) -> Reply:
-        """Return the answer to a POST. Raises HTTPError, or TimeoutError after ``seconds``."""
-        headers = {"Accept-Encoding": "identity"}  # so that no answer grows when it is read
+        """Send a POST and return the reply. Raises HTTPError, or TimeoutError after ``seconds``."""
+        headers = {"Accept-Encoding": "identity"}  # so that a compressed reply cannot exceed the limit
         headers |= {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         body = b""
         try:
@@ -177,7 +175,7 @@ class Judge:
                 return _rating_of(found["choices"][0])
             return float(found["reward"] if isinstance(found, dict) else found)
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            said = self._masked(answer.decode(errors="replace"))  # before it is cut
+            said = self._masked(answer.decode(errors="replace"))  # before truncation could split the key
             raise self._error(f"answered {said[:80]!r}, which holds no reward") from None
 
     def _error(self, what: str) -> JudgeError:
@@ -188,9 +186,9 @@ class Judge:
 
 
 def _rating_of(choice: Mapping[str, Any]) -> float:
-    """Return the rating in a chat model's message; NaN if that was cut off, perhaps before the rating.
+    """Return the rating in a chat model's message, whose content may be in parts; NaN if it was truncated.
 
-    The text may come in parts. Raises LookupError or TypeError if ``choice`` holds no message.
+    Raises LookupError or TypeError if ``choice`` contains no message.
     """
     content = choice["message"]["content"] or ""
     if choice.get("finish_reason") == "length":
@@ -199,7 +197,7 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
 
 
 def rating(text: str) -> float:
-    """Return the last number that a judge writes, 8 for 8/10 or 8 out of 10; NaN if there is none."""
+    """Return the last number in a judge's text, 8 for 8/10 or 8 out of 10; NaN if there is none."""
     text = text.replace("\N{MINUS SIGN}", "-")
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
@@ -209,7 +207,7 @@ def rating(text: str) -> float:
 
 
 def _secret(key: str, variable: str | None) -> str:
-    """Return the judge's key, empty if it has none. Raises ConfigError if the key cannot be used."""
+    """Return the judge's key; empty if it needs none. Raises ConfigError if the key is missing or invalid."""
     if variable is None:
         return ""
     secret = os.environ.get(variable, "").strip()
@@ -218,14 +216,14 @@ def _secret(key: str, variable: str | None) -> str:
             f"{key}.key_variable={variable} is not set in the environment: export it where the run is started"
         )
     if not (secret.isascii() and secret.isprintable()):
-        raise ConfigError(f"{key}.key_variable={variable} holds characters that no key has: correct it")
+        raise ConfigError(f"{key}.key_variable={variable} has characters that no key has: correct it")
     return secret
 
 
 def _reason(error: BaseException) -> str:
-    """Return the text of an error's first cause, since httpx's own text is often vaguer."""
+    """Return the message of an error's first cause, which is often more precise than httpx's own."""
     while not isinstance(error, TimeoutError) and (cause := error.__cause__ or error.__context__):
         error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
     if isinstance(error, ConnectionError) and error.errno:
-        return os.strerror(error.errno)  # asyncio's text hides it behind the address
+        return os.strerror(error.errno)  # asyncio's message begins with a long address
     return str(error) or type(error).__name__

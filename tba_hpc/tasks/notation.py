@@ -1,6 +1,6 @@
-"""Mathematics as people write it: one form for what means the same, and the parts of a written answer.
+"""Normalises mathematics as people write it, and divides a written answer into parts.
 
-Everything here works on text. tba_hpc/tasks/comparison.py compares the values of the parts.
+Everything here works on text. ``comparison`` compares the values of the parts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
-"""Signs that stand for a minus: U+2212, the en dash, hyphens."""
+"""Characters used as a minus sign: U+2212, the en dash, hyphens."""
 
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
-"""Blanks that may stand within a number: no-break, narrow, thin, as wide as a digit or a point."""
+"""Spaces that may occur within a number: no-break, narrow, thin, as wide as a digit or a point."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Marks between the thousands of a number, other than a comma or a plain blank."""
+"""Thousands separators other than a comma or a plain space."""
 
 COMMANDS = {
     "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
@@ -25,7 +25,7 @@ COMMANDS = {
     "≤": "leq", "≥": "geq", "≠": "ne", "≈": "approx", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm",
     "°": "degree", "ℝ": "mathbb{R}",
 }  # fmt: skip
-"""LaTeX commands by the characters that they stand for."""
+"""LaTeX commands by the equivalent characters."""
 
 SYMBOLS = {
     **{character: f"\\{command} " for character, command in COMMANDS.items()},
@@ -43,13 +43,13 @@ SYMBOLS = {
 
 
 def characters(text: str) -> str:
-    """Return the text with digits, signs and letters in ASCII; blanks of all kinds become plain ones."""
+    """Convert digits, signs and letters to ASCII or LaTeX, and all kinds of spaces to plain ones."""
     text = "".join(SYMBOLS.get(character, character) for character in text)
     return "".join(_ascii_digit(character) for character in text)
 
 
 def digits(text: str) -> str:
-    """Return a text of words with its numbers in ASCII: digits and signs, without WITHIN_NUMBER's marks."""
+    """Convert the numbers in a text to ASCII, without the separators of WITHIN_NUMBER."""
     if not text.isascii():
         text = text.translate({ord(dash): "-" for dash in DASHES})
         text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
@@ -72,7 +72,7 @@ def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rew
 
 
 def rewritten(text: str, rules: list[Rewriting]) -> str:
-    """Return the text after each rule in turn."""
+    """Apply each rule in turn."""
     for pattern, new in rules:
         text = pattern.sub(new, text)
     return text
@@ -125,7 +125,7 @@ LAYOUT = _rules(
     (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
     (r"(?<=[a-zA-Z])'", "_{prime}"),
 )
-r"""Rules for what looks alike: spacing, brackets, typefaces, commands that mean the same.
+r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands.
 
 All typefaces become \text; "and" and "or" become commas.
 """
@@ -136,14 +136,14 @@ def _exponent(match: re.Match[str]) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""Return a repeating decimal as an exact fraction: 0.1\overline{6} is (16 - 1)/90."""
+    r"""Convert a repeating decimal to an exact fraction: 0.1\overline{6} is (16 - 1)/90."""
     whole, first, period = match[1] or "0", match[2], match[3]
     below = (10 ** len(period) - 1) * 10 ** len(first)
     return rf"(\frac{{{int(whole + first + period) - int(whole + first)}}}{{{below}}})"
 
 
 def _decimal(match: re.Match[str]) -> str:
-    """Return a decimal as an exact fraction: 2.50 is 250/100."""
+    """Convert a decimal to an exact fraction: 2.50 is 250/100."""
     whole, places = match[1] or "0", match[2]
     return rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
 
@@ -163,19 +163,19 @@ NUMBERS = _rules(
 )
 """Rules that make numbers exact: thousands, 1e3, repeating decimals, mixed fractions, decimals.
 
-A product gets its sign, because the parser takes 2(3) for a mixed fraction.
+Products get an explicit sign, because the parser would read 2(3) as a mixed fraction.
 """
 
 
 def in_one_form(text: str) -> str:
-    """Remove the layout of a text, by LAYOUT; decimals stay as they are written."""
+    """Normalise characters and layout of a text; decimals stay as written."""
     text = rewritten(characters(text).strip().strip("*"), LAYOUT)
     text = re.sub(r" +", " ", text).strip()
     return re.sub(r"(?<=[^.])\.$", "", text).strip()
 
 
 def exact(text: str) -> str:
-    """Return the text with its numbers in a form that the parser of mathematics reads exactly."""
+    """Rewrite numbers so that the parser reads them exactly."""
     return rewritten(text, NUMBERS)
 
 
@@ -186,7 +186,7 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split a text at the tokens of ``at`` outside of brackets; return parts and those tokens in order."""
+    """Split a text at the tokens ``at`` that are outside brackets; return parts and separators in order."""
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):
         depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
@@ -200,19 +200,19 @@ def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Several items. kind: the brackets around them, empty for none, or ``cup`` for a union."""
+    """A list, tuple, set, interval or union. kind: its brackets, "" for none, or "cup" for a union."""
 
     kind: str
     items: tuple[str, ...]
 
     @property
     def ordered(self) -> bool:
-        """True if the order of the items counts."""
+        """True if the order of the items matters."""
         return self.kind not in ("", r"\{\}", "cup")
 
 
 def listing(text: str) -> Listing | None:
-    """Return the list, tuple, set, interval or union that a text is; None for one thing alone."""
+    """Parse a list, tuple, set, interval or union; None if the text is a single item."""
     bare, _ = pieces(text, (",", ";"))
     if len(bare) > 1:
         return Listing("", tuple(bare))
@@ -230,13 +230,13 @@ def listing(text: str) -> Listing | None:
 def _bracketed(kind: str, items: list[str]) -> Listing | None:
     if len(items) == 1 and kind != r"\{\}":
         return None
-    if kind == "[]" and len(items) != 2:  # it is no interval
+    if kind == "[]" and len(items) != 2:  # not an interval
         kind = ""
     return Listing(kind, tuple(items))
 
 
 def inside(text: str, opening: str, closing: str) -> str | None:
-    """Return the text between two brackets, if they are around all of it; otherwise None."""
+    """Return the text within two brackets that enclose all of it, otherwise None."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     depth, tokens = 0, TOKEN.findall(text)
@@ -248,7 +248,7 @@ def inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def alternatives(text: str) -> str:
-    r"""Return a text with ``\pm`` as the two alternatives that it means, separated by a comma."""
+    r"""Expand ``\pm`` into the two alternatives, separated by a comma."""
     if r"\pm" not in text:
         return text
     plus, minus = (
@@ -263,12 +263,12 @@ WORDS = re.compile(r"(?:\\text\{[^{}]*\}|[^\\\d{}^_=<>|+*/])+")
 
 
 def are_words(text: str) -> bool:
-    """Tell whether a text is words alone. Three letters in a row are a word: ``sole`` is no product."""
+    """Return whether a text consists of words. Three letters in a row are a word, not a product."""
     return bool(WORDS.fullmatch(text) and re.search(r"[a-zA-Z]{3}|^[Nn][Oo]$", text))
 
 
 def plain_words(text: str) -> str:
-    """Strip words of typeface, case, blanks and the brackets around them; one letter keeps its case."""
+    """Remove typeface, case, spaces and enclosing brackets from words. A single letter keeps its case."""
     said = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     said = re.sub(r"[\s{}]", "", said).strip(".\"'")
     said = said[1:-1] if re.fullmatch(r"\([^()]*\)", said) else said
@@ -284,19 +284,19 @@ UNITS = {
     "min": "minute", "h": "hour", "hr": "hour", "mph": "mile/hour", "feet": "foot", "inches": "inch",
     "deg": "degree", "am": "morning", "pm": "afternoon",
 }  # fmt: skip
-"""Full names of units, by their short names."""
+"""Full names of units by abbreviation."""
 
 MONEY = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Words that multiply a number by a power of ten."""
+"""Powers of ten by the words for them."""
 
 NO_UNIT = re.compile(
     r"not|no|minus|plus|times|over|squared|cubed|factorial|root|base|mod(?:ulo)?|more|less|than|least|most|about|"
     r"half|halves|(?:ten|hundred|thousand|four|fif|six|seven|eigh|nin)ths?|third|dozen|infinity|"
     + "|".join(SCALES)
 )  # fmt: skip
-"""Words that say something about the value, and are no unit."""
+"""Words after a number that are not units, because they modify the value."""
 
 POWER = r"(?:\s*\^\s*\{?[23]\}?)?"
 TRAILING = re.compile(
@@ -304,12 +304,12 @@ TRAILING = re.compile(
     rf"|(?P<number>.*[\d)}}.])(?P<word>(?:\s+[a-zA-Z]{{2,}}|(?:cm|mm|km|kg|ft|mph))(?:[\s/]+[a-zA-Z]+)*{POWER})",
     re.DOTALL,
 )
-"""A value and its unit, which is set as text, or is words after a number."""
+r"""A value and its unit, which is in \text or consists of words after a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value and its unit, which is empty if none is written. percent: True for a percentage."""
+    """A value and its unit, which may be empty. percent: True for a percentage."""
 
     value: str
     unit: str = ""
@@ -317,7 +317,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Return a text's value, and the unit at its end or the currency before it."""
+    """Split a text into its value and the unit after it, or the currency before it."""
     for sign, name in MONEY.items():
         match = re.match(rf"(-?)\s*{re.escape(sign)}\s*", text)
         if match:
@@ -336,7 +336,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _measured(value: str, unit: str) -> Quantity | None:
-    """Return a quantity; None if the words are no unit, such as those that say something about the value."""
+    """Return a quantity, or None if the words after the value are not a unit."""
     scale, _, rest = unit.partition(" ")
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)
@@ -350,7 +350,7 @@ def _measured(value: str, unit: str) -> Quantity | None:
 
 
 def _unit(text: str) -> str:
-    """Return a unit's name in full, in the singular."""
+    """Return the full name of a unit, in the singular."""
     power = re.search(r"\^\s*\{?([23])\}?\s*\}?$", text)
     said = re.sub(r"\\text\{([^{}]*)\}?", r"\1", text[: power.start()] if power else text)
     said = re.sub(r"[.\\]", "", said).strip()

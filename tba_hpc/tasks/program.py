@@ -1,11 +1,13 @@
-"""Programs that run within limits of time and memory, and a reward that runs one for each completion.
+"""Runs programs within limits of time and memory, among them a reward program for each completion.
 
-The program reads one line of JSON, the row's fields and the completion, and writes the reward as the last
-line of its output. It is started without a shell, in a new and empty folder. Of the run's environment it gets
-no variables but PATH, LANG and LC_ALL. Limits hold for its time, for the memory and processor time of each
-process, and for the size of each file. NOT confined are the network, what it reads and writes elsewhere, and
-the number of its processes. A process that begins a session of its own outlives the program. If completions
-are run as code that nobody has read, put a container or bubblewrap into the command.
+A reward program reads one line of JSON, with the row's fields and the completion, and writes the reward as
+the last line of its output. It is started without a shell, in a new, empty folder. It gets only the variables
+PATH, LANG and LC_ALL of the run's environment.
+
+Limited are its time, each process's memory and processor time, and the size of each file. NOT limited are the
+network, reading and writing of other files, and the number of its processes. A process that starts its own
+session outlives the program. If the program executes completions as code, run it in a container or
+bubblewrap.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
-"""Most bytes of a file that a program may write, its output included."""
+"""Most bytes of any file that a program writes, including its output."""
 
 OPEN_FILES = 64
 """Most files that a program may have open."""
 
 QUOTED = 200
-"""Number of bytes that an error quotes from the end of a program's error output."""
+"""Number of bytes at the end of a program's error output that an error quotes."""
 
-# This is a process of its own, because code between fork and exec may hang in a process with several threads.
+# Limits are set in a separate program, because code between fork and exec may hang in a process with threads.
 # The kernel kills it together with the thread that waits for it, as in run.signals.die_with.
 LIMITER = """
 import ctypes, os, resource, sys
@@ -54,7 +56,7 @@ except OSError as error:
     sys.exit(f"cannot start {sys.argv[6]}: {error.strerror}")
 """
 
-# What programs have started does not end with them if this process is killed: another one looks after that.
+# If this process is killed, processes that programs have started would survive: the keeper kills them.
 KEEPER = """
 import glob, os, shutil, sys
 sys.stdin.read()
@@ -75,9 +77,10 @@ Process = subprocess.Popen[bytes]
 
 
 class Keeper:
-    """Process that kills the programs of this one, with all that they started, once this one has ended.
+    """Helper process that kills this process's programs and their children once this process has ended.
 
-    It finds them by their environment's TMPDIR, then removes their folders. It starts with the first program.
+    It finds them by the TMPDIR in their environment, and removes their folders. It starts with the first
+    program.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class Keeper:
         self._prefix = f"tba-program-{secrets.token_hex(8)}-"
 
     def prefix(self) -> str:
-        """Return the beginning of the names of the programs' folders, once the process is there."""
+        """Start the helper unless it runs; return the prefix of the names of programs' folders."""
         with self._lock:
             if self._process is None:
                 words = [sys.executable, "-I", "-S", "-c", KEEPER, f"{tempfile.gettempdir()}/{self._prefix}"]
@@ -101,7 +104,7 @@ _keeper = Keeper()
 
 
 class ProgramError(RuntimeError):
-    """Raised if a program ends without a reward; the message says how it ended."""
+    """Raised if a program ends without giving a reward; the message says how it ended."""
 
 
 class Program:
@@ -118,7 +121,7 @@ class Program:
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """Return the number that the program writes for each row and completion."""
+        """Run the program for each (row, completion); return the numbers that it writes."""
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
         return [one.result() for one in running]
 
@@ -140,9 +143,9 @@ class Program:
 
 
 class Ended(NamedTuple):
-    """End of a program. status: negative if it was killed. said: its output.
+    """Result of a program. status: exit status, negative if it was killed. said: its output.
 
-    last_error: the last line of its error output.
+    last_error: last line of its error output.
     """
 
     status: int
@@ -151,11 +154,11 @@ class Ended(NamedTuple):
 
 
 class Confined:
-    """Program that is started within the limits that the module describes, with ``text`` as its input.
+    """A running program with ``text`` as its input, within the limits that the module describes.
 
-    seconds: limit of the processor time of each of its processes. variables: variables added to its
-    environment. start: makes the call that starts the program. The kernel ends the program when the thread
-    that made this call ends.
+    seconds: limit on the processor time of each of its processes. variables: additional environment
+    variables. start: function that calls its argument to start the program. The kernel ends the program when
+    the thread that made this call ends.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class Confined:
             self._files = files.pop_all()
 
     def end(self) -> Ended:
-        """Kill what is left of the program's session, and return how it ended. It may be called once."""
+        """Kill what is left of the program's session, and return its result. May be called only once."""
         status = self.process.poll()
         kill_session(self.process.pid)
         self.process.wait()
@@ -202,7 +205,7 @@ class Confined:
 
 
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
-    """Run a command with ``text`` as its input, within the limits that the module describes."""
+    """Run a command to its end, or for ``seconds``, within the limits that the module describes."""
     program = Confined(words, text, seconds=seconds, memory_mb=memory_mb)
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -213,7 +216,7 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
 
 
 def find_word(key: str, word: str) -> str:
-    """Resolve a word of a command: to the run's Python, to a file beside the config, or to the word itself.
+    """Resolve a word of a command to the run's Python, a file beside the config, or the word itself.
 
     key: config key of the command, for errors. Raises ConfigError if a script does not exist.
     """

@@ -1,8 +1,8 @@
-"""Problems made by the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
+"""Problems from the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
 
-The config names each generator with its own options, a level of difficulty if it has levels, and a weight if
-there are several. This is the only module that imports the library. In every process a problem is a function
-of the task's seed and its place in the split. No problem is in two splits.
+The config names each generator with its options, its level of difficulty and its weight. In every process a
+problem depends only on the task's seed and its place in the split. No problem is in two splits. No other
+module imports the library.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ TEMPLATES = {
     "tags": "{question}\n\nThink first. Then write the answer alone between <answer> and </answer>.\n",
     "whole": "{question}\n",
 }
-"""Default templates, by where the answer stands."""
+"""Default templates, by the option ``answer``."""
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer without content; its grade is what the grader gives to any answer."""
+"""An answer without content, whose grade any answer gets."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Generators of version 0.1.25 that draw from sets of texts, whose order depends on PYTHONHASHSEED."""
+"""Generators of version 0.1.25 that draw from sets of strings, whose order depends on PYTHONHASHSEED."""
 
 TRIES = 20
-"""Most problems made per problem of a split, on average, to find enough that are in no other split."""
+"""Most problems generated, per problem of a split, to find enough that are in no other split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A problem: ``entry`` has ``question`` and ``answer``; ``generator`` made it and grades answers."""
+    """A problem: ``entry`` contains ``question`` and ``answer``, and ``generator`` grades answers."""
 
     generator: Any
     entry: Mapping[str, Any]
 
 
 class ReasoningGym(Rows[Item]):
-    """Reward 1 for a completion that ended by itself with the right answer, else 0, or partial credit."""
+    """Task with reward 1 for a completion that ends by itself with the right answer; otherwise less."""
 
     def __init__(
         self,
@@ -75,17 +75,16 @@ class ReasoningGym(Rows[Item]):
         test_problems: Size = 256,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Take the options of the config. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError.
 
-        generators: the name of one; or several by name, each with its own options, ``level`` (0, 1, …) and
-        ``weight`` (1 by default), to which its share of the problems is proportional. A level sets every
-        attribute that makes problems hard; an attribute with fewer levels takes its highest.
-        answer: the part that is graded: the last text between <answer> and </answer>, or the whole
-        completion. template: the prompt, with {question}. chat: put it into the model's chat template, as a
-        user's message.
-        partial_credit: give a part of the reward for a part of an answer, if the generator's grader means it.
-        A right answer among other words gets nothing, and neither does a grade that every answer gets.
-        seed: another one draws other problems.
+        generators: name of a generator; or several by name, each with its options, ``level`` (0, 1, …) and
+        ``weight``, to which its share of the problems is proportional (1 by default). A level sets all
+        attributes of difficulty; an attribute with fewer levels uses its highest.
+        answer: the part that is graded: "tags" the last text between <answer> and </answer>, "whole" the
+        whole completion. template: text of the prompt, with {question}. chat: apply the model's chat template
+        to it, as a user's message.
+        partial_credit: give partially right answers the grader's grade. A right answer among other words
+        still gets 0, and so does any grade that every answer gets. seed: seed of the problems.
         """
         super().__init__(tokenizer, chat=chat, template=TEMPLATES[answer] if template is None else template)
         refuse_files("reasoning_gym", train_file, test_file, remedy="it makes its problems; leave them out")
@@ -103,7 +102,7 @@ class ReasoningGym(Rows[Item]):
         self._drawn: dict[Split, list[Item]] = {}
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, Item]]:
-        """Yield (prompt, target, problem) for the problems drawn for a split."""
+        """Yield (text of the prompt, target, problem) for all problems of a split."""
         for item in self._items(split):
             yield self.filled(item.entry["question"]), str(item.entry["answer"] or ""), item
 
@@ -112,7 +111,7 @@ class ReasoningGym(Rows[Item]):
         return [self._score(prompt, completion) for completion in completions]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Tell whether each completion has the right answer."""
+        """Return whether each completion has the right answer."""
         return [self._score(*answer) == 1 for answer in zip(prompts, completions, strict=True)]
 
     def _score(self, prompt: Prompt, completion: Completion) -> float:
@@ -129,7 +128,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return the problems of a split, none of which is in the splits before it in ``order``."""
+        """Return the problems of a split, drawn so that none is in an earlier split of ``order``."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {
@@ -148,7 +147,7 @@ class ReasoningGym(Rows[Item]):
         return [next(streams[chosen]) for chosen in chosen_N]
 
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
-        """Yield a generator's problems for the split of this number. Raises ConfigError if they run out."""
+        """Yield a generator's problems for a split, given its number. Raises ConfigError if they run out."""
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
         # Some generators take a seed of 32 bits, and add the problem's place to it.
         seed = int(source.generate_state(1)[0] >> 1)
@@ -166,10 +165,10 @@ class ReasoningGym(Rows[Item]):
 
 
 def score(item: Item, answer: str, *, partial: bool) -> float:
-    """Score an answer from 0 to 1 by the generator's grader, without credit that the grader does not mean.
+    """Score an answer from 0 to 1 by the generator's grader, without unintended partial credit.
 
     Partial credit must exceed the grade of SAYS_NOTHING, and a right answer among other words gets none. If
-    the grader accepts even SAYS_NOTHING, only the exact text of the answer is right.
+    the grader accepts even SAYS_NOTHING, only the exact text of the gold answer is right.
     """
     found, floor = _grade(item, answer), _grade(item, SAYS_NOTHING)
     oracle = item.entry["answer"]
@@ -185,23 +184,23 @@ def _grade(item: Item, answer: str) -> float:
     try:
         with redirect_stdout(StringIO()):
             return float(item.generator.score_answer(answer=answer, entry=item.entry))
-    except Exception:  # graders parse an answer as what it should be, and raise if it is not
+    except Exception:  # graders raise if they cannot parse an answer
         return 0.0
 
 
 def _weight(name: str, options: Mapping[str, object]) -> float:
     weight = options.get("weight", 1)
     if not isinstance(weight, int | float) or weight <= 0:
-        raise ConfigError(f"task.options.generators.{name}.weight={weight!r} is no weight: give one above 0")
+        raise ConfigError(f"task.options.generators.{name}.weight={weight!r} must be a number above 0")
     return float(weight)
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's configuration of a generator, without seed and size. Raises ConfigError."""
+    """Make the library's configuration of a generator, without seed and size. Raises ConfigError."""
     key, factory = f"task.options.generators.{name}", _library("factory")
     if name not in factory.DATASETS or name == "composite":
         hint = did_you_mean(name, sorted(factory.DATASETS))
-        raise ConfigError(f"{key} is no generator of reasoning-gym: {hint}")
+        raise ConfigError(f"{key} is not a generator of reasoning-gym: {hint}")
     if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
             f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
@@ -222,14 +221,14 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _at_level(key: str, name: str, level: object) -> Any:
-    """Return the library's configuration of a level; an attribute with fewer levels takes its highest."""
+    """Make the library's configuration of a level; an attribute with fewer levels uses its highest."""
     factory = _library("factory")
     if not factory.has_curriculum(name):
         raise ConfigError(f"{key} has no levels: leave out level, and set its own options")
     curriculum = factory.create_curriculum(name)
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
     if not isinstance(level, int) or not 0 <= level <= most:
-        raise ConfigError(f"{key}.level={level!r} is none of its levels: give 0 … {most}")
+        raise ConfigError(f"{key}.level={level!r} does not exist: give 0 … {most}")
     for attribute in curriculum.attributes.values():
         curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
     return curriculum.generate_configuration()

@@ -1,8 +1,8 @@
-"""Automated red-teaming of one's own models (arXiv 2405.18540; TBA, §4): find texts that they answer badly.
+"""Automated red-teaming of one's own models (arXiv 2405.18540; TBA, §4): finds texts that they answer badly.
 
-The policy continues one fixed attack prompt, from a file of the user's; each completion is an attack. The
-victim, a model of the user's, answers every attack several times, and a classifier or a safety model of the
-user's judges the answers. No prompt and no model comes with it.
+The policy continues one fixed attack prompt from a file; each completion is an attack. The victim model
+answers every attack several times, and a classifier or a safety model judges the answers. The user provides
+the prompt and all models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports torch, which is slow and not needed for prompts
     from tba_hpc.tasks.text_models import Embedder
 
 PLACE = "{attack}"
-"""Placeholder of the attack in the victim's template."""
+"""Placeholder for the attack in the victim's template."""
 
 VICTIM_KEYS = (
     "task.options.victim",
@@ -39,15 +39,15 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class RedTeam(Task):
     """Task whose reward is the mean of log p(bad) over the victim's answers, at most 0.
 
-    The reward is sparse, because it is seldom near 0. p(bad) is a classifier's p(label) of an answer, or a
-    guard's p("unsafe") of an answer to its attack. An attack succeeds if the mean of p(bad) over its answers
-    is above one half. Victim and judge are loaded when they are first asked, so that on a GPU that they
-    share, the policy's engine takes its memory first.
+    p(bad) is a classifier's p(label) of an answer, or a guard's p("unsafe") of an answer to its attack. An
+    attack succeeds if the mean of p(bad) over its answers is above one half. The reward is sparse: it is
+    seldom near 0. Victim and judge are loaded at their first use, so that the policy's engine allocates its
+    memory first on a shared GPU.
     """
 
     score_name = "attack success rate"
     evaluation_temperature = 1.0
-    longest_call = math.inf  # the victim has deadlines of its own
+    longest_call = math.inf  # the victim has its own time limits
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class RedTeam(Task):
         embedder: str | None = None,
         attacks: Count = 1024,
     ) -> None:
-        """Take the options of the config. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError.
 
         attack_prompt_file: file with the text that the policy continues.
-        victim, classifier, guard, embedder: folders or hub names; classifier or guard is the judge.
-        label: the classifier's label of a bad answer.
-        guard: a safety model such as Llama Guard, which is shown attack and answer.
+        victim, classifier, guard, embedder: folders or hub names; either classifier or guard is the judge.
+        label: the classifier's label for a bad answer.
+        guard: a safety model such as Llama Guard, which sees attack and answer.
         answers: number of the victim's answers to each attack.
-        victim_template: text that the victim is asked, with {attack} in it.
-        victim_chat: put that text into the victim's chat template, as a user's message.
+        victim_template: text sent to the victim, with {attack}.
+        victim_chat: apply the victim's chat template to that text, as a user's message.
         victim_…: sampling and memory, as in the sections model and generator.
         classifier_batch, guard_batch: texts per forward pass.
         attacks: number of attacks in an evaluation.
@@ -128,12 +128,12 @@ class RedTeam(Task):
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """Return the victim, its judge, the embedder, and the file with the attack prompt."""
+        """Return the victim, the judge, the embedder, and the file with the attack prompt."""
         models = named_in_options(task, "model", "victim", "classifier", "guard", "embedder")
         return [*models, *named_in_options(task, "file", "attack_prompt_file")]
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """Return the attack prompt: once to train on, in numbered copies to evaluate."""
+        """Return the attack prompt: once for training, in ``attacks`` numbered copies for evaluation."""
         return self._prompts[:1] if split == "train" else self._prompts
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
@@ -142,12 +142,12 @@ class RedTeam(Task):
         return rewards
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Tell whether each attack succeeds."""
+        """Return whether each attack succeeds."""
         share_N = np.exp(self._logprob_NA(completions)).mean(1)
         return [bool(share > 0.5) for share in share_N]
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return ``diversity`` of all attacks: 1 − mean cosine of their embeddings by the ``embedder``."""
+        """Return the ``diversity`` of all attacks: 1 − mean cosine similarity of their embeddings."""
         from tba_hpc.tasks.text_models import diversity
 
         attacks = [self._attack(completion) for group in groups for completion in group.completions]
@@ -165,7 +165,7 @@ class RedTeam(Task):
         return self._said(completion.tokens).strip()
 
     def show_special_tokens(self) -> None:
-        """Show special tokens of attacks, too."""
+        """Decode attacks with their special tokens from now on."""
         self._said = decoder(self._tokenizer, special=True)
 
     @cached_property
@@ -174,7 +174,7 @@ class RedTeam(Task):
 
     @cached_property
     def _judge(self) -> Callable[[Sequence[str], Sequence[str]], np.ndarray]:
-        """Function that returns log p(bad) of each answer to its attack."""
+        """Function from attacks and answers to log p(bad), float [N]."""
         from tba_hpc.tasks.text_models import Classifier, Guard
 
         if self._guard_name is not None:
@@ -216,7 +216,7 @@ def _require_judge(classifier: str | None, label: str | None, guard: str | None)
 
 
 def _read(path: Path) -> str:
-    """Return the attack prompt, without the line end of a text file. Raises ConfigError."""
+    """Read the attack prompt, without newlines at its end. Raises ConfigError."""
     try:
         prompt = path.read_text(encoding="utf-8").rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,12 +1,12 @@
-"""Rewards that a config names: a function of the user's, a judge behind a URL, or a program.
+"""Rewards that a config names: the user's own function, a judge at a URL, or a program.
 
-A reward takes answers, each of which is a row and the text of a completion of its prompt. It gives a number
-for each, or NaN for one that is to be set aside. If it raises, the group is lost.
+A reward takes pairs of a row and the text of a completion of its prompt. It returns a number for each, or NaN
+for a completion to be set aside. If it raises an exception, the whole group is set aside.
 
-A function is called by the names of its arguments. If the first is ``completion``, it is a text, and the
-function gives a number. If the first is ``completions``, it holds the texts of several completions of one
-prompt, and the function gives a list of as many numbers. All others get the row's fields of their names; a
-row may lack the field of one with a default. ``**fields`` gets all fields that no other argument takes.
+A function's arguments are recognised by name. If the first is ``completion``, it is a text, and the function
+returns a number. If the first is ``completions``, it is a list of texts of the same prompt, and the function
+returns as many numbers. Every other argument gets the row's field of that name, which may be missing if the
+argument has a default. ``**fields`` gets all other fields.
 
     def short(completion, limit=20):
         return -max(0, len(completion.split()) - limit)
@@ -34,26 +34,26 @@ from tba_hpc.tasks.program import Program
 log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 10.0
-"""Longest time that the start of a run waits for a trial, s."""
+"""Longest time that the start of a run waits for a function's trial call, s."""
 
 TRIAL_COMPLETIONS = 8
-"""Most empty completions of a trial, no more than most groups have: each may cost a judge's request."""
+"""Most empty completions in a trial call. It is small because each may cost a request to a judge."""
 
 ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
-"""Rule of our arguments, which functions written for TRL break."""
+"""Explanation for functions that were written for TRL, whose other arguments are lists."""
 
 Fields = Mapping[str, object]
-"""A row of JSONL."""
+"""A row of a JSONL file."""
 
 Answer = tuple[Fields, str]
 """A row, and the text of a completion of its prompt."""
 
 Reward = Callable[[Sequence[Answer]], list[float]]
-"""Function that takes answers and returns a number for each."""
+"""Function from answers to a number for each."""
 
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
-    """Make the rewards, by name. Raises ConfigError if one of them cannot be made."""
+    """Make the rewards by name. Raises ConfigError if one cannot be made."""
     alone = list(sections) == ["reward"]  # the short form of a config
     return {
         name: _make("task.reward" if alone else f"task.reward.{name}", section)
@@ -68,14 +68,14 @@ def _make(key: str, section: RewardSection) -> Reward:
 
 
 class NoNumberError(TypeError):
-    """Raised if a reward function gives anything but numbers, or not one for each completion."""
+    """Raised unless a reward function returns a number for each completion."""
 
 
 class Function:
-    """Reward by a function of the user's. Raises ConfigError if there is none, or its arguments are wrong."""
+    """Reward by a user's function. Raises ConfigError if it is missing or its arguments are wrong."""
 
     def __init__(self, key: str, name: str) -> None:
-        """Find the function of that name, ``module:function``. key: name of the reward in errors."""
+        """Import the function ``name``, given as ``module:function``. key: name of the reward in errors."""
         self._key = key
         self._call = find_function(key, name)
         try:
@@ -94,21 +94,21 @@ class Function:
         self._first = first
 
     def require(self, fields: Fields, line: str) -> None:
-        """Raise ConfigError if a row, which errors call ``line``, lacks a field that the function needs."""
+        """Raise ConfigError if a row lacks a field that the function needs. line: its name in errors."""
         for name, needed in self._named.items():
             if needed and name not in fields:
                 meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Call the function once, on empty completions, in a thread, as the scorer calls it.
+        """Call the function once with empty completions, in a thread, as the scorer does.
 
-        They outnumber the characters of the row's texts, up to TRIAL_COMPLETIONS: a function that takes a
-        short text for a list, with a value for each completion, then fails or gives too few numbers.
+        There are more completions than characters in any of the row's texts, up to TRIAL_COMPLETIONS. A
+        function that mistakes a text for a list with a value per completion therefore fails.
 
-        seconds: deadline of a call. If it is longer than TRIAL_SECONDS, a call that runs for that long brings
-        only a warning. Raises ConfigError if the call passes its deadline, gives anything but a number, or
-        handles signals, which only a main thread may.
+        seconds: time limit of a call. If it is longer than TRIAL_SECONDS, a call that takes TRIAL_SECONDS
+        only causes a warning. Raises ConfigError if the call exceeds its limit, does not return numbers, or
+        handles signals, which only a main thread can do.
         """
         characters = [len(value) for value in self._fields(fields).values() if isinstance(value, str)]
         several = min(1 + max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
@@ -119,7 +119,7 @@ class Function:
             )
         if where:
             log.warning(
-                "%s still runs after %g s on an empty completion, at %s: after %g s it is set aside; %s",
+                "%s still runs after %g s on an empty completion, at %s: after %g s a call is abandoned; %s",
                 *(self._key, TRIAL_SECONDS, where, seconds, IN_TIME),
             )
         if signals:
@@ -132,11 +132,11 @@ class Function:
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
         elif error and self._together and not isinstance(error, NoNumberError):
             log.warning("%s raised %s on empty completions: %s", self._key, in_words(error), ONE_ROW)
-        if isinstance(error, NoNumberError):  # any other error may be the empty text's fault
+        if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
             raise ConfigError(f"{error}: give a number for each completion")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Return a number per answer. Raises the function's errors, or NoNumberError for anything else."""
+        """Return a number per answer. Raises the function's own errors, or NoNumberError."""
         if self._together:
             return [
                 reward
@@ -160,7 +160,7 @@ class Function:
                 return float(reward)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
-        raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is no number")
+        raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is not a number")
 
     def _fields(self, row: Fields) -> Fields:
         return {
@@ -176,8 +176,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
     """Make a call in a thread, and wait up to ``seconds`` for it.
 
-    Returns the error that it raised, if any; whether it tried to handle signals, even if it hides that; and
-    the line where it is, if it has not ended in time.
+    Returns the exception that it raised, if any; whether it tried to handle signals, even if it caught the
+    error; and the line that it is executing, if it has not returned in time.
     """
     raised, signals = list[BaseException](), list[object]()
 

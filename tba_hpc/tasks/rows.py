@@ -1,4 +1,4 @@
-"""Base classes of tasks: prompts that each come from a row, and completions that are right or wrong."""
+"""Base classes of tasks: ``Rows`` for prompts made from rows, ``RightOrWrong`` for rewards of 0 and 1."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Row = TypeVar("Row")
 
 
 class Rows(Task, Generic[Row]):
-    """Task whose prompts each have a row that says what an answer is worth. room: most tokens of a prompt."""
+    """Task that keeps the row of each prompt for computing rewards. room: most tokens of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
-        """Set how prompts are made. Raises ConfigError if the template has no place for a question.
+        """Set how prompts are made. Raises ConfigError if ``template`` lacks {question}.
 
-        chat: prompts are a user's messages in the model's chat template. template: text around a {question}.
+        chat: apply the model's chat template to each prompt, as a user's message. template: text of a prompt,
+        with {question}.
         """
         if "{question}" not in template:
             raise ConfigError(
@@ -39,7 +40,7 @@ class Rows(Task, Generic[Row]):
         self._said: Callable[[np.ndarray], str] = tokenizer.decode
         self._special = False
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
-        self._rows: dict[Prompt, Row] = {}  # a prompt equals only itself
+        self._rows: dict[Prompt, Row] = {}  # prompts are compared by identity
         self.room: int | None = None
 
     @abstractmethod
@@ -47,11 +48,11 @@ class Rows(Task, Generic[Row]):
         """Return (text of the prompt, target, row) for each row of a split. Raises ConfigError."""
 
     def encoded(self, text: str, row: Row) -> np.ndarray:
-        """Return the tokens, int32 [T], of the text of a row's prompt."""
+        """Encode the text of a row's prompt, int32 [T]."""
         return self._encode(text)
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """Return all prompts of a split, read or made, and encoded, at the first call. Raises ConfigError."""
+        """Return all prompts of a split. The first call reads and encodes them. Raises ConfigError."""
         if split not in self._prompts:
             found: list[Prompt] = []
             long: list[str] = []
@@ -67,7 +68,7 @@ class Rows(Task, Generic[Row]):
         return self._prompts[split]
 
     def _set_aside(self, split: Split, long: Sequence[str], total: int) -> None:
-        """Warn of prompts that leave no room for a completion. Raises ConfigError if there are many."""
+        """Warn about prompts that leave no room for a completion. Raises ConfigError if there are many."""
         if not long:
             return
         found = f"{len(long)} of {total} {split} prompts are too long: {first_few(long, between='; ')}"
@@ -80,28 +81,28 @@ class Rows(Task, Generic[Row]):
         log.warning("%s; %s; they are set aside", found, rule)
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a user's question as this task would put it."""
+        """Encode a user's question as a prompt of this task, int32 [T]."""
         return self._encode(self.filled(text))
 
     def filled(self, question: str) -> str:
-        """Return the template with a question in it."""
+        """Return the template with the question filled in."""
         return self._ask.replace("{question}", question)
 
     def row(self, prompt: Prompt) -> Row:
-        """Return the row of one of ``prompts``."""
+        """Return the row of a prompt that ``prompts`` returned."""
         return self._rows[prompt]
 
     def show_special_tokens(self) -> None:
-        """Show special tokens of completions, too."""
+        """Decode completions with their special tokens from now on."""
         self._said, self._special = decoder(self._tokenizer, special=True), True
 
     def text(self, completion: Completion) -> str:
-        """Return the text that the model wrote."""
+        """Return the text of a completion."""
         return self._said(completion.tokens)
 
 
 class RightOrWrong(Rows[None]):
-    """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
+    """Task with reward 1 for a completion that ends by itself and is accepted, else 0."""
 
     @abstractmethod
     def questions(self, split: Split) -> Iterable[tuple[str, str]]:
@@ -109,18 +110,18 @@ class RightOrWrong(Rows[None]):
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the text of a whole completion answers with ``target``."""
+        """Return whether the text of a whole completion gives the right answer, ``target``."""
 
     def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
-        """Return the questions, each with None as its row."""
+        """Return all questions with None as their rows."""
         return ((text, target, None) for text, target in self.questions(split))
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return 1 for each completion that is correct, and 0 for any other."""
+        """Return 1 for each correct completion and 0 for any other."""
         return [float(right) for right in self.correct([prompt] * len(completions), completions)]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Tell whether each completion ended by itself with an answer that is accepted."""
+        """Return whether each completion ended by itself and is accepted."""
         return [
             completion.finish_reason == "stop" and self.accepts(self.text(completion), prompt.target)
             for prompt, completion in zip(prompts, completions, strict=True)

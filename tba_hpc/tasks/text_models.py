@@ -1,4 +1,4 @@
-"""Hugging Face models that read whole texts: a reward model, a classifier, a guard, an embedder."""
+"""Hugging Face models that read whole texts: reward models, classifiers, guards, embedders."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tba_hpc.config import ConfigError
 
 
 class TextModel(ABC):
-    """A model in evaluation mode, which reads texts with its own tokenizer; on the GPU where there is one.
+    """A model in evaluation mode with its tokenizer; on the GPU if there is one.
 
-    It moves to the GPU when it is first used, because an engine that is being built meanwhile measures the
-    free memory.
+    It moves to the GPU at its first use, because an engine that is being built meanwhile measures free
+    memory.
 
-    path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
-    Raises ConfigError if there is no such model, or it is of no use.
+    path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. Raises
+    ConfigError if there is no such model, or if it is not suitable.
     """
 
     LOADER: ClassVar[Any]
@@ -43,11 +43,11 @@ class TextModel(ABC):
     WANTED: ClassVar[str]
     """Kind of model that a folder or hub name must hold, for errors."""
     SPECIAL_TOKENS: ClassVar[bool] = True
-    """True if the tokenizer adds special tokens; texts of a chat template have them already."""
+    """Whether the tokenizer must add special tokens. Rendered chats contain them already."""
 
     def __init__(self, path: str, *, batch: int, key: str) -> None:
         self.name = f"{key}={path}"
-        """Key and value of the config, for errors."""
+        """Config key with its value, for errors."""
         self._check(self._load(AutoConfig, path))
         self._tokenizer = self._load(AutoTokenizer, path, truncation_side="left")
         self._model = self._load(self.LOADER, path).eval()
@@ -59,13 +59,13 @@ class TextModel(ABC):
 
     @torch.inference_mode()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """Return the model's output per text, float32 [N, …] on the CPU; a long text loses its beginning.
+        """Return the model's output per text, float32 [N, …] on the CPU. Long texts lose their beginning.
 
-        Several threads may call it. One of them works at a time, because a tokenizer cannot serve two.
+        Several threads may call this. They wait for each other, because a tokenizer is not thread-safe.
         """
         with self._turn:
             if torch.cuda.is_available():
-                self._model.cuda()  # does nothing if it is there
+                self._model.cuda()  # does nothing if it is there already
             batches = [texts[start : start + self._batch] for start in range(0, len(texts), self._batch)]
             return torch.cat([self._read(self._encode(batch)).float().cpu() for batch in batches])
 
@@ -75,11 +75,11 @@ class TextModel(ABC):
 
     @abstractmethod
     def _check(self, config: PretrainedConfig) -> None:
-        """Raise ConfigError if a model of this configuration would be of no use."""
+        """Raise ConfigError if a model with this configuration is not suitable."""
 
     def _encode(self, texts: Sequence[str]) -> BatchEncoding:
         inputs: BatchEncoding = self._tokenizer(
-            # An empty text has no tokens where no special one is added: padding stands for it.
+            # Without special tokens an empty text would have no tokens: use a padding token.
             [text or self._tokenizer.pad_token for text in texts],
             padding=True,
             truncation=True,
@@ -91,10 +91,10 @@ class TextModel(ABC):
         return inputs
 
     def _own_padding(self) -> int | None:
-        """Return the token that stands for padding in this model; None if it has none.
+        """Return the padding token that the model was trained with, or None if it has none.
 
-        A decoder's score is read at its last token that is no padding. A model whose own configuration pads
-        with the end of a sequence has been trained to be read before that end, so it is read there.
+        A decoder's score is read at the last token that is not padding. A model that is configured to pad
+        with the end-of-sequence token was trained to be read before that token, so it is read there.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -102,7 +102,7 @@ class TextModel(ABC):
         return end if self._model.config.pad_token_id == end else None
 
     def _pad(self, inputs: BatchEncoding) -> None:
-        """Pad with the model's own token, or one that is in no text, so that scores are read at the ends."""
+        """Pad with the model's own token, or with one in no text, so that scores are read at the end."""
         tokens, mask = inputs["input_ids"], inputs["attention_mask"]
         padding = self._padding
         if padding is None:
@@ -122,17 +122,14 @@ class TextModel(ABC):
 
 
 class RewardModel(TextModel):
-    """A sequence classifier with one label; one with several is refused."""
+    """A sequence classifier with one label, the reward."""
 
     LOADER = AutoModelForSequenceClassification
     NOUN = "reward model"
     WANTED = "a sequence classifier"
 
     def ended(self, text: str) -> str:
-        """Return the text with exactly one end-of-sequence token.
-
-        It gets none if the model has none, or if its tokenizer adds it.
-        """
+        """Return the text with exactly one end-of-sequence token after encoding, if the model has one."""
         end = self._tokenizer.eos_token
         while end and text.endswith(end):
             text = text.removesuffix(end)
@@ -160,14 +157,14 @@ class RewardModel(TextModel):
 
 
 class Classifier(TextModel):
-    """A sequence classifier for the log-probability of ``label``; one that lacks that label is refused."""
+    """A sequence classifier that returns the log-probability of ``label``."""
 
     LOADER = AutoModelForSequenceClassification
     NOUN = "classifier"
     WANTED = "a sequence classifier"
 
     def __init__(self, path: str, *, label: str, batch: int, key: str, label_key: str) -> None:
-        """Load the classifier. label_key: the config key of ``label``, for errors."""
+        """Load the classifier. label_key: config key of ``label``, for errors."""
         self._label, self._label_key = label, label_key
         super().__init__(path, batch=batch, key=key)
 
@@ -185,7 +182,7 @@ class Classifier(TextModel):
 
     def _read(self, inputs: BatchEncoding) -> Tensor:
         config = self._model.config
-        several = config.problem_type == "multi_label_classification"  # then each label has its own odds
+        several = config.problem_type == "multi_label_classification"  # labels are independent
         logits_NC = self._model(**inputs).logits.float()
         logprob_NC = functional.logsigmoid(logits_NC) if several else logits_NC.log_softmax(1)
         return logprob_NC[:, config.label2id[self._label]]
@@ -195,16 +192,16 @@ VERDICTS = ("unsafe", "safe")
 """Verdicts in the first line of a guard's answer (model card of Llama Guard 3)."""
 
 LEAD = "\n\n"
-"""Text before the verdict: some versions write it, others have it at the end of their chat template."""
+"""Text before the verdict, which some versions write and others have at the end of their chat template."""
 
 PROBE = ("a question", "an answer")
 
 
 class Guard(TextModel):
-    """A safety model that answers in words, such as Llama Guard: log p("unsafe") of a conversation's answer.
+    """A safety model that answers in words, such as Llama Guard; returns log p("unsafe").
 
-    Its chat template says what counts as unsafe. The verdict is read off its first token, as the model card
-    says, at once or after LEAD. The probabilities of "unsafe" and "safe" are scaled to a sum of 1.
+    Its chat template defines what is unsafe. Following the model card, p is that of the verdict's first
+    token, at once or after LEAD. The probabilities of "unsafe" and "safe" are normalised to a sum of 1.
     """
 
     LOADER = AutoModelForCausalLM
@@ -242,14 +239,14 @@ class Guard(TextModel):
             )
 
     def _shows_both(self, *, in_parts: bool) -> bool:
-        """Tell whether the template shows messages of this form; it may leave others out silently."""
+        """Return whether the template shows messages of this form; some templates silently omit them."""
         if self._tokenizer.chat_template is None:
             return False
         text = self._template(*PROBE, in_parts=in_parts)
         return all(words in text for words in PROBE)
 
     def _template(self, question: str, answer: str, *, in_parts: bool) -> str:
-        """Return the whole text, which the model continues with its verdict."""
+        """Return the text of the conversation, which the model continues with its verdict."""
         roles = {"user": question, "assistant": answer}
         chat = [
             {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
@@ -279,9 +276,9 @@ class Guard(TextModel):
 
 
 class Embedder(TextModel):
-    """An encoder whose last hidden states, averaged over a text's tokens, are its embedding.
+    """An encoder that embeds a text as the mean of its last hidden states.
 
-    sentence-transformers does the same for models that pool by the mean, such as all-MiniLM-L6-v2.
+    sentence-transformers does the same for models with mean pooling, such as all-MiniLM-L6-v2.
     """
 
     LOADER = AutoModel
@@ -289,7 +286,7 @@ class Embedder(TextModel):
     WANTED = "a text encoder"
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Return an embedding of length 1 per text, float32 [N, D]. Raises ConfigError if there is none."""
+        """Return embeddings of norm 1, float32 [N, D]. Raises ConfigError if the model returns none."""
         return self.read(texts).numpy()
 
     def _check(self, config: PretrainedConfig) -> None:
@@ -307,16 +304,16 @@ class Embedder(TextModel):
         if hidden_NLD is None:
             raise self._refusal(self._model.config)
         mask_NL1 = inputs["attention_mask"][:, :, None]
-        # The sum has the direction of the mean, which is all that counts.
+        # The sum has the same direction as the mean.
         return functional.normalize((hidden_NLD.float() * mask_NL1).sum(1), dim=1)
 
 
 def diversity(embedding_ND: np.ndarray) -> float:
-    """Return 1 − the mean cosine over all pairs of two rows, which have length 1; 0 if all rows are the same.
+    """Return 1 − the mean cosine similarity over all pairs of rows, which must have norm 1.
 
-    It is NaN for fewer than two rows. TBA and arXiv 2405.18540 use it as the measure of red-teaming.
+    It is 0 if all rows are equal, and NaN for fewer than two rows. TBA and arXiv 2405.18540 use this measure.
     """
     rows = embedding_ND.astype(np.float64)
     pairs = len(rows) * (len(rows) - 1)
-    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # sum over all pairs, without making them
+    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # sum over all pairs in linear time
     return float(1 - cosines / pairs) if pairs else float("nan")

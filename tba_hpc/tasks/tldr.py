@@ -1,12 +1,12 @@
-"""Summaries of Reddit posts (TL;DR, Stiennon et al. 2020, arXiv 2009.01325); a reward model judges them.
+"""Summaries of Reddit posts (TL;DR, Stiennon et al. 2020, arXiv 2009.01325), judged by a reward model.
 
 A row of the data has ``query`` and ``reference_response``:
 
     query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
-    reference_response  a summary that a person wrote, with or without <|endoftext|> at its end
+    reference_response  a summary written by a person, with or without <|endoftext|> at its end
 
-The data are OpenAI's, filtered, on the Hugging Face hub, or local JSONL files of the same two fields.
-A greedy completion counts as a win if the gold reward model likes it better than the person's summary.
+The data are OpenAI's, filtered, from the Hugging Face hub, or local JSONL files with the same two fields.
+A greedy completion counts as a win if the gold reward model prefers it to the person's summary.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_17
 HUB: dict[Split, HubData] = {split: HubData(HUB_NAME, None, split) for split in get_args(Split)}
 ROW = "a JSON object with the texts 'query' and 'reference_response'"
 END_OF_TEXT = "<|endoftext|>"
-"""End of a published summary, whatever tokenizer reads it."""
+"""Text at the end of published summaries, which is removed for every tokenizer."""
 
 Post = tuple[str, str]
-"""A post, and a person's summary of it without the end marker."""
+"""A post, and a person's summary of it without END_OF_TEXT."""
 
 PenaltyMode = Literal["replace", "add"]
 
 
 class TLDR(Rows[None]):
-    """Task whose reward is a reward model's; ``eos_penalty`` lowers or replaces it if the end is missing."""
+    """Task with a reward model's reward, and a penalty for completions that do not end by themselves."""
 
     score_name = "win rate"
     longest_call = math.inf  # it loads models
@@ -58,14 +58,13 @@ class TLDR(Rows[None]):
         batch: Annotated[int, Field(ge=1)] = 32,
         validation_posts: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """Take the options of the config.
+        """Make a task from the config's options.
 
-        reward_model: judges in training. gold_model: judges wins; by default it is the same model.
-        eos_penalty: penalty of a completion whose end is missing. eos_penalty_mode: with ``replace`` its
-        reward is −eos_penalty, whatever the reward model says (as published: −1); with ``add`` the penalty is
-        taken off the reward model's number.
-        batch: texts per forward pass. validation_posts: number of held-out posts of train_file; the hub's
-        data have a validation split.
+        reward_model: judges in training. gold_model: judges wins; by default, the same model.
+        eos_penalty: penalty for a completion without end. eos_penalty_mode: with "replace" its reward is
+        −eos_penalty (as published: −1); with "add" the penalty is subtracted from the reward model's reward.
+        batch: texts per forward pass. validation_posts: number of posts of train_file to hold out for
+        validation; the hub's data have a validation split.
         """
         super().__init__(tokenizer)
         self._table = Table(
@@ -81,17 +80,17 @@ class TLDR(Rows[None]):
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, None]]:
-        """Return all posts of a split; the target is a person's summary, less its end. Raises ConfigError."""
+        """Yield (post, person's summary, None) for all posts of a split. Raises ConfigError."""
         return ((query, summary, None) for query, summary in self._table.rows(split))
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """Return both reward models, and the hub's data in the place of files that are not given."""
+        """Return both reward models, and the hub's data for splits without a file."""
         models = named_in_options(task, "model", "reward_model", "gold_model")
         return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the reward model's number for each post and summary together, after ``eos_penalty``."""
+        """Return the reward of each summary, judged together with its post, including any penalty."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         adds = self._eos_penalty_mode == "add"
         return [
@@ -100,10 +99,10 @@ class TLDR(Rows[None]):
         ]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Tell whether the gold model likes each better than the person's summary of the same post.
+        """Return whether the gold model prefers each completion to the person's summary of the same post.
 
-        A person's summary is judged once, and a copy of it gets the same number, because a number's last
-        digits change with the other texts in its batch.
+        A person's summary is judged only once, and a completion equal to it gets the same number. Otherwise
+        their last digits would differ, because they depend on the other texts in a batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
@@ -138,7 +137,7 @@ class TLDR(Rows[None]):
 
 
 def _sources(train_file: str | None, test_file: str | None) -> dict[Split, str | HubData]:
-    """Return the source of each split; the test is the hub's unless it has a file of its own."""
+    """Return the source of each split. Without a test file the test split is the hub's."""
     return {"test": HUB["test"], **sources_of(train_file, test_file, HUB)}
 
 

@@ -1,16 +1,18 @@
 r"""Problems with one right answer: GSM8K (arXiv 2110.14168) and MATH (arXiv 2103.03874).
 
-GSM8K has ``question`` and ``answer``; the target is the number after ``####``:
+Rows of GSM8K have ``question`` and ``answer``; the target is the number after ``####``:
 
     question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
     answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
 
-MATH has ``problem`` and ``solution``, whose last box is the target, or ``answer``, which is the target:
+Rows of MATH have ``problem``, and ``solution``, whose last box is the target, or ``answer``, which is the
+target:
 
     problem   What is the smallest positive perfect cube that can be written as the sum of three …?
     solution  The sum of three consecutive integers takes the form … \boxed{27}
 
-The data are on the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL files of these fields.
+The data are from the Hugging Face hub, with MATH-500 as the test of MATH, or local JSONL files with these
+fields.
 """
 
 from __future__ import annotations
@@ -39,25 +41,22 @@ NUMBER = re.compile(
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
-"""A number, with or without thousands commas, decimals, exponent, sign and currency.
-
-A period that ends it is left out.
-"""
+"""A number, with or without thousands commas, decimals, exponent, sign and currency; no final period."""
 
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
-"""A number with blanks between its thousands."""
+"""A number with spaces as thousands separators."""
 
 SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
-"""A minus sign apart from its number, after = or a colon; at the start of a line it is a bullet."""
+"""A minus sign with a space before its number, after = or a colon. At the start of a line it is a bullet."""
 
 APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
-"""A minus sign apart from its number, in a text after a marker, whose start is no bullet."""
+"""A minus sign with a space before its number in the text after a marker, where it is never a bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-"""A word that is no command of TeX."""
+"""A word that is not a TeX command."""
 
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
-"""A formula in a line of words, but no amount of money."""
+"""A formula in a line of words, as opposed to an amount of money."""
 
 RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
 """Arithmetic in a line of words."""
@@ -65,24 +64,24 @@ RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
 Grader = Literal["final_number", "math_verify"]
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-"""A command that frames a result in TeX, up to its argument."""
+"""A TeX command that frames a result, up to its argument."""
 
 BARE = re.compile(r"(?:\\[^()\[\]]|\{[^{}]*\}|[^\s${}\\])*")
-"""An argument without braces around it: up to a blank, or to the end of the formula."""
+"""An argument without braces, which ends at a space or at the end of the formula."""
 
 Problem = tuple[str, str]
 """A question, and its gold answer as text."""
 
 
 class WordProblems(RightOrWrong):
-    """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
+    """Task with reward 1 for a completion that ends by itself with the right answer, else 0."""
 
     HUB: ClassVar[Mapping[Split, HubData]]
-    """Data of the problems when no file is given."""
+    """Hub data for splits without a file."""
     TEMPLATE: ClassVar[str]
-    """Template of a prompt when none is given."""
+    """Default template of a prompt."""
     ROW: ClassVar[str]
-    """Description of a good row, for a user whose file has another."""
+    """Description of a good row, for errors."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class WordProblems(RightOrWrong):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """Take the options of the config; see Rows. validation_problems: size of the held-out slice."""
+        """Make a task from the config's options; see Rows. validation_problems: rows held out per split."""
         super().__init__(tokenizer, chat=chat, template=self.TEMPLATE if template is None else template)
         self._table = Table(
             sources=sources_of(train_file, test_file, self.HUB),
@@ -107,15 +106,15 @@ class WordProblems(RightOrWrong):
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """Return the hub's data in the place of files that are not given."""
+        """Return the hub's data for splits without a file."""
         return hub_resources(task, sources_of(task.train_file, task.test_file, cls.HUB))
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the problem of a row of the data; None if the row is not as ``ROW`` says."""
+        """Return the problem in a row, or None if the row is not as ``ROW`` describes."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Return (question in the template, target) for all problems of a split."""
+        """Return (text of the prompt, target) for all problems of a split."""
         return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
 
@@ -123,10 +122,10 @@ class WordProblems(RightOrWrong):
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the number that ``text`` answers with, or None.
+    """Return the number with which ``text`` answers, or None.
 
-    With a marker it is the only number after the last ``####``; two numbers, or an unfinished sum, are no
-    answer. Without one it is the last number of the text, as in the paper's reward.
+    After the last ``####`` there must be exactly one number; several, or an unfinished sum, are not an
+    answer. Without ``####`` it is the last number of the text, as in the paper's reward.
     """
     _, marker, answer = text.rpartition(MARKER)
     answer = notation.digits(answer)
@@ -140,10 +139,11 @@ def final_number(text: str) -> Decimal | None:
 
 
 def final_expression(text: str) -> str:
-    """Return the text after the last ``####``, or else the last line; less dollar signs and stops around it.
+    """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
-    In a line of words it is the last formula, or if there is none, the last arithmetic. After a marker that
-    must be the only one; otherwise there is no answer.
+    It is the text after the last ``####``, or else the last line. If that contains words, it is the last
+    formula, or without formulas the last arithmetic. After ``####`` there must be only one; otherwise the
+    result is empty.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -156,10 +156,10 @@ def final_expression(text: str) -> str:
 
 
 class GSM8K(WordProblems):
-    r"""Reward 1 for a completion that ended by itself with the right number, else 0.
+    r"""Task with reward 1 for a completion that ends by itself with the right number, else 0.
 
-    grader: ``final_number`` is the paper's rule: the final number equals the target as a decimal (72.0 is
-    72). With ``math_verify`` the final expression equals it as mathematics (7/2, \boxed{\frac{7}{2}}).
+    grader: with "final_number", the paper's rule, the final number must equal the target as a decimal (72.0
+    is 72). With "math_verify" the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -167,7 +167,7 @@ class GSM8K(WordProblems):
         "test": HubData("openai/gsm8k", "main", "test"),
     }
     TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-    """The prompt that realtreetune/rho-1b-sft-GSM8K was tuned on."""
+    """The prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
     def __init__(
@@ -181,7 +181,7 @@ class GSM8K(WordProblems):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """Take the options of the config; see WordProblems."""
+        """Make a task from the config's options; see WordProblems."""
         super().__init__(
             tokenizer,
             train_file=train_file,
@@ -193,7 +193,7 @@ class GSM8K(WordProblems):
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return question and target, which is the number after the marker, without commas."""
+        """Return the question and the target, which is the number after ``####``, without commas."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
@@ -201,7 +201,7 @@ class GSM8K(WordProblems):
         return question, f"{number:f}"
 
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the answer in a text is right, by the rule of ``grader``."""
+        """Return whether the answer in a text is right, by the rule of ``grader``."""
         if self._grader == "final_number":
             return final_number(text) == Decimal(target)
         answer = final_expression(text)
@@ -212,9 +212,9 @@ class GSM8K(WordProblems):
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last box: ``\boxed{…}`` with braces balanced, ``\boxed 2``, ``\fbox{…}``.
+    r"""Return the content of the last box, such as ``\boxed{…}``, ``\boxed 2`` or ``\fbox{…}``.
 
-    It is None if there is no box, or the last one is empty or not closed.
+    It is None if there is no box, or if the last box is empty or not closed.
     """
     boxes = list(BOX.finditer(text))
     if not boxes:
@@ -225,13 +225,13 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return the argument without braces at the start, less the punctuation of a sentence that it ends."""
+    """Return the argument without braces at the start of a text, without a final punctuation mark."""
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
 
 
 def _braced(text: str) -> str:
-    """Return the text between the brace at the start and the one that closes it; empty if none does."""
+    """Return the text between the brace at the start and its closing brace; empty if it is not closed."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # an escaped brace is a character
         depth += (match[0] == "{") - (match[0] == "}")
@@ -241,9 +241,9 @@ def _braced(text: str) -> str:
 
 
 class Math(WordProblems):
-    """Reward 1 for a completion that ended by itself and whose last box equals the target, else 0.
+    """Task with reward 1 for a completion that ends by itself and whose last box equals the target, else 0.
 
-    Both are compared as mathematics, with math-verify's parser.
+    Both are compared mathematically, with math-verify's parser.
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -251,11 +251,11 @@ class Math(WordProblems):
         "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
     }
     TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-    """Template of Qwen2.5's authors."""
+    """Template recommended by the authors of Qwen2.5."""
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return question and target: the answer, a number or a text, or the last box of the solution."""
+        """Return the question and the target, which is the answer, or the last box of the solution."""
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)
@@ -265,6 +265,6 @@ class Math(WordProblems):
         return (question, answer) if question.strip() and answer.strip() else None
 
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the last box of a text is equivalent to the target."""
+        """Return whether the last box of a text is equivalent to the target."""
         answer = boxed(text)
         return answer is not None and (answer == target or self._equivalent(answer, target))
