@@ -247,24 +247,19 @@ class Generator(Protocol):
 class Reference(Protocol):
     """The reference policy π_ref. Called in one thread, not the main one.
 
-    step: optimizer step of this policy (0: the initial one), or BEHAVIOUR. has_model: whether it computes
-    anything; if not, it gives the sampling log-probabilities, or NaN for the trainer to replace.
+    step: optimizer step of this policy; 0 is the initial one.
     """
 
     step: int
-    has_model: bool
-
-    def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return, per completion, each token's log-probability at model.logprob_temperature, float32 [T].
-
-        An environment's tokens may have any number.
-        """
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group, perhaps together."""
+        """Return, per group and completion, each token's log-probability, float32 [T].
+
+        They are taken at model.logprob_temperature. An environment's tokens may have any number.
+        """
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of every group under other weights. ``weights.data`` is unchanged after it."""
+        """Return ``logprobs_of`` groups under other weights. ``weights.data`` is unchanged after it."""
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``, which the trainer has exported."""
