@@ -21,7 +21,6 @@ from tba_hpc.checks.resources import find_file
 from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import (
-    Backend,
     Generator,
     Learner,
     Reference,
@@ -53,7 +52,6 @@ from tba_hpc.exchange.hdf5_shards import (
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import as_rank, end_imports, explained, stoppable
-from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops.elastic import (
     ElasticSearchers,
     ElasticStay,
@@ -321,7 +319,7 @@ class SearchParts:
     generator: Generator
     task: Task
     metrics: MetricsWriter
-    reference: Reference
+    reference: Reference | None
     underway: Underway
     decode: Callable[[np.ndarray], str] | None = None
 
@@ -347,7 +345,8 @@ class SearchParts:
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
         generator = task.converse(generator, tokenizer)
-        reference = _load_reference(run, config, backend)
+        # A new run's first one; a resume gets the current one with its first weights.
+        reference = backend.reference(run.reference) if config.train.searcher_has_reference else None
         return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 
     def searcher(
@@ -391,15 +390,6 @@ def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
     from tba_hpc.engine.vllm_victim import VllmVictim
 
     return VllmVictim(*arguments, seed=seed, **keywords)
-
-
-def _load_reference(run: RunDir, config: Config, backend: Backend) -> Reference:
-    """Load a new run's first reference; a resume gets the current one with its first weights."""
-    if not config.train.reference.scored:
-        return BehaviourReference()
-    if config.train.trainer_has_reference:
-        return DeferredReference()
-    return backend.reference(run.reference)
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:

@@ -23,7 +23,6 @@ from tba_hpc.core.ports import Generator, Reference
 from tba_hpc.core.prompts import training_requests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange import file_exchange
-from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops import elastic
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
@@ -192,9 +191,5 @@ def _visit(path: Path) -> None:
         runtime._stay(parts, place)
 
 
-def _reference(run: RunDir, config: Config) -> Reference:
-    if not config.train.reference.scored:
-        return BehaviourReference()
-    if config.train.trainer_has_reference:
-        return DeferredReference()
-    return TabularReference(TABLE, run.reference)
+def _reference(run: RunDir, config: Config) -> Reference | None:
+    return TabularReference(TABLE, run.reference) if config.train.searcher_has_reference else None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
+from tba_hpc.core.ports import Reference
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.measure import Judged, Result, assess, judge, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
-from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import pass_at_k, passes, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.arithmetic import Arithmetic
@@ -79,6 +79,14 @@ def test_a_temperature_that_is_asked_for_takes_the_place_of_the_configs() -> Non
     assert samplings(task, section, 0.25) == (greedy, Sampling(temperature=0.25, top_p=0.9, max_tokens=12))
 
 
+class AsSampled:
+    """A reference that is the policy that sampled."""
+
+    def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Return the log-probabilities of the completions."""
+        return [[completion.logprobs for completion in group.completions] for group in groups]
+
+
 def test_figures_of_known_completions() -> None:
     """Two prompts, two completions each; every token has probability 1/2."""
     answers = [[("#### 7", "stop"), ("#### 8", "stop")], [("#### 7", "length"), ("17-3=14;", "stop")]]
@@ -88,7 +96,7 @@ def test_figures_of_known_completions() -> None:
         made = [completion(text, finish) for text, finish in texts]
         halved = tuple(Completion(c.tokens, c.logprobs - math.log(2), c.finish_reason) for c in made)
         groups.append(Group(request, halved, np.zeros((2, 2), np.int32)))
-    found = assess(Arithmetic(ByteTokenizer()), BehaviourReference(), groups)
+    found = assess(Arithmetic(ByteTokenizer()), cast(Reference, AsSampled()), groups)
     assert (found.temperature, found.samples) == (0.5, 2)
     assert {name: score.value for name, score in found.scores.items()} == {"pass@1": 1 / 4, "pass@2": 1 / 2}
     assert found.ended == found.scores["pass@1"]  # this task says that what is cut off is wrong

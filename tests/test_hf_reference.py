@@ -61,7 +61,7 @@ def _expected(model: PreTrainedModel, group: Group) -> list[np.ndarray]:
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [9], [5, 1, 30, 17, 2], [26] * 16], ids=str)
 def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int]) -> None:
     group = _group(lengths)
-    found = HfReference(model, PLAIN).logprobs(group)
+    found = HfReference(model, PLAIN).logprobs_of([group])[0]
     assert [row.shape for row in found] == [(length,) for length in lengths]
     assert all(row.dtype == np.float32 for row in found)
     for row, expected in zip(found, _expected(model, group), strict=True):
@@ -95,7 +95,7 @@ def test_sequences_of_an_episode_are_computed_as_by_themselves(model: PreTrained
     single[[6, 7, 13, 14]] = several[[7, 14]] = np.nan
     several[[6, 13]] = BEGIN
     completions = tuple(Completion(tokens, logprobs, "stop") for logprobs in (single, several))
-    alone, together = HfReference(model, PLAIN).logprobs(replace(group, completions=completions))
+    alone, together = HfReference(model, PLAIN).logprobs_of([replace(group, completions=completions)])[0]
     sampled_T = completions[0].action_T
     np.testing.assert_allclose(
         alone[sampled_T], _textbook(model, prompt, tokens)[sampled_T], atol=1e-5, rtol=0
@@ -108,7 +108,7 @@ def test_sequences_of_an_episode_are_computed_as_by_themselves(model: PreTrained
 
 def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
     group = _group([4, 6], prompt_length=1)
-    found = HfReference(model, PLAIN).logprobs(group)
+    found = HfReference(model, PLAIN).logprobs_of([group])[0]
     for row, expected in zip(found, _expected(model, group), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
@@ -121,7 +121,7 @@ def test_equal_completions_share_one_computation(model: PreTrainedModel) -> None
     try:
         one = _group([9])
         many = Group(one.request, one.completions * 16, np.zeros((16, 2), np.int32))
-        found = HfReference(model, PLAIN).logprobs(many)
+        found = HfReference(model, PLAIN).logprobs_of([many])[0]
     finally:
         hook.remove()
     assert sum(seen) == len(one.request.prompt.tokens) + 9
@@ -132,7 +132,7 @@ def test_equal_completions_share_one_computation(model: PreTrainedModel) -> None
 
 def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    HfReference(model, PLAIN).logprobs(_group([5, 8]))
+    HfReference(model, PLAIN).logprobs_of([_group([5, 8])])
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -147,7 +147,7 @@ def test_it_takes_no_gpu_memory_before_it_is_asked(
     reference = HfReference(model, PLAIN, policy_of=lambda _: model)
     reference.load(3)
     with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
-        reference.logprobs(_group([5]))
+        reference.logprobs_of([_group([5])])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -160,10 +160,10 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
         policy_of=lambda step: load_policy(str({50: new}[step]), "float32"),
     )
     group, memory = _group([5, 30, 1]), reset.model.get_output_embeddings().weight.data_ptr()
-    before = reset.logprobs(group)
+    before = reset.logprobs_of([group])[0]
     reset.load(50)
     after, expected = (
-        reference.logprobs(group)
+        reference.logprobs_of([group])[0]
         for reference in (reset, HfReference(load_policy(str(new), "float32"), PLAIN))
     )
     assert reset.step == 50 and reset.model.get_output_embeddings().weight.data_ptr() == memory
@@ -188,13 +188,13 @@ def test_under_other_weights_it_is_their_model_and_afterwards_itself(
     data = np.concatenate([w.detach().flatten().view(torch.uint8).numpy() for _, w in new.named_parameters()])
     weights, group = WeightUpdate(Publication(version=3), layout, data.copy()), _group([5, 30, 1])
     reference = HfReference(old, PLAIN)
-    before = reference.logprobs(group)
+    before = reference.logprobs_of([group])[0]
     (found,) = reference.logprobs_under(weights, [group])
-    expected = HfReference(new, PLAIN).logprobs(group)
+    expected = HfReference(new, PLAIN).logprobs_of([group])[0]
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
     assert np.abs(np.concatenate(found) - np.concatenate(before)).max() > 0.01
     broken = Group(group.request, (), group.versions)
     with pytest.raises(ValueError):
         reference.logprobs_under(weights, [broken])
-    np.testing.assert_array_equal(np.concatenate(reference.logprobs(group)), np.concatenate(before))
+    np.testing.assert_array_equal(np.concatenate(reference.logprobs_of([group])[0]), np.concatenate(before))
     np.testing.assert_array_equal(weights.data, data)

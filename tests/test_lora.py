@@ -242,7 +242,7 @@ def _groups() -> list[Group]:
 
 
 def _flat(reference: HfReference, groups: list[Group]) -> np.ndarray:
-    return np.concatenate([row for group in groups for row in reference.logprobs(group)])
+    return np.concatenate([row for group in groups for row in reference.logprobs_of([group])[0]])
 
 
 # --- The engine ---

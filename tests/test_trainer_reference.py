@@ -45,7 +45,7 @@ def groups_of(batch: TrajectoryBatch) -> list[Group]:
 
 def by_searcher(model: Path, batch: TrajectoryBatch) -> np.ndarray:
     reference = HfReference(load_policy(str(model), "float32"), PLAIN)
-    rows = [row for group in groups_of(batch) for row in reference.logprobs(group)]
+    rows = [row for group in groups_of(batch) for row in reference.logprobs_of([group])[0]]
     return np.concatenate(rows)
 
 

@@ -178,7 +178,7 @@ def _generate(generator: VllmGenerator, *requests: Request) -> list[Group]:
 def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group], temperature: float = 1.0) -> None:
     reference = HfReference(model, ModelSection(path="m", logprob_temperature=temperature))
     for group in groups:
-        for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
+        for completion, expected in zip(group.completions, reference.logprobs_of([group])[0], strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
@@ -266,7 +266,7 @@ def _updated_in_flight(served: Served) -> set[tuple[int, int]]:
     groups += _drain(served.generator)
     seen = set()
     for group in groups:
-        olds, news = (HfReference(model, PLAIN).logprobs(group) for model in (old, new))
+        olds, news = (HfReference(model, PLAIN).logprobs_of([group])[0] for model in (old, new))
         seen |= {tuple(span) for span in group.versions.tolist()}
         for completion, span, *expected in zip(group.completions, group.versions, olds, news, strict=True):
             assert _may_be_of(completion.logprobs, *expected, span=tuple(span))
@@ -339,7 +339,7 @@ def test_a_kept_cache_goes_on_and_nobody_else_meets_it(keeping: Served) -> None:
     of_old, of_both = HfReference(old, PLAIN), 0
     for group in groups:
         for completion, span, expected in zip(
-            group.completions, group.versions.tolist(), of_old.logprobs(group), strict=True
+            group.completions, group.versions.tolist(), of_old.logprobs_of([group])[0], strict=True
         ):
             if span == [5, 6]:
                 of_both += 1
@@ -658,7 +658,7 @@ def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
     gaps = [
         completion.logprobs - row
         for group in groups
-        for completion, row in zip(group.completions, reference.logprobs(group), strict=True)
+        for completion, row in zip(group.completions, reference.logprobs_of([group])[0], strict=True)
     ]
     assert 0.05 < np.concatenate(gaps).std() < 0.5, "three bits of mantissa; bfloat16 has a gap of .013 here"
     for generator in (trained, fresh):
@@ -757,7 +757,7 @@ def test_logits_in_float32_are_not_rounded(tmp_path: Path) -> None:
     assert np.abs(engine - exact).max() < 1e-4
     for fp32_head, (least, most) in {True: (0, 1e-4), False: (1e-3, 1)}.items():
         reference = HfReference(model, ModelSection(path="m", fp32_head=fp32_head))
-        rows = np.concatenate([row for group in groups for row in reference.logprobs(group)])
+        rows = np.concatenate([row for group in groups for row in reference.logprobs_of([group])[0]])
         assert least <= np.abs(rows - exact).max() < most
 
 

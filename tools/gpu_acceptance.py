@@ -774,7 +774,7 @@ def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
         [
             completion.logprobs - expected
             for group in groups
-            for completion, expected in zip(group.completions, reference.logprobs(group), strict=True)
+            for completion, expected in zip(group.completions, reference.logprobs_of([group])[0], strict=True)
         ]
     )
 

@@ -250,24 +250,19 @@ class Generator(Protocol):
 class Reference(Protocol):
     """The reference policy π_ref. Always called in the same background thread.
 
-    step: optimizer step of this policy (0: the initial one), or BEHAVIOUR. has_model: False if nothing is
-    computed here: log-probabilities are those of sampling, or NaN for the trainer to replace.
+    step: optimizer step of this policy; 0 is the initial one.
     """
 
     step: int
-    has_model: bool
-
-    def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return the tokens' log-probabilities at model.logprob_temperature, float32 [T] per completion.
-
-        Values at an environment's tokens are ignored.
-        """
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of several groups, which may share a forward pass."""
+        """Return, per group and completion, each token's log-probability, float32 [T].
+
+        They are taken at model.logprob_temperature. Values at an environment's tokens are ignored.
+        """
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of several groups under other weights; ``weights.data`` stays unchanged."""
+        """Compute ``logprobs_of`` groups under other weights; ``weights.data`` stays unchanged."""
 
     def load(self, step: int) -> None:
         """Load the policy that the trainer exported at ``step``."""

@@ -282,7 +282,7 @@ def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
         logprobs = [
             row[completion.action_T]
             for group in seen
-            for completion, row in zip(group.completions, reference.logprobs(group), strict=True)
+            for completion, row in zip(group.completions, reference.logprobs_of([group])[0], strict=True)
         ]
     return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
 

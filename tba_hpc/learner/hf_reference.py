@@ -36,8 +36,6 @@ class HfReference:
     built takes any GPU memory allocated meanwhile for its own.
     """
 
-    has_model = True
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -63,7 +61,7 @@ class HfReference:
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of several groups under other weights of the same architecture and dtype.
+        """Compute ``logprobs_of`` groups under other weights of the same architecture and dtype.
 
         The weights are swapped with the reference's own, tensor by tensor, without extra memory, and swapped
         back afterwards, bit for bit. An adapter is attached to the initial weights, for which it was trained.
@@ -97,14 +95,11 @@ class HfReference:
             ours.copy_(theirs)
             theirs.copy_(before)
 
-    def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Return log π_ref of each sampled token, and 0 for other tokens, float32 [T] per completion."""
-        return self.logprobs_of([group])[0]
-
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs`` of several groups, with as many groups per pass as PASS_TOKENS allows.
+        """Return log π_ref of each sampled token, float32 [T], by group and completion; other tokens have 0.
 
-        Equal completions of a group are computed only once, because a trained policy repeats itself.
+        A pass takes as many groups as PASS_TOKENS allows. Equal completions of a group are computed only
+        once, because a trained policy repeats itself.
         """
         self._settle()
         return [rows for some in _in_passes(groups) for rows in self._in_one_pass(some)]

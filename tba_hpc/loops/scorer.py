@@ -29,7 +29,7 @@ from tba_hpc.core.task_contract import (
     checked_rewards,
     class_name,
 )
-from tba_hpc.core.types import Group, Shard, WeightUpdate
+from tba_hpc.core.types import BEHAVIOUR, Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
 from tba_hpc.loops.task_calls import LEAVING_SECONDS, OverranError, TaskCalls, Worker
 from tba_hpc.run.underway import Underway
@@ -128,13 +128,15 @@ class Scorer:
     nothing is left, or as many answers that cannot be judged. It does so at once if the task breaks
     ports.Task or hangs again and again.
 
-    underway: notes which call is made. temperature: that of requests that are not tempered; None: none is.
+    reference: None if searchers hold no model of it. Trajectories then record the sampler's log-probabilities
+    if that is the reference, and otherwise NaN, which the trainer replaces. underway: notes which call is
+    made. temperature: that of requests that are not tempered; None: none is.
     """
 
     def __init__(
         self,
         task: Task,
-        reference: Reference,
+        reference: Reference | None,
         shards: ShardWriter,
         *,
         seal_seconds: float,
@@ -155,7 +157,7 @@ class Scorer:
         self._reference = reference
         self._shards = shards
         self._seal_seconds = seal_seconds
-        self._wanted = reference.step
+        self._wanted = self._step = reference.step if reference else BEHAVIOUR
         self._worker = Worker("scorer")
         self._underway = underway
         longest = call_seconds if task.longest_call is None else task.longest_call
@@ -207,15 +209,16 @@ class Scorer:
         """Queue an answer to an evaluation prompt: a group of one completion."""
         self._answers.append(answer)
         if self._check and self._check.complete(answer):
-            check, self._check = self._check, None
-            self._do(lambda: check.measure(self._reference))
+            check, reference, self._check = self._check, self._reference, None
+            assert reference, "there is no check without one"
+            self._do(lambda: check.measure(reference))
 
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
         """Compare the engine with the learner's code, under ``update``, by the first ``answers`` answers.
 
-        Keeps the weights until then. Does nothing if the reference has no model to load them into.
+        Keeps the weights until then. Does nothing without a reference to load them into.
         """
-        if self._reference.has_model:
+        if self._reference:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
@@ -258,7 +261,7 @@ class Scorer:
         groups = [unscored.popleft() for _ in range(min(len(unscored), BACKLOG))]
         rewarded = [self._reward(group) for group in groups]
         kept = [one for one in rewarded if one.rewards]
-        rows = self._reference.logprobs_of([one.group for one in kept]) if kept else []
+        rows = self._logprobs_of([one.group for one in kept])
         sums = sum((one.sums for one in rewarded), Sums())
         for one in rewarded:
             if not one.rewards:
@@ -282,10 +285,19 @@ class Scorer:
     def _store(self, one: Rewarded, ref_logprobs: list[np.ndarray]) -> Sums:
         """Append a group to the open shard."""
         group = one.group
-        self._shards.append(group, one.rewards, ref_logprobs, reference=self._reference.step)
+        self._shards.append(group, one.rewards, ref_logprobs, reference=self._step)
         tempered = self._temperature not in (None, group.request.sampling.temperature)
-        compared = ref_logprobs if self._reference.has_model else None
+        compared = ref_logprobs if self._reference else None
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
+
+    def _logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Return what is recorded as log π_ref, float32 [T], by group and completion."""
+        if self._reference:
+            return self._reference.logprobs_of(groups) if groups else []
+        rows = [[completion.logprobs for completion in group.completions] for group in groups]
+        if self._step == BEHAVIOUR:
+            return rows
+        return [[np.full_like(row, np.nan) for row in of_group] for of_group in rows]
 
     def _rewards(self, group: Group) -> Itemised:
         """Return a reward for each completion, and their parts; NaN for all if the task's code raises."""
@@ -345,7 +357,7 @@ class Scorer:
         return list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
 
     def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
-        if not self._reference.has_model:
+        if not self._reference:
             return [None] * len(answers)
         rows = zip(answers, self._reference.logprobs_of(answers), strict=True)
         return [
@@ -355,8 +367,10 @@ class Scorer:
 
     def _load(self) -> Scored:
         """Load only the newest of several references asked for: the others may be gone from the disk."""
-        if self._reference.step != self._wanted:
-            self._reference.load(self._wanted)
+        step = self._wanted
+        if self._reference and self._reference.step != step:
+            self._reference.load(step)
+        self._step = step
         return NOTHING
 
     def _seal(self) -> Scored:

@@ -21,9 +21,10 @@ from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import staleness
 from tba_hpc.core.buffer import ReplayBuffer, soft_values
-from tba_hpc.core.ports import Reference, Task
+from tba_hpc.core.ports import Task
 from tba_hpc.core.prompts import CompletedRequests, PromptOrder
 from tba_hpc.core.types import (
+    BEHAVIOUR,
     LIVE_RECORD,
     Group,
     Publication,
@@ -226,15 +227,15 @@ def _all_groups(generator: TabularGenerator) -> list[Group]:
     return groups
 
 
-def scored(groups: Sequence[Group], task: Task, reference: Reference) -> Trajectories:
-    """What a searcher makes of its groups."""
+def scored(groups: Sequence[Group], task: Task, reference: TabularReference | None) -> Trajectories:
+    """What a searcher makes of its groups. reference: None for the policy that sampled."""
     return Trajectories.of_groups(
         [
             ScoredGroup(
                 group,
                 task.rewards(group.request.prompt, group.completions),
-                reference.logprobs(group),
-                reference.step,
+                reference.logprobs(group) if reference else [one.logprobs for one in group.completions],
+                reference.step if reference else BEHAVIOUR,
             )
             for group in groups
         ]

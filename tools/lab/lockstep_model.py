@@ -36,7 +36,6 @@ from tba_hpc.core.packing import pack
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
-from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import (
     Groups,
@@ -191,7 +190,7 @@ class Lockstep:
             self._publish(step)
         fresh = self._run.fresh_groups or self._train.prompts_per_step
         groups = self._generate(fresh * max(1, self._run.lag))
-        self._data.merge(scored(groups, self._task, BehaviourReference()), step)
+        self._data.merge(scored(groups, self._task, None), step)
         self._publish(step)
 
     def _publish(self, step: int) -> None:

@@ -199,8 +199,6 @@ class World(TabularTask):
 class TabularReference:
     """The table's reference policy, what a learner has exported to ``folder_of`` a step, or other logits."""
 
-    has_model = True
-
     def __init__(self, table: Table, folder_of: Callable[[int], Path] | None = None) -> None:
         self.step = 0
         self._table = table
