@@ -319,7 +319,9 @@ class History:
         assert arrays["record"]["sync"].tolist() == [sync for _, sync in self.naive.live]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 6))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_history_equals_the_naive_model(kind: dict[str, Any], seed: int) -> None:
     history = History(kind, seed)

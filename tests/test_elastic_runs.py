@@ -128,7 +128,11 @@ def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
     assert (last["event"], last["why"]) == ("left", "finished")
 
 
-@pytest.mark.parametrize(("searchers", "buffer"), [(0, QUEUE), (1, {})], ids=["queue", "drawn"])
+@pytest.mark.parametrize(
+    ("searchers", "buffer"),
+    [pytest.param(0, QUEUE, marks=pytest.mark.nightly), (1, {})],
+    ids=["queue", "drawn"],
+)
 def test_staleness_stays_bounded_whoever_comes_and_goes(
     tmp_path: Path, searchers: int, buffer: dict[str, object]
 ) -> None:

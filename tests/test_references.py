@@ -171,7 +171,9 @@ def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:
     assert list(run.references.iterdir()) == []
 
 
-@pytest.mark.parametrize("reference", [{}, {"name": "reset", "every": 3}])
+@pytest.mark.parametrize(
+    "reference", [pytest.param({}, marks=pytest.mark.nightly), {"name": "reset", "every": 3}]
+)
 def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
     reference: dict[str, object], tmp_path: Path
 ) -> None:

@@ -56,9 +56,9 @@ LORA = {"rank": 4, "alpha": 8}
     ("ranks", "stage", "budget", "reference", "lora"),
     [
         (1, 2, None, "frozen", None),
-        (2, 1, None, "frozen", None),
         (2, 3, 48, "frozen", None),
         (2, 3, 48, "reset", LORA),
+        pytest.param(2, 1, None, "frozen", None, marks=pytest.mark.nightly),
         pytest.param(2, 3, 48, "frozen", LORA, marks=pytest.mark.nightly),
         pytest.param(2, 3, 48, "reset", None, marks=pytest.mark.nightly),
     ],

@@ -638,6 +638,7 @@ def test_an_updated_engine_equals_a_fresh_one(name: str, request: pytest.Fixture
     _assert_same(_at_once(served.generator, GREEDILY), served.fresh)
 
 
+@pytest.mark.nightly
 def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
     """Weights that arrive are quantized as those on the disk are: it equals an engine built from them.
 
@@ -774,14 +775,12 @@ def _in_float64(model: PreTrainedModel, group: Group) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def test_damaged_weights_are_named_and_the_engine_lives_to_say_so(tmp_path: Path) -> None:
+def test_damaged_weights_are_named_and_the_engine_lives_to_say_so(served: Served) -> None:
     """vLLM itself samples from them, and gives log-probabilities that are not numbers."""
-    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
-    generator, weights = _generator(folder), dict(load_policy(str(folder), "float32").named_parameters())
+    generator, weights = served.generator, dict(load_policy(str(served.folder), "float32").named_parameters())
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name].data[0, 0] = torch.nan
-    generator.load(_update(weights, 2))
-    with pytest.raises(EngineError, match=f"the weights of version 2 are damaged, {re.escape(name)} holds"):
+    generator.load(_update(weights, 40))
+    with pytest.raises(EngineError, match=f"the weights of version 40 are damaged, {re.escape(name)} holds"):
         _generate(generator, *map(_request, range(4)))
     assert (generator.nan_groups, generator.rebuilds) == (1, 0)
-    _close(generator)

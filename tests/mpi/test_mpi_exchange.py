@@ -96,7 +96,7 @@ def test_many_buckets_between_nodes_where_mpi_numbers_searchers_first() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "numbers"),
-    [({}, (0, 1, 2)), (SEARCHERS_FIRST, (2, 0, 1))],
+    [pytest.param({}, (0, 1, 2), marks=pytest.mark.nightly), (SEARCHERS_FIRST, (2, 0, 1))],
     ids=["trainer-first", "searchers-first"],
 )
 def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[int, ...]) -> None:

@@ -130,7 +130,9 @@ def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path
     _finished(cluster, second, waiting)
 
 
-@pytest.mark.parametrize("form", ["het", "het, searchers first", "homogeneous"])
+@pytest.mark.parametrize(
+    "form", ["het", pytest.param("het, searchers first", marks=pytest.mark.nightly), "homogeneous"]
+)
 def test_ranks_without_mpi_are_numbered_by_slurm(cluster: Cluster, tmp_path: Path, form: str) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)

@@ -293,7 +293,11 @@ def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp
     assert _events(run) == ["allocated", "failed", "finished"]
 
 
-@pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
+@pytest.mark.parametrize(
+    "exclusive",
+    [True, pytest.param(False, marks=pytest.mark.nightly)],
+    ids=["another-node", "a-searchers-node"],
+)
 def test_a_lost_leader_node_does_not_strand_the_searchers(
     cluster: Cluster, tmp_path: Path, exclusive: bool
 ) -> None:
@@ -333,7 +337,10 @@ def partitions(cluster: Cluster) -> Iterator[dict[str, set[str]]]:
         cluster.run("scontrol", "delete", f"PartitionName={name}")
 
 
-@pytest.mark.parametrize(("trainers", "searchers"), [("early", "late"), ("late", "early")])
+@pytest.mark.parametrize(
+    ("trainers", "searchers"),
+    [("late", "early"), pytest.param("early", "late", marks=pytest.mark.nightly)],
+)
 def test_partitions_in_either_order_make_one_world_at_once(
     cluster: Cluster, tmp_path: Path, partitions: dict[str, set[str]], trainers: str, searchers: str
 ) -> None:
@@ -377,7 +384,11 @@ def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, 
     cluster.run("scancel", job)
 
 
-@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+@pytest.mark.parametrize(
+    "homogeneous",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["het", "homogeneous"],
+)
 def test_job_leaves_a_draining_node_with_a_checkpoint(
     cluster: Cluster, tmp_path: Path, homogeneous: bool
 ) -> None:
