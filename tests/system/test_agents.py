@@ -18,12 +18,14 @@ from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 
-from .test_conversations import CONFIG, SAMPLES, STEPS, TEMPLATE, TURNS, assert_kept_token_exact
+from .test_conversations import CONFIG, SAMPLES, STEPS, TEMPLATE, assert_kept_token_exact
 from .test_run import START_SECONDS, assert_whole, finish, steps_done, tba, wait_for
 
 pytestmark = pytest.mark.system
 
 NAME = "agent-seed0"
+TURNS = 5
+"""Fewer than the game may take, with its two aside."""
 
 GAME = """
 import json, sys
@@ -36,10 +38,15 @@ for turn in range(4):
     total += said.count("b") / 4
     if said.count("a") > 2:
         break
+    if turn == 0:
+        aside = [{"role": "user", "content": f"Aside:{len(said)}"}]
+        answer = say(aside)
+        aside += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"You:{len(answer)}"}]
+        say(aside)
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"You:{len(said)}"}]
 print(total)
 """
-"""The game of test_conversations, as a program."""
+"""The game of test_conversations, as a program that after its first turn also holds a conversation aside."""
 
 QUICK = """
 import json, os
@@ -74,7 +81,10 @@ def programs(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.nightly
 def test_a_run_learns_from_a_program_token_by_token_and_survives_its_death(tmp_path: Path) -> None:
-    """A SIGKILL of launcher and ranks leaves no program behind; the resumed run loses and doubles nothing."""
+    """A SIGKILL of launcher and ranks leaves no program behind; the resumed run loses and doubles nothing.
+
+    Engine, reference and learner agree on the log-probabilities of both sequences of an episode.
+    """
     model = make_family_model(tmp_path / "model", "qwen2")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "my_agent.py").write_text(GAME)
@@ -101,8 +111,10 @@ def test_a_run_learns_from_a_program_token_by_token_and_survives_its_death(tmp_p
     assert (run.modules / "my_client.py").read_text() == QUICK
     searched = read_metrics(run.metrics_file("searcher", 0))
     assert max(series(searched, "search/turns")) > 1.2 and not max(series(searched, "search/rejected"))
-    assert max(series(read_metrics(run.metrics_file("trainer")), "train/environment_share")) > 0.1
-    assert_kept_token_exact(run, model)
+    trained = read_metrics(run.metrics_file("trainer"))
+    assert max(series(trained, "train/environment_share")) > 0.1
+    assert max(series(trained, "train/engine_gap")) < 1e-4
+    assert assert_kept_token_exact(run, model, "Aside:", TURNS) > STEPS
     code, out, err = finish(tba("samples", str(run.path), folder=tmp_path))
     assert code == 0 and "You:" in out, out + err
     (run.modules / "my_client.py").write_text(OPENAI)

@@ -93,25 +93,50 @@ def test_a_run_learns_from_conversations_token_by_token(tmp_path: Path) -> None:
     assert_kept_token_exact(run, model)
 
 
-def assert_kept_token_exact(run: RunDir, model: Path) -> None:
-    """Each kept shard holds what was sampled, and what the template writes in between."""
+def assert_kept_token_exact(run: RunDir, model: Path, opening: str = "", turns: int = TURNS) -> int:
+    """Each kept shard holds what was sampled, and what the template writes in between.
+
+    opening: begins a further sequence, followed by the number of letters that the first turn said. turns: the
+    most of an episode. Returns the number of further sequences in which the policy spoke twice or more.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     kept = [read_shard(path).trajectories for path in run.kept_files().values()]
     assert kept
     for trajectories in kept:
-        _assert_token_exact(trajectories, tokenizer)
+        fresh_N = trajectories.record["version_newest"] == 0  # sampled by the reference itself
+        fresh_T = trajectories.action_T & fresh_N.repeat(trajectories.completions.lengths)
+        np.testing.assert_allclose(
+            trajectories.logprobs[fresh_T], trajectories.ref_logprobs[fresh_T], atol=1e-3
+        )
+    return sum(_assert_token_exact(trajectories, tokenizer, opening, turns) for trajectories in kept)
 
 
-def _assert_token_exact(trajectories: Trajectories, tokenizer: Any) -> None:
-    """After each turn but the last stands what the template writes after it: its end if need be."""
+def _assert_token_exact(trajectories: Trajectories, tokenizer: Any, opening: str, turns: int) -> int:
+    long = 0
     for row, record in enumerate(trajectories.record):
-        tokens = trajectories.completions.row(row)
-        action_T = ~np.isnan(trajectories.logprobs[slice(*trajectories.completions.offsets[row : row + 2])])
-        parts = np.split(tokens, np.flatnonzero(np.diff(action_T)) + 1)
-        assert action_T[0] and action_T[-1] and len(parts) <= 2 * TURNS - 1
-        for turn, between in zip(parts[::2], parts[1::2], strict=False):
-            # A random model says <unk>, too, which ends a turn as any special token does.
-            end = "<eos>" if tokenizer.decode(turn[-1:], skip_special_tokens=True) else ""
-            said = tokenizer.decode(turn, skip_special_tokens=True)
-            assert tokenizer.decode(between) == f"{end}[You:{len(said)}]>"
-        assert record["truncated"] != 2 or len(parts) == 2 * TURNS - 1
+        span = slice(*trajectories.completions.offsets[row : row + 2])
+        action_T, begins = trajectories.action_T[span], np.flatnonzero(trajectories.begin_T[span])
+        wholes = (np.split(whole, begins) for whole in (trajectories.completions.row(row), action_T))
+        first, *further = (
+            np.split(tokens, np.flatnonzero(np.diff(mine)) + 1) for tokens, mine in zip(*wholes, strict=True)
+        )
+        assert action_T[0] and (opening or not further)
+        said = [_said(first, tokenizer)]
+        for begin, *parts in further:
+            assert tokenizer.decode(begin) == f"[{opening}{len(said[0][0])}]>"
+            said.append(_said(parts, tokenizer))
+        spoken = sum(map(len, said))
+        assert spoken <= turns and (record["truncated"] != 2 or spoken == turns)
+        long += sum(len(one) > 1 for one in said[1:])
+    return long
+
+
+def _said(parts: list[np.ndarray], tokenizer: Any) -> list[str]:
+    """After each turn but the last stands what the template writes after it: its end if need be."""
+    assert len(parts) % 2
+    said = [tokenizer.decode(turn, skip_special_tokens=True) for turn in parts[::2]]
+    for turn, text, between in zip(parts[::2], said, parts[1::2], strict=False):
+        # A random model says <unk>, too, which ends a turn as any special token does.
+        end = "<eos>" if tokenizer.decode(turn[-1:], skip_special_tokens=True) else ""
+        assert tokenizer.decode(between) == f"{end}[You:{len(text)}]>"
+    return said
