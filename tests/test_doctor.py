@@ -7,10 +7,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,11 +73,7 @@ NVIDIA_TABLE = """+-------------------------------------------------------------
 |-----------------------------------------+------------------------+----------------------+
 """
 
-MOUNTS = r"""/dev/sda1 / ext4 rw,relatime 0 0
-tmpfs /dev/shm tmpfs rw 0 0
-10.0.0.1@o2ib:/scratch /scratch lustre rw,flock 0 0
-server:/home /my\040home nfs4 rw,vers=4.2 0 0
-"""
+MOUNTS = {"/": "ext4", "/dev/shm": "tmpfs", "/scratch": "lustre", "/my home": "nfs4"}
 
 ASKED = SlurmFacts.of(CONFIG, PARTITIONS, MPI)
 A100 = (("NVIDIA A100-SXM4-40GB",) * 2, "570.133.20", "12.8", "")
@@ -135,13 +131,25 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("/", "ext4"),
     ],
 )
-def test_a_path_is_on_the_innermost_mount(path: str, kind: str) -> None:
-    assert machine.mount_kind(Path(path), MOUNTS) == kind
+def test_a_path_is_on_the_innermost_mount(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _mount(monkeypatch, MOUNTS)
+    assert machine.mount_kind(Path(path)) == kind
 
 
-@pytest.mark.parametrize("mounts", ["", "proc /proc proc rw 0 0\n", "\nodd\nodd /\n"])
-def test_a_chroot_has_no_mount_for_its_root(mounts: str) -> None:
-    assert machine.mount_kind(Path("/home/runs"), mounts) == "an unknown file system"
+@pytest.mark.parametrize("mounts", [{}, {"/proc": "proc"}])
+def test_a_chroot_has_no_mount_for_its_root(mounts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _mount(monkeypatch, mounts)
+    assert machine.mount_kind(Path("/home/runs")) == "an unknown file system"
+
+
+def test_the_mounts_of_this_machine_are_read() -> None:
+    assert machine.mount_kind(Path("/proc/self")) == "proc"
+
+
+def _mount(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
+    """Let the machine have these mounts, and no others."""
+    listed = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in kinds.items()]
+    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: listed)
 
 
 # --- A check that crashes ---
@@ -174,7 +182,7 @@ def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.Mo
     )
     _says(found("/scratch/7/.venv", TMPDIR="/scratch/7"), "warning", "a /scratch/7 of its own", "venv")
     monkeypatch.setattr(machine, "OWN_FOLDERS", ("/nowhere",))
-    monkeypatch.setattr(machine, "_mounts", lambda: MOUNTS)
+    _mount(monkeypatch, MOUNTS)
     assert found("/tmp/clone/.venv") == [] == found("/scratch/clone/.venv")
     _says(found("/dev/shm/.venv"), "warning", "each node has memory of its own")
 
@@ -182,7 +190,7 @@ def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.Mo
 def test_files_in_a_folder_of_this_machine_alone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said where the only node is this machine, whose tools a cluster of one may use."""
     monkeypatch.setattr(machine, "OWN_FOLDERS", ("/scratch",))
-    monkeypatch.setattr(machine, "_mounts", lambda: MOUNTS)
+    _mount(monkeypatch, MOUNTS)
     config = parse_config({"model": {"path": "/scratch/model"}, "task": {"name": "arithmetic"}})
     facts = Facts(site=Site(venv="/home/.venv"), config=config, environment={})
     said = ("model.path=/scratch/model is on this machine", "each node has a /scratch of its own")
@@ -492,19 +500,6 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
         monkeypatch.setattr(machine.os, "link", link)
         _says(_of_folder(tmp_path, "hard links"), "problem", "two starts of a run", "--run-root")
-
-
-def test_a_folder_that_does_not_replace_files_at_once_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(fresh: Path, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        time.sleep(0.01)
-        fresh.rename(path)
-
-    assert _of_folder(tmp_path, "renames") == []
-    monkeypatch.setattr(Path, "replace", slow)
-    _says(_of_folder(tmp_path, "renames"), "problem", "does not replace files atomically", "--run-root")
 
 
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:

@@ -40,12 +40,8 @@ SUBMIT = (
 ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, config_checks.check_resources)
 """Checks before elastic searchers of an existing run wait in the queue."""
 
-LAPTOP = (
-    mpi_checks.check_library,
-    mpi_checks.check_mpiexec,
-    machine.check_capacity,
+MACHINE = (
     machine.check_engine,
-    machine.check_ports,
     machine.check_gpus,
     machine.check_compiler,
     machine.check_folder,
@@ -53,6 +49,18 @@ LAPTOP = (
     machine.check_shared_memory,
     machine.check_registered_memory,
     machine.check_model,
+)
+"""Checks of a machine on which ranks will run."""
+
+NODE = (*MACHINE, machine.check_network)
+"""Checks by the nodes of a trial start."""
+
+LAPTOP = (
+    mpi_checks.check_library,
+    mpi_checks.check_mpiexec,
+    machine.check_capacity,
+    machine.check_ports,
+    *MACHINE,
 )
 LOGIN_NODE = (
     machine.check_engine,
@@ -66,18 +74,6 @@ LOGIN_NODE = (
     machine.check_folder,
     machine.check_model,
 )
-NODE = (
-    machine.check_engine,
-    machine.check_gpus,
-    machine.check_compiler,
-    machine.check_folder,
-    machine.check_scratch,
-    machine.check_shared_memory,
-    machine.check_registered_memory,
-    machine.check_model,
-    machine.check_network,
-)
-"""Checks by the nodes of a trial start."""
 
 
 def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:

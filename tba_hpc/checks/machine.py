@@ -13,7 +13,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -39,7 +38,7 @@ FAST = re.compile(r"ib|hsn|opa")
 """Beginnings of the names of InfiniBand, Slingshot and Omni-Path interfaces."""
 
 UNKNOWN = "an unknown file system"
-"""Kind of a file system that /proc/mounts does not list."""
+"""Kind of a file system whose mount the kernel does not list."""
 
 SHM = Path("/dev/shm")
 
@@ -52,9 +51,6 @@ CLOCKS = "clocks"
 
 LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
 """Largest safe difference of clocks. Beyond it a live rank, silent between beats, may lose its claim."""
-
-SWAPS = 30
-"""Number of times that a file is replaced under a reader."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
@@ -200,7 +196,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         return
     root = facts.root.absolute()
     parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    kind = mount_kind(parent.resolve(), _mounts())
+    kind = mount_kind(parent.resolve())
     try:
         yield from judge_folder(root, parent, kind)
     except OSError as error:
@@ -225,26 +221,6 @@ def _links(path: Path) -> bool:
     return True
 
 
-def _swaps(path: Path) -> bool:
-    """Tell whether a reader always finds a file that is replaced over and over."""
-
-    def write() -> None:
-        for _ in range(SWAPS):
-            publish(path, b"text")
-
-    with ThreadPoolExecutor(1) as pool:
-        writer = pool.submit(write)
-        while not writer.done():
-            try:
-                path.read_bytes()
-            except FileNotFoundError:
-                return False
-            except OSError:  # a client's cache may lag behind
-                continue
-        writer.result()
-    return True
-
-
 def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
     """Do what a run does, in a folder that is removed afterwards, and judge the result. Raises OSError."""
     elsewhere = "choose another folder with --run-root"
@@ -253,7 +229,7 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
         publish(file, b"text")
         took = time.monotonic() - began
         private = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077
-        links, swaps = _links(file), _swaps(file)
+        links = _links(file)
     if private:
         yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * took:.1f} ms)")
     else:
@@ -262,9 +238,6 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
     if not links:
         found = f"{kind} has no atomic hard links, by which two starts of a run are kept apart"
         yield problem("hard links", found, elsewhere)
-    if not swaps:
-        found = f"{kind} does not replace files atomically: a reader found none, which may end a rank"
-        yield problem("renames", found, elsewhere)
 
 
 def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
@@ -301,22 +274,9 @@ def judge_space(free: int, inodes: int | None) -> Finding:
     return ok("disk space", found)
 
 
-def _mounts() -> str:
-    """Read /proc/mounts; empty where there is no /proc."""
-    try:
-        return Path("/proc/mounts").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def mount_kind(path: Path, mounts: str) -> str:
-    """Return the file system type of ``path`` (absolute, no links), given the text of /proc/mounts.
-
-    It is UNKNOWN if the mount is not listed, as in a chroot and in some containers.
-    """
-    kinds: dict[Path, str] = {}
-    for _, point, kind, *_ in (columns for line in mounts.splitlines() if len(columns := line.split()) > 2):
-        kinds[Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point))] = kind
+def mount_kind(path: Path) -> str:
+    """Return the file system type of ``path`` (absolute, no links); UNKNOWN as in a chroot."""
+    kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((kinds[folder] for folder in (path, *path.parents) if folder in kinds), UNKNOWN)
 
 
@@ -343,7 +303,7 @@ def _own_folder(path: Path, facts: Facts) -> str | None:
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"
-    return "memory" if mount_kind(path, _mounts()) in ("tmpfs", "ramfs") else None
+    return "memory" if mount_kind(path) in ("tmpfs", "ramfs") else None
 
 
 # --- The node's own folder, model, shared memory, network ---

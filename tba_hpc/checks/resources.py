@@ -5,18 +5,18 @@ It loads none of them and never asks the hub: a login node only looks at names a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tba_hpc.config import Config, is_local
+from tba_hpc.core.model_files import lacking
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.types import Resource
 from tba_hpc.tasks import TASKS, task_resources
 
 WEIGHTS = ("*.safetensors", "*.bin")
-"""Patterns of a model's weight files; if there are several, an index lists them."""
+"""Patterns of a model's weight files."""
 
 
 def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
@@ -71,9 +71,9 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
     return [one for one in wanted if not is_here(one) and place(one, environment) is None]
 
 
-def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]) -> str:
+def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str]) -> str:
     """Describe the ``missing`` resources in a sentence without a remedy."""
-    names = " and ".join(map(str, lacking))
+    names = " and ".join(map(str, absent))
     return (
         f"nothing whole of {names} is in {hub_home(environment)} (HF_HOME), where ranks look, and "
         "HF_HUB_OFFLINE=1 forbids them to ask the hub"
@@ -116,12 +116,8 @@ def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Tell whether a model's weight files are all there: those that an index lists, or any without one."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            parts = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            return all((folder / part).is_file() for part in parts)
-    return any(file.is_file() for pattern in WEIGHTS for file in folder.glob(pattern))
+    """Tell whether there are weight files, with all that an index lists."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHTS) and not lacking(folder)
 
 
 def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:

@@ -15,17 +15,21 @@ CHECKED = (".safetensors", ".bin", ".json", ".model")
 """Suffixes of the files that ``fault`` checks."""
 
 
-def fault(folder: Path) -> str | None:
-    """Return why a model's folder cannot be loaded, or None if no fault is found."""
-    lacking = [
+def lacking(folder: Path) -> list[str]:
+    """List the parts of a model's weights that an index names and the folder lacks, each with its index."""
+    return [
         f"{part}, which {index} lists"
         for index in INDICES
         if (folder / index).is_file()
         for part in sorted(set(json.loads((folder / index).read_text("utf-8"))["weight_map"].values()))
         if not (folder / part).is_file()
     ]
-    if lacking:
-        return f"lacks {lacking[0]}"
+
+
+def fault(folder: Path) -> str | None:
+    """Return why a model's folder cannot be loaded, or None if no fault is found."""
+    if parts := lacking(folder):
+        return f"lacks {parts[0]}"
     files = sorted(file for file in folder.iterdir() if file.suffix in CHECKED and file.is_file())
     return next((f"holds {file.name}, {found}" for file in files if (found := _fault_of(file))), None)
 
