@@ -46,25 +46,18 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
     """Yield a table row per figure."""
     how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
+
+    def row(measure: str, value: str, interval: str = "") -> dict[str, str]:
+        return {"decoding": how, "measure": measure, "value": value, "95 % interval": interval}
+
     if reward := decoding.reward:
-        interval = f"{reward.low:.3f} … {reward.high:.3f}"
-        yield {
-            "decoding": how,
-            "measure": "mean reward",
-            "value": f"{reward.value:.3f}",
-            "95 % interval": interval,
-        }
+        yield row("mean reward", f"{reward.value:.3f}", f"{reward.low:.3f} … {reward.high:.3f}")
     scores = dict(decoding.scores)
     if decoding.ended != next(iter(scores.values())):
         scores[RIGHT_AND_ENDED] = decoding.ended
     for name, score in scores.items():
-        interval = f"{100 * score.low:.1f} … {percent(score.high)}"
-        yield {"decoding": how, "measure": name, "value": percent(score.value), "95 % interval": interval}
-    figures = {
-        **{name: f"{value:.4g}" for name, value in decoding.summary.items()},
-        "truncated": percent(decoding.truncated_share),
-        "tokens per completion": f"{decoding.tokens:.1f}",
-        "perplexity": NOTHING if decoding.perplexity is None else f"{decoding.perplexity:.3f}",
-    }
-    for name, text in figures.items():
-        yield {"decoding": how, "measure": name, "value": text, "95 % interval": ""}
+        yield row(name, percent(score.value), f"{100 * score.low:.1f} … {percent(score.high)}")
+    yield from (row(name, f"{value:.4g}") for name, value in decoding.summary.items())
+    yield row("truncated", percent(decoding.truncated_share))
+    yield row("tokens per completion", f"{decoding.tokens:.1f}")
+    yield row("perplexity", NOTHING if decoding.perplexity is None else f"{decoding.perplexity:.3f}")

@@ -22,7 +22,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -170,26 +170,9 @@ class GSM8K(WordProblems):
     """The prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        train_file: str | None = None,
-        test_file: str | None = None,
-        grader: Grader = "final_number",
-        template: str | None = None,
-        chat: bool = False,
-        validation_problems: Annotated[int, Field(ge=1)] = 256,
-    ) -> None:
-        """Make a task from the config's options; see WordProblems."""
-        super().__init__(
-            tokenizer,
-            train_file=train_file,
-            test_file=test_file,
-            template=template,
-            chat=chat,
-            validation_problems=validation_problems,
-        )
+    def __init__(self, tokenizer: Tokenizer, *, grader: Grader = "final_number", **options: Any) -> None:
+        """Make a task from the config's options; see WordProblems for the others."""
+        super().__init__(tokenizer, **options)
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
