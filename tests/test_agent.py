@@ -27,6 +27,14 @@ from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.run.listeners import owner
 from tba_hpc.tasks import load_task
 
+SMOLAGENTS = Path(__file__).parents[1] / ".cache/smolagents/bin/python"
+
+needs_smolagents = pytest.mark.skipif(
+    not SMOLAGENTS.is_file(),
+    reason="no smolagents: python -m venv .cache/smolagents; "
+    ".cache/smolagents/bin/pip install 'smolagents[openai]==1.26.0'",
+)
+
 WRITER = """
 import json, sys
 from openai import OpenAI
@@ -519,6 +527,54 @@ def test_the_owner_of_a_connection_is_known() -> None:
         connection, _ = server.accept()
         assert owner(connection) == os.getuid()
         connection.close()
+
+
+# --- An agent framework ---
+
+
+@needs_smolagents
+def test_an_agent_of_smolagents_is_trained_on_what_was_sampled_for_it(stage: Callable[..., Stage]) -> None:
+    """It rewrites its history, so its second request begins a second sequence, with the tool's result."""
+    code = """
+import json, os, sys
+from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
+
+@tool
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: One of them.
+        b: The other.
+    '''
+    return a + b
+
+row = json.loads(sys.stdin.readline())
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+model = OpenAIModel("policy", api_base=url, api_key=key, tool_choice="auto")
+agent = ToolCallingAgent([add], model, max_steps=3, verbosity_level=LogLevel.OFF)
+print(float(agent.run(row["prompt"]) == row["answer"]))
+"""
+    calls = [
+        '<tool_call>{"name": "add", "arguments": {"a": 23, "b": 19}}</tool_call>',
+        '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>',
+    ]
+    row = {"prompt": "What is 23 + 19?", "answer": "42"}
+    made = stage(code, calls, row, command=[str(SMOLAGENTS), "my_agent.py"], step_seconds=200.0)
+    made.submit(n=2, max_tokens=20_000)
+    (group,) = made.finish(1, 400)
+    begin = made.tokenizer._tokenizer.decode(group.request.prompt.tokens.tolist())
+    assert '"name": "add"' in begin and '"name": "final_answer"' in begin and row["prompt"] in begin
+    asked = [request.prompt.tokens.tolist() for request in made.script.requests]
+    for one in group.completions:
+        assert (one.reward, one.finish_reason, one.turns) == (1.0, "stop", 2)
+        assert (one.calls, one.failed_calls) == (2, 0)
+        first, (opening, second) = sequences(made, one)
+        assert [*first, second] == [(True, f"{call}<|im_end|>") for call in calls]
+        assert "Observation:\n42<|im_end|>" in opening[1] and not opening[0]
+        (start,) = np.flatnonzero(one.begin_T).tolist()
+        assert one.last_turn is not None and one.tokens[start : -len(one.last_turn)].tolist() in asked
+    assert asked.count(group.request.prompt.tokens.tolist()) == 2 and len(asked) == 4
 
 
 # --- A storm ---
