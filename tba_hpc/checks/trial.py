@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -120,6 +121,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     run = RunDir.create(config)
     write_atomic(run.path / "site.json", site.model_dump_json())
     try:
+        slurm.refuse_impossible(script)
         job = slurm.submit(run, script)
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
@@ -159,17 +161,30 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
-    """Wait until the run's job has ended or is requeued; return a finding if that takes too long."""
-    end, pause = time.monotonic() + seconds, WATCH_SECONDS
-    while active := slurm_queue.active_job(run):
+    """Wait until the run's job has ended or is requeued; return a finding if that takes too long.
+
+    Each change of its state is told on stderr.
+    """
+    end, pause, told = time.monotonic() + seconds, WATCH_SECONDS, ""
+    while active := slurm_queue.active(components := slurm_queue.job_states(run)):
         if any(event["event"] == "requeue" for event in read_events(run)):
             break
         if time.monotonic() > end:
             return [_too_late(job, active.state, seconds)]
+        if (now := _progress(active, components[0]["reason"])) != told:
+            print(f"{now}; waiting up to {end - time.monotonic():.0f} s", file=sys.stderr, flush=True)
+            told = now
         # A queue may be long, and everybody asks its server.
         pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else WATCH_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
+
+
+def _progress(active: slurm_queue.ActiveJob, reason: str) -> str:
+    """Say what the job of the trial is doing."""
+    if active.waiting:
+        return f"job {active.number} is queued ({reason})"
+    return f"job {active.number} runs on its nodes: ranks start, and look at GPUs, network and folders"
 
 
 def _too_late(job: str, state: str, seconds: float) -> Finding:

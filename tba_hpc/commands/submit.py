@@ -96,7 +96,7 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     config, split = order.resolve(site)
     if not (site.setup or site.modules):  # which may set any variable
         require_addresses(config, job_environment(site))
-    if order.config not in found:
+    if new := order.config not in found:
         found[order.config] = _warnings(config, split, site, order)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
@@ -105,7 +105,10 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     after, remarks = _awaited(order.after) if order.after else (None, [])
     split = split if is_done(run, config) else choose_sides(split, site)
     warnings = [*found[order.config], *remarks]
-    return Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
+    ready = Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
+    if new and not is_done(run, config):
+        slurm.refuse_impossible(ready.script())
+    return ready
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:

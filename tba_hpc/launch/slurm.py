@@ -35,7 +35,7 @@ REMEDIES = {
     "memory": "memory",
     "cpu count": "cpus_per_node",
     "node count": "partition, or ask for fewer --nodes",
-    "node configuration": "gpus_per_node, cpus_per_node, memory or constraint",
+    "node configuration": "gpus_per_node, cpus_per_node, memory or constraint (see sinfo -o '%c %m %G')",
 }
 """Words in Slurm's complaint, mapped to the site key to change."""
 
@@ -135,6 +135,18 @@ def would_take(script: str) -> str:
     if done.returncode:
         raise SubmitError(refusal(done.stderr))
     return done.stderr.strip().removeprefix("sbatch: ")
+
+
+def refuse_impossible(script: str) -> None:
+    """Raise SubmitError if the cluster has no such nodes, whereas sbatch would queue a het job for ever.
+
+    Any other refusal may pass with time, such as a limit that your other jobs have reached.
+    """
+    try:
+        would_take(script)
+    except SubmitError as error:
+        if "node configuration" in str(error).lower():
+            raise
 
 
 def submit(run: RunDir, script: str) -> str:

@@ -147,6 +147,17 @@ def test_a_trial_that_stays_queued_is_cancelled(cluster: Cluster, tmp_path: Path
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_trial_that_no_node_could_run_is_not_waited_for(
+    cluster: Cluster, tmp_path: Path, doctor: Doctor
+) -> None:
+    status, findings = doctor(cluster, "--launch", cpus_per_node=32)
+    world = findings["one MPI world"]
+    assert (status, world["level"]) == (1, "problem")
+    assert "Requested node configuration is not available" in world["found"]
+    assert "cpus_per_node" in world["found"]
+    assert not cluster.run("squeue", "--noheader") and list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_read_only_run_root_is_a_problem_and_starts_no_job(
     cluster: Cluster, read_only: Path, doctor: Doctor
 ) -> None:
@@ -199,6 +210,8 @@ def test_what_would_fail_is_refused_in_a_sentence(
             f"type: tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k"
         ),
     }
+    large = _write(tmp_path / "large.yaml", SITE | {"gpus_per_node": 8})
+    refusals["--site", str(large)] = "Requested node configuration is not available; change the site key gpus"
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
     try:
         for options, words in refusals.items():
