@@ -75,7 +75,7 @@ def assert_clean(run: RunDir) -> None:
 def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) -> None:
     """Twice the trainer is killed and starts again, with another number of searchers of its own."""
     random = np.random.default_rng(0)
-    run = make_run(tmp_path, steps=60, elastic=3, searchers=0)
+    run = make_run(tmp_path, steps=45, elastic=3, searchers=0)
     trainer = tabular_run.start(run, searchers=0, sent=signal.SIGKILL, nth=15)
     starts = [(1, signal.SIGKILL, 20), (0, None, 0)]
     there: list[ForkServerProcess] = []

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from killer import in_a_process
 from lab.tabular import TabularReference, TabularTask
 from test_loops import TABLE, OneShot, answers, make_config, make_searcher
 
 from tba_hpc.config import ConfigError
 from tba_hpc.exchange.hdf5_shards import ShardWriter
 from tba_hpc.loops.scorer import Scorer
+from tba_hpc.loops.task_calls import TaskCalls
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.underway import Underway
 
 CALL = "rewards() of prompt 12"
 
+DEATHS = {
+    "left": lambda: os._exit(0),
+    "crashed": lambda: ctypes.string_at(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+"""What ends a searcher without a word."""
+
 SCRIPT = """
-import ctypes, os, signal, sys, threading
+import os, sys, threading
 from pathlib import Path
 from tba_hpc.loops.task_calls import TaskCalls
 from tba_hpc.run.directory import RunDir
@@ -31,11 +43,6 @@ underway = Underway(RunDir(Path(sys.argv[1])), 3)
 calls = TaskCalls("m:T", 60, underway)
 """
 
-DEATHS = {
-    "left": "os._exit(0)",
-    "crashed": "ctypes.string_at(0)",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-}
 ENDS = {
     "returned": "calls(CALL, lambda: 1)",
     "raised": "calls(CALL, lambda: 1 / 0)",
@@ -47,7 +54,7 @@ ENDS = {
     ),
     "asked to stop": "calls(CALL, lambda: (underway.close(), os._exit(1)))",
 }
-"""What a searcher does in a call of prompt 12: ends without a word, or otherwise."""
+"""What else a searcher may do in a call of prompt 12, at whose end the interpreter has a say."""
 
 
 @pytest.fixture
@@ -55,8 +62,19 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(make_config(tmp_path))
 
 
-def attempt(run: RunDir, does: str) -> None:
-    """One start of the searcher."""
+def die(run: RunDir, death: str, call: str = CALL) -> None:
+    """One start of the searcher, whose process dies in the call."""
+    run.begin_attempt()
+    assert in_a_process(_die, run, death, call) is not None
+
+
+def _die(run: RunDir, death: str, call: str) -> None:
+    faulthandler.disable()  # pytest's, which would tell of a crash that is meant
+    TaskCalls("m:T", 60, Underway(run, 3))(call, DEATHS[death])
+
+
+def end(run: RunDir, does: str) -> None:
+    """One start of the searcher, an interpreter that ends by itself."""
     run.begin_attempt()
     text = f"{SCRIPT}\nCALL = {CALL!r}\n{does}"
     subprocess.run([sys.executable, "-c", text, str(run.path)], capture_output=True, timeout=120, check=False)
@@ -66,12 +84,11 @@ def attempt(run: RunDir, does: str) -> None:
 def test_a_reward_that_ends_its_process_twice_is_refused_and_then_tried_anew(
     run: RunDir, death: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    does = f"calls(CALL, lambda: {DEATHS[death]})"
-    attempt(run, does)
+    die(run, death)
     run.begin_attempt()
     Underway(run, 3).close()
     assert f"ended without a word during {CALL}, in attempt 1: if it does so again" in caplog.text
-    attempt(run, does)
+    die(run, death)
     Underway(run, 4).close()  # another's
     with pytest.raises(ConfigError, match=r"during rewards\(\) of prompt 12, in attempts 1 and 3: see that"):
         Underway(run, 3)
@@ -80,23 +97,23 @@ def test_a_reward_that_ends_its_process_twice_is_refused_and_then_tried_anew(
 
 def test_two_ends_in_different_calls_are_told(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     for prompt in (12, 13, 14):
-        attempt(run, f"calls('rewards() of prompt {prompt}', lambda: os._exit(1))")
+        die(run, "left", f"rewards() of prompt {prompt}")
     found = Underway(run, 3)
     assert found.ends == {f"rewards() of prompt {prompt}": [str(prompt - 11)] for prompt in (12, 13, 14)}
     assert all(f"prompt {prompt}, in attempt {prompt - 11}:" in caplog.text for prompt in (12, 13, 14))
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_no_other_end_is_held_against_the_call(run: RunDir, end: str) -> None:
-    attempt(run, ENDS[end])
+@pytest.mark.parametrize("how", ENDS)
+def test_no_other_end_is_held_against_the_call(run: RunDir, how: str) -> None:
+    end(run, ENDS[how])
     assert not Underway(run, 3).ends
 
 
 def test_a_call_that_is_survived_is_acquitted(run: RunDir) -> None:
     """A searcher may be killed from outside in any call."""
     for _ in range(3):
-        attempt(run, f"calls(CALL, lambda: {DEATHS['killed']})")
-        attempt(run, ENDS["returned"])
+        die(run, "killed")
+        end(run, ENDS["returned"])
     assert not Underway(run, 3).ends
 
 
@@ -107,7 +124,7 @@ def test_where_an_answer_may_have_ended_the_process_each_is_judged_alone(run: Ru
             return super().correct(prompts, completions)  # type: ignore[arg-type]
 
     sizes: list[int] = []
-    attempt(run, "calls('correct() of test prompt 2', lambda: os._exit(1))")
+    die(run, "left", "correct() of test prompt 2")
     task = Counting(TABLE)
     scorer = Scorer(
         task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60, underway=Underway(run, 3)
