@@ -35,10 +35,9 @@ class Exchange(Replayed):
         self.publications.append(publication)
         return super().publish(publication, write)
 
-    def close(self) -> list:
-        """Nothing is left."""
+    def close(self) -> None:
+        """As ever."""
         self.closed = True
-        return super().close()
 
 
 def end(

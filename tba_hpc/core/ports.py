@@ -382,8 +382,11 @@ class TrainerExchange(Protocol):
     def stop_requested(self) -> bool:
         """True once a searcher has been asked (by a signal) to stop the run."""
 
-    def close(self) -> list[Shard]:
-        """Finish the round under way, tell every searcher that the run is over, return the last shards."""
+    def close(self) -> None:
+        """Finish the round under way, and tell every searcher that the run is over.
+
+        Shards that were not collected stay on disk, and a resume merges them.
+        """
 
 
 class SearcherExchange(Protocol):
@@ -405,9 +408,6 @@ class SearcherExchange(Protocol):
     @property
     def closed(self) -> bool:
         """True once the trainer has ended the run and every published weight has been polled."""
-
-    def close(self) -> None:
-        """Leave. Shards not yet merged stay on disk, and a resume merges them."""
 
 
 class EngineError(RuntimeError):

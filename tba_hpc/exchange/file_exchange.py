@@ -203,14 +203,11 @@ class FileTrainerExchange:
         """Tell whether a searcher had asked to stop the run by the last round."""
         return self._stop_requested
 
-    def close(self) -> list[Shard]:
-        if not self._manifest.closed:
-            self._worker.shutdown()
-            assert self.idle
-            self._manifest = replace(self._manifest, closed=True)
-            self._sync(None)
-            self._announce()
-        return self.collect()
+    def close(self) -> None:
+        self._worker.shutdown()
+        assert self.idle
+        self._manifest = replace(self._manifest, closed=True)
+        self._announce()
 
     # --- Weights ---
 
@@ -461,9 +458,6 @@ class FileSearcherExchange:
     def closed(self) -> bool:
         self._look()
         return self._ended and self._next_entry() is None
-
-    def close(self) -> None:
-        """Do nothing: this end holds nothing open."""
 
     @property
     def _has_started(self) -> bool:

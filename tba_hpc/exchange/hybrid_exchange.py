@@ -55,14 +55,14 @@ class HybridTrainerExchange:
     def stop_requested(self) -> bool:
         return self._world.stop_requested
 
-    def close(self) -> list[Shard]:
+    def close(self) -> None:
         """End the run on both sides; elastic searchers find out by themselves whether it is finished.
 
         The file side closes first: the world may wait for memory that is still being copied to files.
         """
         self._closed = True
-        elastic = self._files.close()
-        return self._world.close() + elastic
+        self._files.close()
+        self._world.close()
 
     def _pass_on(self) -> None:
         """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""
