@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
-owners.BEAT_SECONDS, owners.LEAVE_SECONDS = 0.05, 0.0
+owners.BEAT_SECONDS, owners.EARLIER_OWNER_SECONDS = 0.05, 0.0
 try:
     with owners.owned(RunDir(Path(sys.argv[1])), sys.argv[2]):
         print("owner", flush=True)
@@ -146,7 +146,7 @@ def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir) -> None:
     began = time.monotonic()
     killer.start()
     with owned(run, "searcher-0000"):
-        assert 0.5 < time.monotonic() - began < owners.LEAVE_SECONDS
+        assert 0.5 < time.monotonic() - began < owners.EARLIER_OWNER_SECONDS
     first.communicate()
 
 
@@ -453,7 +453,7 @@ def test_a_job_is_not_refused_by_its_own_leftovers(
     """Another start of its ranks, a requeue, on other nodes: at once; a second job is told of the first."""
     squeue("echo '17|RUNNING|||||'")
     monkeypatch.setattr(owners, "SILENT_OWNER_SECONDS", 0.5)
-    monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(owners, "EARLIER_OWNER_SECONDS", 0.5)
     be_job(monkeypatch, "17")
     claim_for_job(run)
     claimed(run, replace(ELSEWHERE, job="17"), name="trainer-0000")

@@ -483,7 +483,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             run = make_run(folder)
             board = open_board(run, PendingShards(run, timeout=PATIENCE, among=range(1, 2)))
             flags.wait("open-1")
-            trainer = HybridTrainerExchange(trainer, board, attended=lambda: True)
+            trainer = HybridTrainerExchange(trainer, board, has_elastic=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower(world)
