@@ -190,14 +190,14 @@ def submit(
     ] = None,
 ) -> None:
     """Submit a run to Slurm, or resume one; the job requeues itself until the run is finished."""
-    from tba_hpc.commands import order as ordered
+    from tba_hpc.commands import submission as submissions
 
-    options = ordered.sbatch_options([*([f"time-min={time_min}"] if time_min else []), *(sbatch or [])])
-    configs = config or ([] if elastic else [ordered.default("configs", "math_gsm8k")])
-    job = ordered.Order(
+    options = submissions.sbatch_options([*([f"time-min={time_min}"] if time_min else []), *(sbatch or [])])
+    configs = config or ([] if elastic else [submissions.default("configs", "math_gsm8k")])
+    job = submissions.Submission(
         config=elastic or configs[0],
-        site=site or ordered.default("sites", "generic"),
-        nodes=ordered.nodes_of_this_job(ready=print_only) if nodes is None else nodes,
+        site=site or submissions.default("sites", "generic"),
+        nodes=submissions.nodes_of_this_job(ready=print_only) if nodes is None else nodes,
         trainer_nodes=trainer_nodes,
         time=time,
         homogeneous=homogeneous,
@@ -227,15 +227,15 @@ def submit(
         _refuse_idle(
             {"--chain": chain > 1, "--wait": wait}, "needs a job, and --print submits none: leave it out"
         )
-    orders = ordered.spread(job, configs, seeds)
-    if print_only and len(orders) > 1:
-        raise ConfigError(f"--print writes one script, and these are {len(orders)} runs: print one at a time")
+    jobs = submissions.spread(job, configs, seeds)
+    if print_only and len(jobs) > 1:
+        raise ConfigError(f"--print writes one script, and these are {len(jobs)} runs: print one at a time")
     if dry_run or print_only:
-        typer.echo("\n".join(ordered.script(one, make=print_only) for one in orders), nl=False)
+        typer.echo("\n".join(submissions.script(one, make=print_only) for one in jobs), nl=False)
         return
     from tba_hpc.commands import submit as slurm_job
 
-    if not slurm_job.submit(orders, wait=wait, as_json=as_json):
+    if not slurm_job.submit(jobs, wait=wait, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -271,7 +271,7 @@ def fetch(
         return
     _refuse_idle({"--to": to}, "is for a MODEL, smollm2-135m: a config's go to the cache of HF_HOME")
     from tba_hpc.commands import fetch as hub
-    from tba_hpc.commands.order import as_it_lies
+    from tba_hpc.commands.submission import as_it_lies
     from tba_hpc.launch.plan import load_site
 
     hub.fetch(load_config(*as_it_lies(config, overrides or [])), load_site(site) if site else None)
@@ -439,14 +439,14 @@ def doctor(
 
 
 @app.command(hidden=True)
-def greet(verb: str, run: RunPath) -> None:
+def trial_rank(verb: str, run: RunPath) -> None:
     """Run one rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
     role = VERBS[verb]
     run_dir = _open(run, role, None)
     try:
-        rank.greet(run_dir, role)
+        rank.join_trial(run_dir, role)
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")
         raise typer.Exit(Exit.REFUSED) from None
@@ -648,7 +648,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     """Load the config of a file or a run directory; local files that it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
-    from tba_hpc.commands.order import as_it_lies, load_anchored
+    from tba_hpc.commands.submission import as_it_lies, load_anchored
 
     config = load_anchored(*as_it_lies(path, overrides))
     refuse(FILES, Facts(config=config))

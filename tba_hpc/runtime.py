@@ -75,7 +75,7 @@ from tba_hpc.run.bounded_output import bound_output
 from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
-from tba_hpc.run.files import insist
+from tba_hpc.run.files import retry
 from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
@@ -131,9 +131,9 @@ def make_learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLe
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore the last checkpoint, train, and bring the run to its end."""
     end_imports()
-    visitors = ElasticSearchers(run, config)
-    open_exchange = partial(_open_trainer, run, config, placement, learner.layout, visitors)
-    with leading(run, config, learner, open_exchange, visitors=visitors.ready) as trainer:
+    elastic = ElasticSearchers(run, config)
+    open_exchange = partial(_open_trainer, run, config, placement, learner.layout, elastic)
+    with leading(run, config, learner, open_exchange, elastic_leases=elastic.ready) as trainer:
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=trainer.exchange)
 
@@ -146,7 +146,7 @@ def leading(
     open_exchange: Callable[[Progress], TrainerExchange],
     *,
     freshness: type[Freshness] = Freshness,
-    visitors: Callable[[], dict[int, int]] = dict,
+    elastic_leases: Callable[[], dict[int, int]] = dict,
 ) -> Iterator[Trainer]:
     """Yield the trainer that goes on from the newest checkpoint, which signals meanwhile ask to stop.
 
@@ -180,7 +180,7 @@ def leading(
             checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
-            visitors=visitors,
+            elastic_leases=elastic_leases,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
     checkpoints.finish_pruning(PRUNING_SECONDS)
@@ -203,7 +203,7 @@ def _open_trainer(
     config: Config,
     placement: Placement,
     layout: WeightLayout,
-    visitors: ElasticSearchers,
+    elastic: ElasticSearchers,
     progress: Progress,
 ) -> TrainerExchange:
     """Open the exchange over MPI, over files, or both if elastic searchers may join an MPI world."""
@@ -216,7 +216,7 @@ def _open_trainer(
             run.weights,
             layout,
             attempt=run.attempt.name,
-            read_pending=visitors.reading(_pending_shards(run, config, among).read),
+            read_pending=elastic.reading(_pending_shards(run, config, among).read),
             progress=progress,
             evaluated=evaluated,
             timeout=config.launch.disk_seconds,
@@ -229,8 +229,8 @@ def _open_trainer(
     world = MpiTrainerExchange(placement.mpi, layout, progress=progress)
     if not config.launch.elastic:
         return world
-    elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
-    return HybridTrainerExchange(world, elastic, attended=visitors.anybody)
+    files = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))
+    return HybridTrainerExchange(world, files, has_elastic=elastic.anybody)
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
@@ -443,7 +443,7 @@ def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -
 def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
     """Write a part of an evaluation; wait for room if the disk is full."""
     timeout = config.launch.disk_seconds
-    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=timeout)
+    retry(lambda: write_evaluation(run, searcher, searchers, part), seconds=timeout)
 
 
 def _online_evaluator(

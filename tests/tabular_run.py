@@ -131,7 +131,7 @@ def _live(
     if not beside:
         checkpoints.in_background = at_once
     page.render = lambda *_: ""  # plots take longer than all the rest
-    file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
+    file_exchange.MANIFEST_CHECK_SECONDS = 0.01  # this disk is not shared
     elastic.ELASTIC_CHECK_SECONDS = 0.2
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two
     made = generator or (lambda seed: TabularGenerator(TABLE, seed=seed))
@@ -176,8 +176,8 @@ def _visit(path: Path) -> None:
     """As ``runtime`` has it, less the engine."""
     run = RunDir.open(path)
     config = run.config()
-    file_exchange.POLL_SECONDS = 0.01
-    elastic.RETRY_SECONDS = 0.05
+    file_exchange.MANIFEST_CHECK_SECONDS = 0.01
+    elastic.EVALUATOR_RETRY_SECONDS = 0.05
     digest.KEEP_SECONDS = 0.1
     with elastic.leaving_at_once(), elastic.leased_slot(run, config) as place:
         metrics = runtime._metrics(run, place.searcher)

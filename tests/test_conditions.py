@@ -14,7 +14,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-i
 
 BROKE = (
     "test_cli.py::test_submit_needs_no_more_than_nodes_and_says_what_it_takes",
-    "test_order.py::test_script_in_a_job_takes_what_the_job_has",
+    "test_submission.py::test_script_in_a_job_takes_what_the_job_has",
     "test_sbatch.py::test_awaiting_survives_signals_and_returns_the_childs_status",
     "test_sbatch.py::test_caches_lie_on_the_node_where_one_can_write",
     "test_sbatch.py::test_set_up_modules_and_activation_are_not_under_set_u",

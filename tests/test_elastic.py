@@ -78,7 +78,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", ATTEMPT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.MANIFEST_CHECK_SECONDS", 0.0)
 
 
 # --- What may be configured ---
@@ -176,7 +176,7 @@ def no_room(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("nth", range(2))
 def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Whether or not its claim had its name already when the disk was full: that is its own."""
-    monkeypatch.setattr("tba_hpc.loops.elastic.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.loops.elastic.EVALUATOR_RETRY_SECONDS", 0.0)
     first, other, left, fsync = EvaluatorLease(run), EvaluatorLease(run), [nth], os.fsync
 
     def full_once(descriptor: int) -> None:
@@ -445,14 +445,13 @@ class StillRead:
     def collect(self) -> list[Shard]:
         return []
 
-    def close(self) -> list[Shard]:
+    def close(self) -> None:
         assert not self.file.has_readers, "for ever"
-        return []
 
 
 def test_the_end_does_not_wait_for_weights_that_go_to_files(run: RunDir) -> None:
     world = StillRead()
-    both = HybridTrainerExchange(world, trainer(run), attended=lambda: True)
+    both = HybridTrainerExchange(world, trainer(run), has_elastic=lambda: True)
     both.publish(Publication(version=1), lambda out: None)
     both.gather()
     both.close()

@@ -35,10 +35,9 @@ class Exchange(Replayed):
         self.publications.append(publication)
         return super().publish(publication, write)
 
-    def close(self) -> list:
-        """Nothing is left."""
+    def close(self) -> None:
+        """As ever."""
         self.closed = True
-        return super().close()
 
 
 def end(
@@ -142,7 +141,7 @@ def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
 ) -> None:
     """It takes several times the deadline; where two of four do nothing, these are named after one."""
     monkeypatch.setattr(ending, "NEWS_SECONDS", 0.0)
-    monkeypatch.setattr(ending, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(ending, "EVALUATION_CHECK_SECONDS", 0.02)
     config = make_config(tmp_path, train={"steps": STEPS}, launch={"searchers": 4, "timeout_seconds": 0.3})
     run = RunDir.create(config)
     run.begin_attempt()

@@ -96,9 +96,9 @@ class Listing:
 def moods(monkeypatch: pytest.MonkeyPatch) -> Moods:
     moods = Moods()
     moods.install(monkeypatch.setattr)
-    monkeypatch.setattr("tba_hpc.run.files.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("tba_hpc.exchange.hdf5_shards.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.run.files.DISK_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.exchange.hdf5_shards.DISK_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.MANIFEST_CHECK_SECONDS", 0.0)
     return moods
 
 
@@ -405,7 +405,7 @@ def moody(seed: int) -> Moods:
 def live(path: Path, seed: int, sent: signal.Signals | None, nth: int) -> None:
     """An attempt on such a file system, while the clock is set back and forth."""
     time.time = lambda: REAL_TIME() + 3600 * (int(time.monotonic()) % 3 - 1)
-    files.AGAIN_SECONDS = hdf5_shards.AGAIN_SECONDS = 0.05
+    files.DISK_RETRY_SECONDS = hdf5_shards.DISK_RETRY_SECONDS = 0.05
     moody(seed).install(setattr)
     tabular_run._live(path, sent, nth)
 

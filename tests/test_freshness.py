@@ -155,7 +155,7 @@ def test_a_slot_shares_the_budget_only_while_a_searcher_is_there() -> None:
     given = budget(CompletedRequests(), bound=0, searchers=1, prompts=6, slots=2)
     assert given.extend(0, ready=0, missing=0) == 18 and given.lease_ends == {}
     assert given.owed() == {0: 6}
-    given.attend({FIRST: 1})
+    given.note_leases({FIRST: 1})
     given.extend(0, ready=0, missing=0)
     assert given.lease_ends == {FIRST: {1: 1}}, "nothing yet: the six are owed"
     given.arrive(np.array([0, 3, 6, 9, 12]))
@@ -169,11 +169,11 @@ def test_a_slot_shares_the_budget_only_while_a_searcher_is_there() -> None:
 def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_next_one() -> None:
     """Three searchers share twelve requests; that of 1, 4, 7 and 10 has answered 4 when it vanishes."""
     given = budget(CompletedRequests(), bound=0, searchers=1, prompts=12, slots=2)
-    given.attend({FIRST: 1, SECOND: 1})
+    given.note_leases({FIRST: 1, SECOND: 1})
     given.extend(0, ready=0, missing=0)
     assert given.owed() == {0: 4, 1: 4, 2: 4}
     given.arrive(np.array([4]))
-    given.attend({SECOND: 1})
+    given.note_leases({SECOND: 1})
     assert given.owed() == {0: 4, 2: 4}
     assert given.overdue(0) == 8, "nobody waits for those that are lost"
     given.extend(0, ready=1, missing=0)
@@ -182,7 +182,7 @@ def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_n
     given.arrive(np.array([7]))  # sealed while its searcher was frozen and taken for dead
     assert given.owed() == {0: 6, 2: 5}
     given.arrive(np.array([2, 5, 8, 11, 14, 0, 3, 6, 9]))
-    given.attend({FIRST: 2, SECOND: 1})
+    given.note_leases({FIRST: 2, SECOND: 1})
     given.extend(5, ready=0, missing=0)
     assert given.owed() == {0: 4, 1: 4, 2: 4}
     assert given.lease_ends[FIRST] == {2: 19}, "1 and 10, which it left, then 13 and 16"
@@ -193,11 +193,11 @@ def test_what_a_searcher_left_unanswered_is_granted_to_others_and_again_to_the_n
 def test_a_slot_that_changed_hands_owes_nothing_until_it_is_granted_anew() -> None:
     """The first holder's eight requests are not the second's, who comes before anybody saw the slot free."""
     given = budget(CompletedRequests(), bound=1, searchers=0, prompts=4, slots=1)
-    given.attend({FIRST: 1})
+    given.note_leases({FIRST: 1})
     given.extend(0, ready=0, missing=0)
     assert given.owed() == {0: 8} and given.lease_ends == {FIRST: {1: 8}}
     given.arrive(np.array([0, 2]))
-    given.attend({FIRST: 2})
+    given.note_leases({FIRST: 2})
     assert not given.owed() and given.overdue(1) == 0 and given.has_searchers
     given.extend(1, ready=2, missing=0)
     assert given.owed() == {0: 6} and given.lease_ends == {FIRST: {2: 8}}, "1 and 3 to 7"
@@ -207,7 +207,7 @@ def test_a_slot_that_changed_hands_owes_nothing_until_it_is_granted_anew() -> No
 def test_a_grant_costs_the_same_with_many_searchers() -> None:
     """2,048 requests among 1,024 searchers and 256 slots; asking all for each took five seconds."""
     given = budget(CompletedRequests(), bound=3, searchers=1024, prompts=512, slots=256)
-    given.attend(dict.fromkeys(range(FIRST, FIRST + 256), 1))
+    given.note_leases(dict.fromkeys(range(FIRST, FIRST + 256), 1))
     began = time.process_time()
     given.extend(0, ready=0, missing=0)
     assert time.process_time() - began < 0.5
@@ -218,7 +218,7 @@ def test_a_second_answer_counts_for_nothing() -> None:
     """A frozen searcher and its slot's next one both answer 0; answers from before a restart do not count."""
     given = budget(CompletedRequests(), bound=0, searchers=0, prompts=3, slots=1)
     given.arrive(np.array([1]))  # begun before the trainer was started again
-    given.attend({FIRST: 1})
+    given.note_leases({FIRST: 1})
     given.extend(0, ready=0, missing=0)
     assert given.owed() == {0: 3} and given.lease_ends == {FIRST: {1: 4}}, "0, 2, 3"
     for left in (2, 2, 2):
@@ -240,7 +240,7 @@ def test_whoever_comes_and_goes_the_budget_is_spent_and_never_exceeded(searchers
     there, answered, ready = set[int](), set[int](), 0
     for version in range(90):
         there ^= {FIRST_ELASTIC + int(rng.integers(slots))} if rng.random() < 0.4 else set()
-        given.attend(dict.fromkeys(there, version // 7))
+        given.note_leases(dict.fromkeys(there, version // 7))
         end = given.extend(version, ready=ready, missing=0)
         ends = dict.fromkeys(range(searchers), end)
         ends |= {
@@ -263,10 +263,10 @@ def test_with_nobody_there_nothing_is_granted_until_somebody_comes() -> None:
     config = config_of(exchange={"max_staleness": 1}, launch={"searchers": 0, "elastic": 2})
     empty = Freshness(config, ReplayBuffer(config.buffer, 0))
     empty.begin(0, CompletedRequests())
-    empty.note_visitors(dict)
+    empty.note_elastic_leases(dict)
     assert empty.publication(0, evaluate=None, published=0.0).lease_ends == {}
     assert empty.missing(0) == 2 and not empty.exhausted(0), "weights need not be published again and again"
-    empty.note_visitors(lambda: {SECOND: 3})
+    empty.note_elastic_leases(lambda: {SECOND: 3})
     assert empty.exhausted(0)
     told = empty.publication(0, evaluate=None, published=0.0)
     assert [told.for_lease(who, 3).budget_end for who in (FIRST, SECOND)] == [0, 9]  # 1, 3, 5, 7

@@ -353,9 +353,8 @@ class ReplayExchange:
         """What the last publish brought."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def close(self) -> list[Shard]:
-        """Nothing is left."""
-        return []
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _sealed(config: Config, run: RunDir, count: int) -> list[Shard]:
@@ -835,9 +834,6 @@ class OneShot:
         """Whether enough has come."""
         enough = sum(len(shard.trajectories) for shard in self.offered) >= self.wanted
         return self.polled and self.closes and enough
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> None:

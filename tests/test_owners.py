@@ -142,7 +142,7 @@ def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir, hold: Cal
     began = time.monotonic()
     killer.start()
     with owned(run, "searcher-0000"):
-        assert 0.5 < time.monotonic() - began < owners.LEAVE_SECONDS
+        assert 0.5 < time.monotonic() - began < owners.EARLIER_OWNER_SECONDS
 
 
 def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
@@ -418,7 +418,7 @@ def test_a_job_is_not_refused_by_its_own_leftovers(
     """Another start of its ranks, a requeue, on other nodes: at once; a second job is told of the first."""
     squeue("echo '17|RUNNING|||||'")
     monkeypatch.setattr(owners, "SILENT_OWNER_SECONDS", 0.5)
-    monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(owners, "EARLIER_OWNER_SECONDS", 0.5)
     be_job(monkeypatch, "17")
     claim_for_job(run)
     claimed(run, replace(ELSEWHERE, job="17"), name="trainer-0000")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.commands.elastic import submit_elastic
-from tba_hpc.commands.order import HEADER_SIGNAL, Order
+from tba_hpc.commands.submission import HEADER_SIGNAL, Submission
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
@@ -640,9 +640,9 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     os.umask(before)
     site = REPOSITORY / "slurm/sites/generic.yaml"
     with pytest.raises(ConfigError, match=r"--nodes 3 with .* ask for --nodes 2, or .*launch\.elastic=12"):
-        submit_elastic(Order(config=run.path, site=site, nodes=3))
-    order = Order(config=run.path, site=site, nodes=2, time="1:00:00", options=["--exclude=node7"])
-    submit_elastic(order, partition="preemptible", show=True)
+        submit_elastic(Submission(config=run.path, site=site, nodes=3))
+    submission = Submission(config=run.path, site=site, nodes=2, time="1:00:00", options=["--exclude=node7"])
+    submit_elastic(submission, partition="preemptible", show=True)
     text = capsys.readouterr().out
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     wanted = ("--array=0-1", "--partition=preemptible", "--time=1:00:00", "--exclude=node7")

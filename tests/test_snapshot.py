@@ -8,7 +8,7 @@ from shlex import quote
 
 import pytest
 
-from tba_hpc.commands.order import script_of
+from tba_hpc.commands.submission import script_of
 from tba_hpc.config import parse_config
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Container, Site, plan

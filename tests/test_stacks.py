@@ -36,7 +36,7 @@ if "goes on" in sys.argv:
 STAYS = """
 import sys, threading, time
 from tba_hpc.launch import rank
-rank.LEAVE_SECONDS = 0.5
+rank.THREADS_END_SECONDS = 0.5
 with rank.leaving():
     threading.Thread(target=time.sleep, args=(60,), name="a stuck worker").start()
     sys.exit(int(sys.argv[1]))

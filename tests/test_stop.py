@@ -95,7 +95,7 @@ def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -
 def test_cancel_kills_a_launcher_that_does_not_listen(
     run: RunDir, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(stop, "LAUNCHER_END_SECONDS", 0.5)
     launched.append(up(run, "stubborn", interruptible=False))
     ranks = launched[0].pids()
     stop.cancel(run)

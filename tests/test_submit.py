@@ -6,7 +6,7 @@ from shlex import quote
 
 import pytest
 
-from tba_hpc.commands.order import Order, again
+from tba_hpc.commands.submission import Submission, again
 from tba_hpc.commands.submit import _left_out, _short_time
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
@@ -28,11 +28,13 @@ def test_what_submits_a_run_again_is_what_was_typed(
     program: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
-    order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
+    submission = Submission(
+        config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10"
+    )
     options = (
         f"--config '{tmp_path}/a run' --site {quote(str(GENERIC))} --nodes 3 --trainer-nodes 1 --time 10"
     )
-    assert again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
+    assert again(submission, RunDir(tmp_path / "a run")) == f"{command} {options}"
 
 
 def test_a_chain_that_slurm_cuts_short_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

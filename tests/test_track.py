@@ -177,7 +177,7 @@ def test_wandb_gets_figures_and_answers_once_over_two_starts_and_nothing_of_the_
 
 
 def test_one_process_at_a_time_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(owners, "EARLIER_OWNER_SECONDS", 0.2)
     run = new_run(tmp_path)
     with owned(run, OWNER), pytest.raises(OwnedError):
         follow(run, config_of(run, "track.tensorboard=true"))

@@ -24,7 +24,7 @@ NBYTES = 128 << 20
 """Number of bytes that are broadcast."""
 
 
-def greet(directory: RunDir, role: Role) -> None:
+def join_trial(directory: RunDir, role: Role) -> None:
     """Run one rank of the trial.
 
     Raises ConfigError or ExchangeError that says what is wrong with the world, or which rank is missing.

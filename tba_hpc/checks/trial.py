@@ -1,6 +1,6 @@
 """Starts ranks on the cluster as a run would, to see if they form one MPI world, and what their nodes lack.
 
-The batch script is the same as for every run. Only the ranks differ: each is a ``tba greet`` (``rank.py``).
+The batch script is the same as for every run. Its ranks differ: each is ``tba trial-rank`` (``rank.py``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
+from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
-from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
@@ -46,7 +46,7 @@ SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
 JOIN_SECONDS = 60
 """Deadline by which the ranks must find each other."""
 
-WATCH_SECONDS, QUEUE_SECONDS = 0.5, 30.0
+JOB_CHECK_SECONDS, QUEUE_SECONDS = 0.5, 30.0
 """Pause between two checks of a running job, and the longest pause for one that waits."""
 
 TITLE, BROADCAST = "one MPI world", "MPI between nodes"
@@ -88,7 +88,7 @@ def prepare(
 ) -> tuple[Config, Plan, str]:
     """Return config, plan and batch script of a trial in ``root``, whose ranks look for ``model``.
 
-    lay_out: chooses the sides of the job's components.
+    lay_out: chooses the nodes that each component of the job may have.
     """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
@@ -106,7 +106,7 @@ def prepare(
     job = Job(
         name="tba-doctor",
         run=config.run_dir,
-        rank=[*site.python, *RANK[1:], "greet"],
+        rank=[*site.python, *RANK[1:], "trial-rank"],
         tba=[*site.python, *TBA[1:]],
     )
     return config, split, batch_script(job, split, site)
@@ -117,7 +117,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
 
     The first finding says whether the ranks form one world. Raises ConfigError for a read-only ``root``.
     """
-    config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=choose_sides)
+    config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=separate_nodes)
     run = RunDir.create(config)
     write_atomic(run.path / "site.json", site.model_dump_json())
     try:
@@ -165,7 +165,7 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
 
     Each change of its state is told on stderr.
     """
-    end, pause, told = time.monotonic() + seconds, WATCH_SECONDS, ""
+    end, pause, told = time.monotonic() + seconds, JOB_CHECK_SECONDS, ""
     while active := slurm_queue.active(components := slurm_queue.job_states(run)):
         if any(event["event"] == "requeue" for event in read_events(run)):
             break
@@ -175,7 +175,7 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
             print(f"{now}; waiting up to {end - time.monotonic():.0f} s", file=sys.stderr, flush=True)
             told = now
         # A queue may be long, and everybody asks its server.
-        pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else WATCH_SECONDS
+        pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else JOB_CHECK_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
 from tba_hpc.checks.lists import ELASTIC, job_facts
-from tba_hpc.commands.order import Order
+from tba_hpc.commands.submission import Submission
 from tba_hpc.commands.submit import tell
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
@@ -20,23 +20,23 @@ from tba_hpc.run.directory import RunDir
 
 
 def submit_elastic(
-    order: Order,
+    submission: Submission,
     *,
     partition: str | None = None,
     show: bool = False,
     make: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Submit up to ``order.nodes`` one-node jobs of elastic searchers for the run in ``order.config``.
+    """Submit up to ``submission.nodes`` one-node jobs of elastic searchers for the run ``submission.config``.
 
     show: print the batch script instead. make: print it ready for sbatch, with a copy of the code. Raises
     ConfigError or LaunchError with one sentence.
     """
-    run, site, nodes = RunDir.open(order.config), order.load_site(), order.nodes
+    run, site, nodes = RunDir.open(submission.config), submission.load_site(), submission.nodes
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
     config, site = run.config(), site.model_copy(update={"searcher": own})
     searcher = _searchers(config, site, nodes)
-    code = snapshot.take(run.path, order.here) if make else snapshot.place(run.path)
+    code = snapshot.take(run.path, submission.here) if make else snapshot.place(run.path)
     job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
     text = elastic_script(job, nodes, searcher, site)
     if show or make:
@@ -46,7 +46,7 @@ def submit_elastic(
     if run.finished:
         print(f"finished already, nothing to search for: {run.summary}")
         return
-    warnings = _warnings(run, config, site, order.site)
+    warnings = _warnings(run, config, site, submission.site)
     snapshot.take(run.path)
     number = slurm.send(run, text)
     done = {

@@ -18,11 +18,11 @@ from typing import Any
 from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, refuse, warning
 from tba_hpc.checks.lists import SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
-from tba_hpc.commands.order import Order, again, last_job, script_of
+from tba_hpc.commands.submission import Submission, again, last_job, script_of
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Plan, Site
-from tba_hpc.launch.sides import choose_sides
 from tba_hpc.report.notify import require_addresses
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
@@ -43,9 +43,9 @@ NOT_SUBMITTED = "finished"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """An order that has passed all checks. after: id of the job that must end first."""
+    """A submission that has passed all checks. after: id of the job that must end first."""
 
-    order: Order
+    submission: Submission
     site: Site
     config: Config
     split: Plan
@@ -59,15 +59,15 @@ class Ready:
         return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
 
-def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
-    """Submit orders, except of finished runs, and print what was done. All are checked before the first.
+def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> bool:
+    """Submit all but finished runs, and print what was done. All are checked before the first.
 
     wait: wait until the jobs have ended, and return whether all runs are finished. Raises ConfigError,
     StateError, DiskFullError, LaunchError or SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
-    ready = [_check(order, found) for order in orders]
+    ready = [_check(submission, found) for submission in submissions]
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
@@ -90,34 +90,36 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     return all(ended)
 
 
-def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
-    """Check an order. found: warnings by config, so that several seeds of a config need one check."""
-    site = order.load_site()
-    config, split = order.resolve(site)
+def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
+    """Check a submission. found: warnings by config, so that several seeds of a config need one check."""
+    site = submission.load_site()
+    config, split = submission.resolve(site)
     if not (site.setup or site.modules):  # which may set any variable
         require_addresses(config, job_environment(site))
-    if new := order.config not in found:
-        found[order.config] = _warnings(config, split, site, order)
+    if new := submission.config not in found:
+        found[submission.config] = _warnings(config, split, site, submission)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
     refuse_owned(run)
-    after, remarks = _awaited(order.after) if order.after else (None, [])
-    split = split if is_done(run, config) else choose_sides(split, site)
-    warnings = [*found[order.config], *remarks]
-    ready = Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
+    after, remarks = _awaited(submission.after) if submission.after else (None, [])
+    split = split if is_done(run, config) else separate_nodes(split, site)
+    warnings = [*found[submission.config], *remarks]
+    ready = Ready(
+        submission=submission, site=site, config=config, split=split, run=run, warnings=warnings, after=after
+    )
     if new and not is_done(run, config):
         slurm.refuse_impossible(ready.script())
     return ready
 
 
-def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
+def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -> list[Finding]:
     """Return what may go wrong. Raises ConfigError for what certainly will, before hours in the queue."""
     facts = replace(
         job_facts(config, site, split),
         python=login_python(site),
-        fetched_by=order.fetched_by,
-        beside=order.beside,
+        fetched_by=submission.fetched_by,
+        beside=submission.beside,
         seconds=CHECK_SECONDS,
     )
     return [*_short_time(site), *refuse(SUBMIT, facts)]
@@ -149,12 +151,12 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
 
 def _submit(ready: Ready) -> str:
     text, changes = ready.script(), consequences(ready.run, ready.config)
-    modules.keep(create_run(ready.config), ready.config, ready.order.beside)
+    modules.keep(create_run(ready.config), ready.config, ready.submission.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
-    if shorter := slurm.chain(ready.run, job, ready.script, length=ready.order.chain):
+    if shorter := slurm.chain(ready.run, job, ready.script, length=ready.submission.chain):
         print(f"warning: {shorter}", file=sys.stderr)
-    log_event(ready.run, "submitted", job=job, restarts=0, command=again(ready.order, ready.run))
+    log_event(ready.run, "submitted", job=job, restarts=0, command=again(ready.submission, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job
 
@@ -192,7 +194,7 @@ def _commands(ready: Ready) -> dict[str, str]:
         "queue": f"squeue --jobs {','.join(jobs)}",
         "cancel": f"scancel {' '.join(jobs)}",
         "stop": shlex.join(["tba", "stop", run]),
-        "resume": again(ready.order, ready.run),
+        "resume": again(ready.submission, ready.run),
     }
 
 

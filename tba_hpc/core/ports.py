@@ -384,8 +384,11 @@ class TrainerExchange(Protocol):
     def stop_requested(self) -> bool:
         """True once a signal has asked a searcher to stop the run."""
 
-    def close(self) -> list[Shard]:
-        """Finish the present round, tell every searcher that the run is over, and return the last shards."""
+    def close(self) -> None:
+        """Finish the present round, and tell every searcher that the run is over.
+
+        Shards that were not collected stay on disk, and a resume merges them.
+        """
 
 
 class SearcherExchange(Protocol):
@@ -407,9 +410,6 @@ class SearcherExchange(Protocol):
     @property
     def closed(self) -> bool:
         """True once the trainer has ended the run and ``poll`` has returned the last weights."""
-
-    def close(self) -> None:
-        """Leave the exchange. Shards not yet merged stay on disk, and a resume merges them."""
 
 
 class EngineError(RuntimeError):

@@ -46,13 +46,13 @@ from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLay
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.weight_changes import DeltaMemory, apply_changes
 from tba_hpc.run.files import (
-    insist,
+    if_available,
+    is_temporary,
     listing,
-    passes,
     publish,
     read_regular,
     require_regular,
-    unless_away,
+    retry,
 )
 from tba_hpc.run.owners import end_if_superseded
 
@@ -64,7 +64,7 @@ KEEP = 2
 MOST_WAITING = 4
 """Maximum number of weights kept for an incomplete validation: a dead searcher's is never completed."""
 
-POLL_SECONDS = 0.1
+MANIFEST_CHECK_SECONDS = 0.1
 """Minimum seconds between two reads of ``latest.json`` by a searcher; metadata servers are slow and shared.
 
 The pause grows to a fiftieth of the time since the last change, at most tenfold.
@@ -158,7 +158,7 @@ class FileTrainerExchange:
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._insist = partial(insist, seconds=timeout)
+        self._retry = partial(retry, seconds=timeout)
         self._memory = DeltaMemory(layout)
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # for the cursors below
@@ -203,14 +203,11 @@ class FileTrainerExchange:
         """Tell whether a searcher had asked to stop the run by the last round."""
         return self._stop_requested
 
-    def close(self) -> list[Shard]:
-        if not self._manifest.closed:
-            self._worker.shutdown()
-            assert self.idle
-            self._manifest = replace(self._manifest, closed=True)
-            self._sync(None)
-            self._announce()
-        return self.collect()
+    def close(self) -> None:
+        self._worker.shutdown()
+        assert self.idle
+        self._manifest = replace(self._manifest, closed=True)
+        self._announce()
 
     # --- Weights ---
 
@@ -231,7 +228,7 @@ class FileTrainerExchange:
             name += f"-{sequence}{CHANGES}"
             entry = Entry(sequence, name, publication, changes=True, checksum=crc32(changes.data))
             pieces = [changes.data]
-        self._insist(lambda: publish(self._folder / entry.file, *pieces))
+        self._retry(lambda: publish(self._folder / entry.file, *pieces))
         self._memory.keep(changes)
         self._sync(entry)
 
@@ -249,12 +246,12 @@ class FileTrainerExchange:
             self._announce()
             self._remove_superseded()
         # A folder that cannot be listed now will be in another round.
-        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
+        names: list[str] = if_available(lambda: listing(self._folder), otherwise=[])
         self._stop_requested |= any(name.startswith(STOP) for name in names)
 
     def _announce(self) -> None:
-        self._insist(end_if_superseded)
-        self._insist(lambda: self._manifest.write(self._folder))
+        self._retry(end_if_superseded)
+        self._retry(lambda: self._manifest.write(self._folder))
 
     def _find_shards(self) -> None:
         cursors = dict(self._manifest.cursors)
@@ -266,7 +263,7 @@ class FileTrainerExchange:
 
     def _write_progress(self, cursors: Mapping[int, int]) -> None:
         data = Progress(self._completed, cursors).to_bytes()
-        self._insist(lambda: publish(self._folder / PROGRESS, data))
+        self._retry(lambda: publish(self._folder / PROGRESS, data))
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
@@ -312,7 +309,7 @@ class FileTrainerExchange:
         Their budget and reference are reset, since this attempt may have undone them.
         """
         try:
-            before = self._insist(lambda: Manifest.read(self._folder))
+            before = self._retry(lambda: Manifest.read(self._folder))
         except DamagedError as error:
             raise ConfigError(f"{error}: remove it, and start the same run again") from None
         kept = before.chain(before.entries[-1].sequence) if before and before.entries else ()
@@ -321,7 +318,7 @@ class FileTrainerExchange:
         )
         manifest = Manifest(attempt, False, dict(cursors), entries)
         self._write_progress(cursors)
-        self._insist(lambda: manifest.write(self._folder))
+        self._retry(lambda: manifest.write(self._folder))
         return manifest
 
 
@@ -375,8 +372,8 @@ class FileSearcherExchange:
             if self._has_started:
                 with suppress(FileNotFoundError):  # not visible yet
                     read = partial(read_regular, self._folder / PROGRESS)
-                    return Progress.from_bytes(insist(read, seconds=self._deadline))
-            time.sleep(POLL_SECONDS)
+                    return Progress.from_bytes(retry(read, seconds=self._deadline))
+            time.sleep(MANIFEST_CHECK_SECONDS)
             self._look()
         return Progress()
 
@@ -462,9 +459,6 @@ class FileSearcherExchange:
         self._look()
         return self._ended and self._next_entry() is None
 
-    def close(self) -> None:
-        """Do nothing: this end holds nothing open."""
-
     @property
     def _has_started(self) -> bool:
         """Tell whether this attempt's trainer has started; an earlier manifest may have been undone since."""
@@ -482,7 +476,7 @@ class FileSearcherExchange:
     def _look(self) -> None:
         """Read the manifest again, unless that was done just now. Raises ExchangeError after the timeout."""
         now = time.monotonic()
-        pause = min(max(POLL_SECONDS, (now - self._changed) / 50), 10 * POLL_SECONDS)
+        pause = min(max(MANIFEST_CHECK_SECONDS, (now - self._changed) / 50), 10 * MANIFEST_CHECK_SECONDS)
         if now - self._looked < pause:
             return
         self._looked, manifest = now, self._read_manifest()
@@ -614,7 +608,7 @@ class DamagedError(ValueError):
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
     """Raise an error that would come again. A missing or incomplete file may only not be visible yet."""
-    passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and passes(error))
+    passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and is_temporary(error))
     if isinstance(error, OSError | ConfigError) and not passing:
         raise error
 

@@ -39,7 +39,15 @@ from tba_hpc.core.types import (
     make_uid,
 )
 from tba_hpc.run.directory import REFUSED, RunDir, of_two_runs
-from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
+from tba_hpc.run.files import (
+    DISK_RETRY_SECONDS,
+    fsync,
+    if_available,
+    is_temporary,
+    make_folder,
+    publish,
+    retry,
+)
 from tba_hpc.run.owners import end_if_superseded
 
 log = logging.getLogger(__name__)
@@ -277,7 +285,7 @@ class ShardWriter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         folder = run.shard_folder(searcher)
-        insist(lambda: make_folder(folder), seconds=timeout)
+        retry(lambda: make_folder(folder), seconds=timeout)
         for stale in folder.glob(".*.tmp"):  # left by a writer that was killed
             stale.unlink(missing_ok=True)
         self._run = run
@@ -335,7 +343,7 @@ class ShardWriter:
             end_if_superseded()  # a successor from here on finds the shard
 
         try:
-            insist(write, seconds=self._timeout)
+            retry(write, seconds=self._timeout)
         except FileExistsError:
             raise ExchangeError(
                 f"{path} is sealed already, by a process that was searcher {self._searcher} before and was "
@@ -399,11 +407,11 @@ class PendingShards:
                     yield shard
                     cursors[searcher], more = shard.index + 1, more or not is_elastic(searcher)
             if self._missed:
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(DISK_RETRY_SECONDS)
                 more = True
 
     def _all_searchers(self, cursors: Mapping[int, int]) -> list[int]:
-        listed: list[int] = unless_away(self._run.shard_folders, otherwise=[])
+        listed: list[int] = if_available(self._run.shard_folders, otherwise=[])
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
@@ -414,7 +422,7 @@ class PendingShards:
             try:
                 shard = self._load(path)
             except OSError as error:
-                if not isinstance(error, FileNotFoundError) and not passes(error):
+                if not isinstance(error, FileNotFoundError) and not is_temporary(error):
                     raise
                 if index >= end and isinstance(error, FileNotFoundError):
                     self._missed.pop(path, None)  # its server may have been away at an earlier look
@@ -434,7 +442,7 @@ class PendingShards:
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
         except OSError as error:
-            if not passes(error):
+            if not is_temporary(error):
                 raise
             return 0 if self._gives_up(folder, error) else None
         self._missed.pop(folder, None)
@@ -455,7 +463,7 @@ class PendingShards:
                 raise
             except ShardError as error:
                 if not last:
-                    time.sleep(AGAIN_SECONDS)
+                    time.sleep(DISK_RETRY_SECONDS)
                     continue
                 with contextlib.suppress(FileNotFoundError):  # another rank was faster
                     path.rename(_aside(path))

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class HybridTrainerExchange:
     """Both trainer's ends as one. Searchers of the MPI world evaluate, so elastic ones are not asked to.
 
-    files: finds only shards of elastic searchers. attended: tells whether there are any; if not, nothing is
-    copied.
+    files: finds only shards of elastic searchers. has_elastic: tells whether there are any;
+    if not, nothing is copied.
     """
 
     def __init__(
-        self, world: MpiTrainerExchange, files: FileTrainerExchange, *, attended: Callable[[], bool]
+        self, world: MpiTrainerExchange, files: FileTrainerExchange, *, has_elastic: Callable[[], bool]
     ) -> None:
         self._world = world
         self._files = files
-        self._attended = attended
+        self._has_elastic = has_elastic
         self._newest: Publication | None = None  # published to the world
         self._passed_on: Publication | None = None  # copied to the files, or being copied
         self._closed = False
@@ -45,7 +45,7 @@ class HybridTrainerExchange:
         """Start a round on both sides. False if one was under way, or newer weights are not copied yet."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
-        return all(started) and (self._passed_on is self._newest or not self._attended())
+        return all(started) and (self._passed_on is self._newest or not self._has_elastic())
 
     def collect(self) -> list[Shard]:
         self._pass_on()
@@ -55,20 +55,20 @@ class HybridTrainerExchange:
     def stop_requested(self) -> bool:
         return self._world.stop_requested
 
-    def close(self) -> list[Shard]:
+    def close(self) -> None:
         """End the run on both sides; elastic searchers find out by themselves whether it is finished.
 
         The file side closes first: the world may wait for memory that is still being copied to files.
         """
         self._closed = True
-        elastic = self._files.close()
-        return self._world.close() + elastic
+        self._files.close()
+        self._world.close()
 
     def _pass_on(self) -> None:
         """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""
         if self._closed or not self._files.idle:
             return
         found = self._world.arrived()
-        if found and found.publication is not self._passed_on and self._attended():
+        if found and found.publication is not self._passed_on and self._has_elastic():
             self._passed_on = found.publication
             self._files.pass_on(replace(found, publication=replace(found.publication, evaluate=None)))

@@ -28,12 +28,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
 from tba_hpc.exchange.hdf5_shards import parse_shard
 from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, LONGEST_PAUSE, MpiWorld, Pending, Tag
+from tba_hpc.run.background import Worker, at_once
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class Purpose(IntEnum):
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
-    CLOSE = 3  # the last shards in; nothing is accepted any more
-    END = 4  # peers stop serving rounds
+    END = 3  # peers stop serving rounds
 
 
 class Status(IntEnum):
@@ -96,46 +96,33 @@ class ExchangeThread:
     """Thread that does one piece of work at a time. Once all ranks are connected, only it calls MPI."""
 
     def __init__(self) -> None:
-        self._finished = True
-        self._error: ExchangeError | None = None
-        self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        # One thread for all work: if every core is busy, the start of a thread may take half a second. It is
-        # a daemon: a process that ends by an error must not wait for a peer first.
-        threading.Thread(target=self._run, name="exchange", daemon=True).start()
+        # One thread for all work: if every core is busy, the start of a thread may take half a second.
+        self._worker = Worker("exchange")
+        self._work: Future[object] = at_once(lambda: None)
 
     def start(self, work: Callable[[], object]) -> None:
         """Start ``work``. Earlier work must be finished."""
-        self._finished = False
-        self._given.put(work)
+        self._work = self._worker.submit(work)
 
     @property
     def finished(self) -> bool:
         """Tell whether no work is under way. Raises ExchangeError if the last work failed."""
-        finished = self._finished  # read first: an error is set before it
+        finished = self._work.done()
         self.check()
         return finished
 
     def check(self) -> None:
         """Raise ExchangeError if the last work failed."""
-        if self._error is not None:
-            raise self._error
+        if not self._work.done() or not (error := self._work.exception()):
+            return
+        if isinstance(error, ExchangeError):
+            raise error
+        raise ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks") from error
 
     def wait(self) -> None:
         """Wait until no work is under way. Raises ExchangeError if the last work failed."""
-        while not self.finished:
-            time.sleep(LONGEST_PAUSE)
-
-    def _run(self) -> None:
-        while True:
-            work = self._given.get()
-            try:
-                work()
-            except ExchangeError as error:
-                self._error = error
-            except Exception as error:
-                self._error = ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks")
-                self._error.__cause__ = error
-            self._finished = True
+        wait([self._work])
+        self.check()
 
 
 class MpiTrainerExchange:
@@ -156,7 +143,6 @@ class MpiTrainerExchange:
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
-        self._closed = False
         log.info(
             "exchange: %d ranks on %d nodes, %.1f MB of weights",
             *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
@@ -199,21 +185,15 @@ class MpiTrainerExchange:
         """Tell whether a searcher has asked, in a round so far, to stop the run."""
         return self._stop_requested
 
-    def close(self) -> list[Shard]:
-        if not self._closed:
-            self._closed = True
-            self._thread.wait()
-            self._thread.start(self._let_go)
-            self._thread.wait()
-        return self.collect()
+    def close(self) -> None:
+        self._thread.wait()
+        end = self._header(Purpose.END)
+        self._thread.start(partial(self._world.send_all, end, Tag.HEADER, "did not take its leave"))
+        self._thread.wait()
 
     def _start(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)  # now, so that the round begins at once
         self._thread.start(partial(self._round, purpose, written))
-
-    def _let_go(self) -> None:
-        self._round(Purpose.CLOSE)
-        self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
 
     @_attentive()
     def _round(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
@@ -230,7 +210,7 @@ class MpiTrainerExchange:
         self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
         for rank, image in images:
             self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
-        self._confirmed(last=purpose is Purpose.CLOSE)
+        self._confirmed()
 
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
@@ -251,14 +231,11 @@ class MpiTrainerExchange:
         self._world.wait_for(answers, f"did not say how large its shards are in round {self._rounds}")
         return sizes
 
-    def _confirmed(self, *, last: bool) -> None:
-        """Wait for every rank to confirm the round. A rank that reports BUSY gets a new deadline.
-
-        last: whether no weights will follow, so that no room is needed.
-        """
+    def _confirmed(self) -> None:
+        """Wait for every rank to confirm the round. A rank that reports BUSY gets a new deadline."""
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since or not (last or self._memory.has_room(self._writes)):
+        while waiting_since or not self._memory.has_room(self._writes):
             for rank, (status, (_, request)) in list(answers.items()):
                 if not request.Test():
                     continue
@@ -299,7 +276,7 @@ class _Peer:
         """Take part in the leader's rounds until the last."""
         while (header := self._next_header())["purpose"] != Purpose.END:
             self._transfer(header)
-            self._until_free(int(header["write"]) + 1, last=header["purpose"] == Purpose.CLOSE)
+            self._until_free(int(header["write"]) + 1)
             self._send_status(Status.CONFIRMED)
 
     def _next_header(self) -> np.void:
@@ -313,7 +290,7 @@ class _Peer:
 
     @_attentive()
     def _transfer(self, header: np.void) -> None:
-        stop, images = self._prepare(header)
+        stop, images = self._prepare()
         messages = [(np.array([(stop, len(images))], READY), Tag.READY)]
         if images:
             messages.append((np.array([len(image) for image in images]), Tag.READY))
@@ -325,13 +302,10 @@ class _Peer:
         self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
 
-    def _until_free(self, write: int, *, last: bool) -> None:
-        """Wait until the next weights may come; meanwhile tell the leader that the main thread lives.
-
-        last: whether no weights will follow.
-        """
+    def _until_free(self, write: int) -> None:
+        """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         reported = time.monotonic()
-        while not (self._is_free() and (last or self._memory.has_room(write))):
+        while not (self._is_free() and self._memory.has_room(write)):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()
             if self._last_call > reported and now - reported > self._world.deadline / 4:
@@ -345,7 +319,7 @@ class _Peer:
     _last_call = float("inf")
     """Time of the main thread's last call, on the monotonic clock; a follower's always counts as alive."""
 
-    def _prepare(self, header: np.void) -> tuple[bool, list[np.ndarray]]:
+    def _prepare(self) -> tuple[bool, list[np.ndarray]]:
         """Return whether to stop the run, and the shards as bytes of their files, uint8."""
         return False, []
 
@@ -383,7 +357,6 @@ class MpiSearcherExchange(_Peer):
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
         self._offered: list[np.ndarray] = []
         self._in_transit = 0
-        self._accepting = True
         self._stop = False
         self._unseen: WeightUpdate | None = None
         self._holding = False  # whether the main thread has taken weights, and not called since
@@ -395,12 +368,11 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Hand over a sealed shard. After the trainer's close it stays on disk for a resume."""
+        """Hand over a sealed shard. A resume finds it on disk if no round fetches it."""
         assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
         with self._lock:
-            if self._accepting:
-                self._offered.append(np.frombuffer(shard.image, np.uint8))
+            self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
         """Return the newest unseen weights, read-only in the node's memory, or None."""
@@ -426,18 +398,13 @@ class MpiSearcherExchange(_Peer):
         with self._lock:
             return self._thread.finished and self._unseen is None
 
-    def close(self) -> None:
-        """Leave. MPI itself ends with the process, once all ranks have left."""
-        self._called()
-
     def _called(self) -> None:
         self._holding = False
         self._last_call = time.monotonic()
         self._thread.check()
 
-    def _prepare(self, header: np.void) -> tuple[bool, list[np.ndarray]]:
+    def _prepare(self) -> tuple[bool, list[np.ndarray]]:
         with self._lock:
-            self._accepting &= header["purpose"] != Purpose.CLOSE
             images, self._offered = self._offered, []
             self._in_transit = len(images)
             return self._stop, images

@@ -154,5 +154,5 @@ class ReplayExchange:
         """Tell whether the trainer waits for shards and none are left."""
         return self._waits and not self._left
 
-    def close(self) -> list[Shard]:
-        return []
+    def close(self) -> None:
+        """Do nothing: nobody waits for the end."""

@@ -109,11 +109,11 @@ asked_to_stop() {
 
 pass_on() {          # srun hands USR1 to every rank of every component
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
-    insist "$STEP" >/dev/null 2>&1 &
+    repeat_stop "$STEP" >/dev/null 2>&1 &
     GUARD=$!
 }
 
-insist() {           # insist SRUN: it may lose a signal that comes while it is starting the ranks
+repeat_stop() {           # repeat_stop SRUN: it may lose a signal that comes while it is starting the ranks
     local end=$((SECONDS + SAVE_SECONDS))
     while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
     kill -KILL "$1"  # a rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good

@@ -44,10 +44,10 @@ from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
-WATCH_SECONDS = 0.25
+RANKS_CHECK_SECONDS = 0.25
 """Seconds between two looks at the processes and the metrics."""
 
-LEAVE_SECONDS = 60.0
+SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers have to leave after the last trainer has left (files transport)."""
 
 FULL_BYTES = 1 << 20
@@ -262,7 +262,7 @@ class Ranks:
         if None in codes:
             return None
         self._left = self._left or time.monotonic()
-        late = time.monotonic() - self._left > LEAVE_SECONDS
+        late = time.monotonic() - self._left > SEARCHERS_END_SECONDS
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
     def deafen(self) -> bool:
@@ -455,7 +455,7 @@ def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[],
                     f"{run.path} could not be used for {waited:.0f} s ({error.strerror}): once it can be, "
                     "type the same command again; nothing sealed is lost"
                 ) from None
-        time.sleep(WATCH_SECONDS)
+        time.sleep(RANKS_CHECK_SECONDS)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -496,7 +496,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
             world.ask_to_stop()
         open_to_others = open_to_others and not world.deafen()
         display.refresh()
-        time.sleep(WATCH_SECONDS)
+        time.sleep(RANKS_CHECK_SECONDS)
     return code
 
 

@@ -30,10 +30,10 @@ NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """Pattern of ``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
 
 
-SPARE_SECONDS = 30
+REQUEUE_SECONDS = 30
 """Seconds reserved between signal and end of the job for the requeue itself."""
 
-EARLY_SECONDS = 60
+EARLY_SIGNAL_SECONDS = 60
 """Seconds by which Slurm may send the signal earlier than requested."""
 
 
@@ -114,7 +114,7 @@ class Site(Section):
     """Request whole nodes."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     """Wall time of a job; a run that needs more requeues itself."""
-    signal_seconds: int = Field(300, ge=2 * SPARE_SECONDS)
+    signal_seconds: int = Field(300, ge=2 * REQUEUE_SECONDS)
     """Seconds before the end of the wall time at which the run is asked to checkpoint. 30 of them are
     reserved for the requeue. Slurm may ask 60 s earlier."""
     requeue: bool = True
@@ -205,7 +205,7 @@ class Site(Section):
     @property
     def seconds_to_train(self) -> float:
         """Wall time of the job before it may be asked to checkpoint, s."""
-        return self.seconds - self.signal_seconds - EARLY_SECONDS
+        return self.seconds - self.signal_seconds - EARLY_SIGNAL_SECONDS
 
     @field_validator("time", mode="before")
     @classmethod
@@ -221,7 +221,7 @@ class Site(Section):
         if self.seconds_to_train <= 0:
             raise ValueError(
                 f"signal_seconds={self.signal_seconds} leaves nothing of time={self.time} to train in, since "
-                f"Slurm may ask {EARLY_SECONDS} s earlier: ask for more time, or reserve less of it"
+                f"Slurm may ask {EARLY_SIGNAL_SECONDS} s earlier: ask for more time, or reserve less of it"
             )
         if self.container and self.venv:
             raise ValueError(
@@ -268,7 +268,7 @@ class Component:
     """One role's share of the job.
 
     ranks_per_node: maximum number of ranks on a node. cpus_per_rank: cores. exclude: nodes left to the other
-    component, in the form of ``sbatch --exclude`` (``sides.py``).
+    component, in the form of ``sbatch --exclude`` (``component_nodes.py``).
     """
 
     role: Role
@@ -283,8 +283,8 @@ class Component:
 class Plan:
     """Nodes and ranks of a job, with the split in words in ``why``.
 
-    first: role whose nodes come first by name, in the het form (``sides.py``). remarks: sentences for the
-    user about the split.
+    first: role whose nodes come first by name, in the het form (``component_nodes.py``). remarks: sentences
+    for the user about the split.
     """
 
     form: Form

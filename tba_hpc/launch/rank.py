@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can fix; the message is a sentence that says how."""
 
-LEAVE_SECONDS = 30.0
+THREADS_END_SECONDS = 30.0
 """Seconds that threads of a user's code have to end once a rank has nothing left to do."""
 
 FAILURES = (EngineError, ExchangeError, OSError)
@@ -81,7 +81,7 @@ def stoppable() -> Iterator[StopFlag]:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End this process LEAVE_SECONDS after the block if Python still waits for a thread of the user's code.
+    """End this process THREADS_END_SECONDS after the block if threads of the user's code still run.
 
     MPI is finalized before that, since it has to be in the main thread.
     """
@@ -95,7 +95,7 @@ def leaving() -> Iterator[None]:
     finally:
         if status == 0 and (world := sys.modules.get("tba_hpc.exchange.mpi_world")):
             world.finalize()
-        timer = threading.Timer(LEAVE_SECONDS, _leave, [status])
+        timer = threading.Timer(THREADS_END_SECONDS, _leave, [status])
         timer.daemon = True
         timer.start()
 

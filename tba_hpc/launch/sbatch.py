@@ -16,7 +16,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.types import Role
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
-from tba_hpc.launch.plan import SPARE_SECONDS, Component, ComponentSite, Plan, Site
+from tba_hpc.launch.plan import REQUEUE_SECONDS, Component, ComponentSite, Plan, Site
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 RANK: Sequence[str] = ("python", "-P", "-m", "mpi4py", "-m", "tba_hpc")
@@ -211,7 +211,7 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
         "SEARCHERS_PER_NODE": plan.searcher.ranks // max(1, plan.searcher.nodes),
         "REQUEUE": "yes" if site.requeue else "no",
         "RELAUNCHES": site.relaunches,
-        "SAVE_SECONDS": site.signal_seconds - SPARE_SECONDS,
+        "SAVE_SECONDS": site.signal_seconds - REQUEUE_SECONDS,
     }
     mains |= {} if _step_memory(site) else {"STEP_MEMORY": ""}
     mains |= {"CACHES_IN": TMP} if site.container else {}

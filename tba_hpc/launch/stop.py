@@ -20,7 +20,7 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
-ASK_SECONDS = 10.0
+LAUNCHER_END_SECONDS = 10.0
 """Seconds that a launcher on this machine has to kill its ranks before it is killed itself."""
 
 KILLED_SECONDS = 10.0
@@ -149,7 +149,7 @@ def _end(run: RunDir, owner: Owner) -> None:
 
     Raises LaunchError if the launcher still does not end.
     """
-    if _goes(run, owner, signal.SIGINT, ASK_SECONDS):
+    if _goes(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
         return
     gone = _goes(run, owner, signal.SIGKILL, KILLED_SECONDS)
     log_event(run, "aborted")

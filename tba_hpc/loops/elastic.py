@@ -24,7 +24,7 @@ from tba_hpc.core.types import Request, Shard
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.files import insist, unless_away
+from tba_hpc.run.files import if_available, retry
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Claim, Lease, clock, holders, note_ready, take_lease
@@ -33,7 +33,7 @@ from tba_hpc.run.signals import StopFlag
 EVALUATOR = "evaluator"
 """Name of the lease that the evaluating searcher holds in a run without searchers of its own."""
 
-RETRY_SECONDS = 5.0
+EVALUATOR_RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease."""
 
 ELASTIC_CHECK_SECONDS = 5.0
@@ -123,7 +123,7 @@ class ElasticSearchers:
         """Return the result of the last check that the file system answered."""
         if self._names and time.monotonic() - self._looked >= ELASTIC_CHECK_SECONDS:
             self._looked = time.monotonic()
-            self._there = unless_away(self._look, otherwise=self._there)
+            self._there = if_available(self._look, otherwise=self._there)
         return self._there
 
     def _look(self) -> dict[str, Claim]:
@@ -159,13 +159,13 @@ class EvaluatorLease:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._lease: Lease | None = None
-        self._tried = -RETRY_SECONDS
+        self._tried = -EVALUATOR_RETRY_SECONDS
 
     def held(self) -> bool:
-        """Return whether this process holds the lease; try to take it every RETRY_SECONDS."""
-        if not self._lease and time.monotonic() - self._tried >= RETRY_SECONDS:
+        """Return whether this process holds the lease; try to take it every EVALUATOR_RETRY_SECONDS."""
+        if not self._lease and time.monotonic() - self._tried >= EVALUATOR_RETRY_SECONDS:
             self._tried = time.monotonic()
-            self._lease = unless_away(lambda: take_lease(self._run, [EVALUATOR]), otherwise=None)
+            self._lease = if_available(lambda: take_lease(self._run, [EVALUATOR]), otherwise=None)
         return self._lease is not None
 
     def release(self) -> None:
@@ -240,7 +240,7 @@ class ElasticStay:
         """Tell the trainer, once, that the engine has loaded weights, so that it counts on this searcher."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
-            insist(lambda: note_ready(name), seconds=seconds)
+            retry(lambda: note_ready(name), seconds=seconds)
             self._ready = True
 
     def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:

@@ -14,7 +14,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
-POLL_SECONDS = 0.1
+EVALUATION_CHECK_SECONDS = 0.1
 """Pause between two checks of the exchange and the evaluations."""
 
 NEWS_SECONDS = 5.0
@@ -61,7 +61,7 @@ def publish_last(trainer: Trainer) -> bool:
     while not trainer.stopping:
         if trainer.publish_if_due():  # bounded by the exchange's deadline
             return True
-        time.sleep(POLL_SECONDS)
+        time.sleep(EVALUATION_CHECK_SECONDS)
     return False
 
 
@@ -88,7 +88,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
                 f"{remedy}; the model is in {run.export}, and the same run, started again, evaluates only "
                 "what is missing"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(EVALUATION_CHECK_SECONDS)
     return True
 
 

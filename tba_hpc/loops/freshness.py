@@ -129,13 +129,13 @@ class Freshness:
             return False
         return self.missing(step) > self._owed.total()
 
-    def note_visitors(self, visitors: Callable[[], Mapping[int, int]]) -> None:
+    def note_elastic_leases(self, elastic_leases: Callable[[], Mapping[int, int]]) -> None:
         """Share the budget among the run's own searchers and the elastic ones at work.
 
-        visitors: returns the leases of these elastic searchers, by their numbers.
+        elastic_leases: returns the leases of these elastic searchers, by their numbers.
         """
         if self._budget:
-            self._budget.attend(visitors())
+            self._budget.note_leases(elastic_leases())
 
     def arrive(self, shard: Shard, step: int) -> None:
         """Note a shard that arrives before ``step``; its searcher no longer owes these requests."""
@@ -253,7 +253,7 @@ class RolloutBudget:
     def _place_of(self, request_id: int) -> int:
         return request_id % self._launch.places
 
-    def attend(self, leases: Mapping[int, int]) -> None:
+    def note_leases(self, leases: Mapping[int, int]) -> None:
         """Note the leases of the elastic searchers at work, by number; one that has left owes nothing.
 
         All that the others have sealed must have been read before, or it may come too late.

@@ -15,7 +15,7 @@ from tba_hpc.core.ports import Learner
 from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.loops.merger import state_event
 from tba_hpc.run.checkpoints import BUFFER_FILE, PROMPTS_FILE, Arrays, Checkpoints, TrainerState
-from tba_hpc.run.files import AGAIN_SECONDS, DiskFullError
+from tba_hpc.run.files import DISK_RETRY_SECONDS, DiskFullError
 from tba_hpc.run.metrics import MetricsWriter, Value
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Saving:
             if self._no_room and time.monotonic() >= give_up:
                 raise self._no_room
             if self._no_room:
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(DISK_RETRY_SECONDS)
 
     def _wait(self) -> None:
         """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""

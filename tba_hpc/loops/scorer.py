@@ -31,7 +31,7 @@ from tba_hpc.core.task_contract import (
 )
 from tba_hpc.core.types import BEHAVIOUR, Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
-from tba_hpc.loops.task_calls import LEAVING_SECONDS, OverranError, TaskCalls, Worker
+from tba_hpc.loops.task_calls import LEAVING_SECONDS, OverranError, TaskCalls, background_worker
 from tba_hpc.run.underway import Underway
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Scorer:
         self._shards = shards
         self._seal_seconds = seal_seconds
         self._wanted = self._step = reference.step if reference else BEHAVIOUR
-        self._worker = Worker("scorer")
+        self._worker = background_worker("scorer")
         self._underway = underway
         longest = call_seconds if task.longest_call is None else task.longest_call
         self._calls = TaskCalls(name, longest, underway or nullcontext)

@@ -79,7 +79,6 @@ class Searcher:
         # A resume merges what was generated after the last sync.
         self._hand_over(self.scorer.close())
         self._log()
-        self.exchange.close()
 
     def _take_weights(self) -> None:
         """Load the newest weights, unless an evaluation needs the current ones or a load is under way."""

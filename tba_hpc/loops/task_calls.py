@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import IN_TIME, where_is
+from tba_hpc.run.background import Worker
 
 T = TypeVar("T")
 
@@ -30,43 +29,6 @@ class OverranError(Exception):
     """A call exceeded its deadline; the message says for how long it ran, and where it is."""
 
 
-class Worker:
-    """A daemon thread that makes calls in order. Nobody has to wait for it, as for a pool's threads."""
-
-    def __init__(self, name: str) -> None:
-        self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
-        atexit.register(self.close, LEAVING_SECONDS)  # libraries may abort a process whose threads still run
-
-    @property
-    def ident(self) -> int:
-        """Python's identifier of the thread."""
-        return self._thread.ident or 0
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call; return the future of its result."""
-        done: Future[T] = Future()
-        self._given.put((done, call))
-        return done
-
-    def close(self, seconds: float) -> None:
-        """Let the thread end after all queued calls; wait up to ``seconds`` for that."""
-        atexit.unregister(self.close)
-        self._given.put(None)
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        _yield_to_trainer()
-        while given := self._given.get():
-            done, call = given
-            try:
-                done.set_result(call())
-            except BaseException as error:  # passed on to the caller
-                done.set_exception(error)
-            del given, done, call  # frees what they hold, which may be large
-
-
 class TaskCalls:
     """Makes all calls in one thread; if a call hangs, its thread is left behind and a new one follows.
 
@@ -81,7 +43,7 @@ class TaskCalls:
         self._task, self._seconds = task, min(seconds, threading.TIMEOUT_MAX)
         self._noted = noted
         self._hanging = 0
-        self._worker = Worker("task")
+        self._worker = background_worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
         """Return or raise what a call does; OverranError past the deadline, ConfigError at MOST_HANGING.
@@ -111,8 +73,15 @@ class TaskCalls:
                 f"{IN_TIME}"
             ) from error
         self._worker.close(0)
-        self._worker = Worker("task")
+        self._worker = background_worker("task")
         raise error
+
+
+def background_worker(name: str) -> Worker:
+    """Make a worker of low priority, which an ending process gives LEAVING_SECONDS for its current call."""
+    worker = Worker(name, exit_seconds=LEAVING_SECONDS)
+    worker.submit(_yield_to_trainer)
+    return worker
 
 
 def _yield_to_trainer() -> None:

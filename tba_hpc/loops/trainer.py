@@ -30,7 +30,7 @@ from tba_hpc.run.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.02
+DATA_CHECK_SECONDS = 0.02
 """Pause between two checks of the exchange while the trainer waits."""
 
 MARGIN_SECONDS = 30.0
@@ -42,8 +42,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    visitors: returns the leases of the elastic searchers at work, by their numbers. job_end: time of the
-    job's end, unix seconds.
+    elastic_leases: returns the leases of the elastic searchers at work, by their numbers. job_end: time of
+    the job's end, unix seconds.
     """
 
     config: Config
@@ -58,7 +58,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsWriter
     stop_asked: Callable[[], bool]
-    visitors: Callable[[], dict[int, int]] = dict
+    elastic_leases: Callable[[], dict[int, int]] = dict
     job_end: float = math.inf
     _last_arrival: float = 0.0  # of new completions, on the monotonic clock
 
@@ -166,7 +166,7 @@ class Trainer:
                 if time.monotonic() - max(since, self._last_arrival) > self._timeout:
                     self.freshness.exclude_unresponsive(self.step, self._timeout)
                     since = time.monotonic()
-                time.sleep(POLL_SECONDS)
+                time.sleep(DATA_CHECK_SECONDS)
         return not self.stopping
 
     def _merge_arrived(self) -> None:
@@ -175,7 +175,7 @@ class Trainer:
         During the initial filling only a larger buffer counts as new. Completions may just push out others
         of their prompt, and would do so for ever if the other prompts have no more.
         """
-        self.freshness.note_visitors(self.visitors)
+        self.freshness.note_elastic_leases(self.elastic_leases)
         shards = self.exchange.collect()
         for shard in shards:
             self.freshness.arrive(shard, self.step)

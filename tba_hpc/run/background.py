@@ -1,10 +1,13 @@
-"""Run a callable now or in a thread. Both return a future, which raises what the callable raised."""
+"""Run a callable now or in a thread. All ways return a future, which raises what the callable raised."""
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,3 +28,43 @@ def at_once(task: Callable[[], T]) -> Future[T]:
     except Exception as error:
         done.set_exception(error)
     return done
+
+
+class Worker:
+    """A daemon thread that makes calls in order. A process that ends by an error does not wait for it.
+
+    exit_seconds: time that an ending process gives it for its current call; 0: none.
+    """
+
+    def __init__(self, name: str, *, exit_seconds: float = 0) -> None:
+        self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+        if exit_seconds:  # libraries may abort a process whose threads still run
+            atexit.register(self.close, exit_seconds)
+
+    @property
+    def ident(self) -> int:
+        """Python's identifier of the thread."""
+        return self._thread.ident or 0
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call; return the future of its result."""
+        done: Future[T] = Future()
+        self._given.put((done, call))
+        return done
+
+    def close(self, seconds: float) -> None:
+        """Let the thread end after all queued calls; wait up to ``seconds`` for that."""
+        atexit.unregister(self.close)
+        self._given.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while given := self._given.get():
+            done, call = given
+            try:
+                done.set_result(call())
+            except BaseException as error:  # passed on to the caller
+                done.set_exception(error)
+            del given, done, call  # frees what they hold, which may be large

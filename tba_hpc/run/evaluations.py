@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import read_regular, remove, unless_away, write_atomic
+from tba_hpc.run.files import if_available, read_regular, remove, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _part_names(folder: Path) -> set[str]:
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
     """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server is away."""
     with suppress(FileNotFoundError):
-        return unless_away(read, otherwise=otherwise)
+        return if_available(read, otherwise=otherwise)
     return otherwise
 
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that mean there is no room."""
 
-AWAY = frozenset(
+UNAVAILABLE = frozenset(
     {
         *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN),
         *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EROFS),
@@ -27,7 +27,7 @@ AWAY = frozenset(
 )
 """Error numbers of a file system whose server is away for a while, or that is read-only until repaired."""
 
-AGAIN_SECONDS = 0.5
+DISK_RETRY_SECONDS = 0.5
 """Pause before a retry, in seconds."""
 
 Result = TypeVar("Result")
@@ -111,12 +111,12 @@ def listing(folder: Path) -> list[str]:
         return [entry.name for entry in entries]
 
 
-def passes(error: OSError) -> bool:
+def is_temporary(error: OSError) -> bool:
     """Return whether a retry may succeed, because the disk is full or its server is away."""
-    return isinstance(error, DiskFullError) or error.errno in AWAY | FULL_DISK
+    return isinstance(error, DiskFullError) or error.errno in UNAVAILABLE | FULL_DISK
 
 
-def insist(do: Callable[[], Result], *, seconds: float) -> Result:
+def retry(do: Callable[[], Result], *, seconds: float) -> Result:
     """Call ``do``; retry for ``seconds`` while the disk is full or its server away. Raises the last error."""
     give_up = time.monotonic() + seconds
     warned = False
@@ -124,20 +124,20 @@ def insist(do: Callable[[], Result], *, seconds: float) -> Result:
         try:
             return do()
         except OSError as error:
-            if not passes(error) or time.monotonic() >= give_up:
+            if not is_temporary(error) or time.monotonic() >= give_up:
                 raise
             if not warned:
                 log.warning("%s; retried for %g s", error, seconds)
             warned = True
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(DISK_RETRY_SECONDS)
 
 
-def unless_away(do: Callable[[], Result], *, otherwise: Result) -> Result:
+def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
     """Return ``do()``, or ``otherwise`` if the disk is full or its server is away just now."""
     try:
         return do()
     except OSError as error:
-        if not passes(error):
+        if not is_temporary(error):
             raise
         return otherwise
 

@@ -44,7 +44,7 @@ BEAT_SECONDS = 10.0
 SILENT_OWNER_SECONDS = 60.0
 """Seconds without a sign of life after which an owner on another host counts as dead."""
 
-LEAVE_SECONDS = 10.0
+EARLIER_OWNER_SECONDS = 10.0
 """Seconds that a rank whose launcher died has to leave before its successor is refused."""
 
 CLAIM_CHECK_SECONDS = 0.2
@@ -294,7 +294,7 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
                 return mine
             continue
         is_here = claim.owner.machine == me.machine
-        seconds = LEAVE_SECONDS if is_here else SILENT_OWNER_SECONDS + BEAT_SECONDS
+        seconds = EARLIER_OWNER_SECONDS if is_here else SILENT_OWNER_SECONDS + BEAT_SECONDS
         if not wait or time.monotonic() - began > seconds:
             raise OwnedError(_sentence(run, claim))
         time.sleep(CLAIM_CHECK_SECONDS)

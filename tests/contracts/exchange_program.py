@@ -155,10 +155,10 @@ class TrainerSide:
         until(arrived, f"{wanted} shards")
         return shards
 
-    def close(self) -> list[Shard]:
+    def close(self) -> None:
         """Close, and let the followers go."""
         (self.flags.folder / f"write-{self.writes + 1}").write_text("-1")
-        return self.exchange.close()
+        self.exchange.close()
 
 
 def write_part(out: np.ndarray, weights: np.ndarray, trainers: int, rank: int) -> None:
@@ -209,7 +209,6 @@ class SearcherSide:
         """Wait until the trainer has closed and nothing is left to poll."""
         until(lambda: self.exchange.closed, "the end of the run")
         assert self.exchange.poll() is None
-        self.exchange.close()
 
 
 # --- Weights arrive bit-identical, the newest wins ---
@@ -254,7 +253,8 @@ def weights_searcher(side: SearcherSide) -> None:
 def evaluations_trainer(side: TrainerSide) -> None:
     for version in range(12):
         side.publish(version, {0: "test", 3: "validation", 4: "validation", 11: "test"}.get(version))
-    assert side.close() == []
+    side.close()
+    assert side.exchange.collect() == []
 
 
 def evaluations_searcher(side: SearcherSide) -> None:
@@ -287,7 +287,9 @@ def shards_trainer(side: TrainerSide) -> None:
         shards += side.exchange.collect()
     for searcher in range(SEARCHERS):
         side.flags.wait(f"offered-{searcher}")
-    shards += side.close() + side.exchange.collect() + side.exchange.close()
+    shards += side.collect(SEARCHERS * SHARDS - len(shards))
+    side.close()
+    assert side.exchange.collect() == []
     for searcher in range(SEARCHERS):
         got = [shard for shard in shards if shard.searcher == searcher]
         assert len(got) == SHARDS
@@ -351,9 +353,10 @@ def ending_trainer(side: TrainerSide) -> None:
     for searcher in range(SEARCHERS):
         side.flags.wait(f"offered-{searcher}")
     until(lambda: side.exchange.gather() and side.exchange.stop_requested, "the request to stop")
-    side.publish(5, "test")
-    shards = side.close()
+    shards = side.collect(SEARCHERS)
     assert sorted((shard.searcher, shard.index) for shard in shards) == [(0, 0), (1, 0)]
+    side.publish(5, "test")
+    side.close()
 
 
 def ending_searcher(side: SearcherSide) -> None:
@@ -480,7 +483,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             run = make_run(folder)
             board = open_board(run, PendingShards(run, timeout=PATIENCE, among=range(1, 2)))
             flags.wait("open-1")
-            trainer = HybridTrainerExchange(trainer, board, attended=lambda: True)
+            trainer = HybridTrainerExchange(trainer, board, has_elastic=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower(world)

@@ -63,7 +63,7 @@ def searcher(folder: Path, deadline: float = 60, attempt: str = "first") -> File
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.MANIFEST_CHECK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

@@ -22,9 +22,9 @@ from typed import tba
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
+from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.launch.sides import choose_sides
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import FORMAT, RunDir
@@ -69,7 +69,7 @@ def _run(
     (run.path / "slurm").mkdir(exist_ok=True)
     job = Job(name="tba-hello", run=run.path, rank=program, tba=HELLO)
     split = plan(config, site, nodes, homogeneous=homogeneous)
-    return run, batch_script(job, choose_sides(split, site) if sides else split, site)
+    return run, batch_script(job, separate_nodes(split, site) if sides else split, site)
 
 
 def _ranks(run: RunDir, start: int) -> list[dict[str, Any]]:

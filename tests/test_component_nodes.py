@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.launch.component_nodes import Cut, cut, separate_nodes
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.launch.sides import Cut, choose_sides, cut
 
 
 def _names(*numbers: int) -> list[str]:
@@ -172,7 +172,7 @@ def _slurm(*command: str) -> str:
 
 @pytest.fixture(autouse=True)
 def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_hpc.launch.sides.ask", _slurm)
+    monkeypatch.setattr("tba_hpc.launch.component_nodes.ask", _slurm)
 
 
 def _plan(nodes: int, **site: Any) -> tuple[Plan, Site]:
@@ -184,7 +184,7 @@ def _plan(nodes: int, **site: Any) -> tuple[Plan, Site]:
 
 def _sides(nodes: int, **site: Any) -> tuple[str, str, str]:
     """Who comes first, and what trainers and searchers leave."""
-    chosen = choose_sides(*_plan(nodes, **site))
+    chosen = separate_nodes(*_plan(nodes, **site))
     return chosen.first, chosen.trainer.exclude, chosen.searcher.exclude
 
 
@@ -209,17 +209,17 @@ def _sides(nodes: int, **site: Any) -> tuple[str, str, str]:
         (2, {"hetjob": False}, ("trainer", "", "")),
     ],
 )
-def test_sides_follow_from_what_slurm_says(
+def test_component_nodes_follow_from_what_slurm_says(
     nodes: int, keys: dict[str, Any], sides: tuple[str, str, str]
 ) -> None:
     assert _sides(nodes, **keys) == sides
 
 
-def test_sides_that_cannot_be_are_refused_before_the_queue() -> None:
+def test_component_nodes_that_cannot_be_are_refused_before_the_queue() -> None:
     """b2 lies between b1 and the other four."""
     keys = {"trainer": {"partition": "both"}, "searcher": {"partition": "large"}}
     with pytest.raises(ConfigError) as refused:
-        choose_sides(*_plan(5, **keys))
+        separate_nodes(*_plan(5, **keys))
     assert str(refused.value) == (
         "1 trainer node of partition both and 4 searcher nodes of partition large cannot be chosen so that "
         "the names of one role all come before those of the other, as one MPI world over a het job needs:"
@@ -230,7 +230,7 @@ def test_sides_that_cannot_be_are_refused_before_the_queue() -> None:
 def test_the_script_says_the_sides() -> None:
     keys = {"searcher": {"partition": "small"}, "sbatch_options": ["--exclude=b1"], "partition": "large"}
     split, site = _plan(2, **keys)
-    chosen = choose_sides(split, site)
+    chosen = separate_nodes(split, site)
     assert chosen.first == "searcher"
     script = batch_script(Job(name="x", run=Path("/r")), chosen, site)
     component_0, component_1 = script.split("#SBATCH hetjob\n")
@@ -239,7 +239,7 @@ def test_the_script_says_the_sides() -> None:
     assert "    export TBA_SEARCHERS_FIRST=1\n" in script
     assert script.index("--het-group=0 --nodes=1 --ntasks=$SEARCHERS") < script.index("--het-group=1")
     alike, site = _plan(3, sbatch_options=["--exclude=b1"])
-    lines = batch_script(Job(name="x", run=Path("/r")), choose_sides(alike, site), site).splitlines()
+    lines = batch_script(Job(name="x", run=Path("/r")), separate_nodes(alike, site), site).splitlines()
     mine = [line for line in lines if "--exclude=" in line]
     assert mine == [f"#SBATCH --exclude={nodes}" for nodes in ("b1", "b1,c[1-3]", "b1", "b1,b2")]
     assert "TBA_SEARCHERS_FIRST" not in "".join(lines)

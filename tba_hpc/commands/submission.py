@@ -1,4 +1,4 @@
-"""An order for Slurm: the run, its nodes and site, and the batch script."""
+"""What a user submits to Slurm: a run, its nodes and site; and the batch script for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tba_hpc.checks.lists import CONFIG, FILES
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
+from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import batch_script, job_of
-from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
@@ -33,13 +33,13 @@ HEADER_SIGNAL = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A job as the user orders it.
+class Submission:
+    """A job that a user asks for.
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
     shipped one. after: a run whose job must end first. options: further options of sbatch, such as
-    ``--time-min=60``. chain: number of jobs, one after another. here: id of this job if the order is for its
-    own nodes, else empty. The other fields are options of ``tba submit``.
+    ``--time-min=60``. chain: number of jobs, one after another. here: id of this job, if it runs on its own
+    nodes. The other fields are options of ``tba submit``.
     """
 
     config: Path
@@ -67,7 +67,7 @@ class Order:
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
-        """Load the site, changed as the order says. Raises ConfigError."""
+        """Load the site with the options of this submission. Raises ConfigError."""
         site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
         options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
         changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
@@ -131,14 +131,14 @@ def default(kind: shipped.Kind, name: str) -> Path:
     return file
 
 
-def spread(order: Order, configs: Sequence[Path], seeds: str | None) -> list[Order]:
-    """Copy ``order`` for each config and seed. seeds: such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
+def spread(submission: Submission, configs: Sequence[Path], seeds: str | None) -> list[Submission]:
+    """Copy a submission for each config and seed, such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
     if seeds is None:
-        return [replace(order, config=config) for config in configs]
+        return [replace(submission, config=config) for config in configs]
     if run := next((config for config in configs if config.is_dir()), None):
         raise ConfigError(f"--seeds makes new runs, but {run} is one already, with its seed: leave one out")
     return [
-        replace(order, config=config, overrides=[*order.overrides, f"run.seed={seed}"])
+        replace(submission, config=config, overrides=[*submission.overrides, f"run.seed={seed}"])
         for config in configs
         for seed in parse_seeds(seeds)
     ]
@@ -162,33 +162,35 @@ def nodes_of_this_job(*, ready: bool) -> int:
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")
 
 
-def script(order: Order, *, make: bool = False) -> str:
-    """Return the batch script of an order. Raises ConfigError.
+def script(submission: Submission, *, make: bool = False) -> str:
+    """Return the batch script of a submission. Raises ConfigError.
 
     make: make the run directory and a copy of the code, so that sbatch can take the script. Without it
     nothing is written.
     """
-    site = order.load_site()
-    config, split = order.resolve(site)
-    facts = Facts(site=site, config=config, environment=job_environment(site), fetched_by=order.fetched_by)
+    site = submission.load_site()
+    config, split = submission.resolve(site)
+    facts = Facts(
+        site=site, config=config, environment=job_environment(site), fetched_by=submission.fetched_by
+    )
     for finding in judge((*FILES, *CONFIG), facts):
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
-        split = choose_sides(split, site)
+        split = separate_nodes(split, site)
     except slurm_queue.SlurmError as error:
         if make:
             print(
                 f"{error}; so the script does not say which nodes each component leaves out", file=sys.stderr
             )
-    after, code = last_job(order.after) if order.after else None, None
+    after, code = last_job(submission.after) if submission.after else None, None
     if make:
         refuse_owned(RunDir.check(config))
         run = create_run(config)
-        modules.keep(run, config, order.beside)
+        modules.keep(run, config, submission.beside)
         (run.path / "slurm").mkdir(exist_ok=True)
-        code = snapshot.take(run.path, order.here)
-        if not order.here:
-            log_event(run, "submitted", job="", restarts=0, command=again(order, run))
+        code = snapshot.take(run.path, submission.here)
+        if not submission.here:
+            log_event(run, "submitted", job="", restarts=0, command=again(submission, run))
     return script_of(config, split, site, after=after, code=code)
 
 
@@ -224,15 +226,15 @@ def script_of(
     return batch_script(job, split, site)
 
 
-def again(order: Order, run: RunDir) -> str:
+def again(submission: Submission, run: RunDir) -> str:
     """Return the command that resubmits the run from any folder; the frozen config knows the settings."""
-    site = shipped.find(order.site, "sites").absolute()
-    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
-    words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
-    words += ["--time", order.time] if order.time else []
-    words += ["--homogeneous"] if order.homogeneous else []
-    words += ["--chain", order.chain] if order.chain > 1 else []
-    words += [word for option in order.options for word in ("--sbatch", option.removeprefix("--"))]
+    site = shipped.find(submission.site, "sites").absolute()
+    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", submission.nodes]
+    words += ["--trainer-nodes", submission.trainer_nodes] if submission.trainer_nodes else []
+    words += ["--time", submission.time] if submission.time else []
+    words += ["--homogeneous"] if submission.homogeneous else []
+    words += ["--chain", submission.chain] if submission.chain > 1 else []
+    words += [word for option in submission.options for word in ("--sbatch", option.removeprefix("--"))]
     return shlex.join(map(str, words))
 
 

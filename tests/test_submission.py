@@ -9,8 +9,8 @@ from shlex import quote
 import pytest
 from recorded import new_run
 
-from tba_hpc.commands.order import (
-    Order,
+from tba_hpc.commands.submission import (
+    Submission,
     load_anchored,
     nodes_of_this_job,
     parse_seeds,
@@ -20,7 +20,7 @@ from tba_hpc.commands.order import (
 )
 from tba_hpc.config import ConfigError
 
-ORDER = Order(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
+SUBMISSION = Submission(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
 
 
 @pytest.mark.parametrize(
@@ -59,35 +59,35 @@ def test_a_run_goes_on_where_it_lies_if_its_folder_has_its_name(tmp_path: Path) 
     run = new_run(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     moved = run.path.rename(tmp_path / "elsewhere/known-seed0")
-    order = replace(ORDER, config=moved, overrides=[])
-    assert order.resolve(order.load_site())[0].run_dir == moved
+    submission = replace(SUBMISSION, config=moved, overrides=[])
+    assert submission.resolve(submission.load_site())[0].run_dir == moved
     renamed = moved.rename(tmp_path / "another")
     with pytest.raises(ConfigError, match="another holds the run known-seed0: give the folder that name"):
-        replace(ORDER, config=renamed, overrides=[]).resolve(order.load_site())
+        replace(SUBMISSION, config=renamed, overrides=[]).resolve(submission.load_site())
 
 
 def test_each_config_runs_with_each_seed(tmp_path: Path) -> None:
-    orders = spread(ORDER, [Path("math_gsm8k"), Path("tldr_pythia410m")], "3,5")
-    runs = [order.resolve(order.load_site())[0] for order in orders]
+    submissions = spread(SUBMISSION, [Path("math_gsm8k"), Path("tldr_pythia410m")], "3,5")
+    runs = [submission.resolve(submission.load_site())[0] for submission in submissions]
     assert [run.run_dir.name for run in runs] == [
         *("math-gsm8k-seed3", "math-gsm8k-seed5"),
         *("tldr-pythia410m-seed3", "tldr-pythia410m-seed5"),
     ]
     assert {run.train.steps for run in runs} == {5}
-    assert spread(ORDER, [ORDER.config], None) == [ORDER]
+    assert spread(SUBMISSION, [SUBMISSION.config], None) == [SUBMISSION]
     run = new_run(tmp_path)
     with pytest.raises(ConfigError, match=f"--seeds makes new runs, but {run.path} is one already"):
-        spread(ORDER, [run.path], "0-1")
+        spread(SUBMISSION, [run.path], "0-1")
 
 
 def test_a_job_waits_for_that_of_another_run(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    order = Order(config=ORDER.config, site=ORDER.site, nodes=4, after=run.path)
+    submission = Submission(config=SUBMISSION.config, site=SUBMISSION.site, nodes=4, after=run.path)
     with pytest.raises(ConfigError, match="that run was never submitted"):
-        script(order)
+        script(submission)
     (run.path / "slurm").mkdir()
     (run.path / "slurm/job").write_text("17\n")
-    text = script(order)
+    text = script(submission)
     assert text.index("#SBATCH --dependency=afterany:17\n") < text.index("#SBATCH hetjob")
     assert text.count("dependency") == 1
 
@@ -95,7 +95,7 @@ def test_a_job_waits_for_that_of_another_run(tmp_path: Path) -> None:
 def test_options_of_sbatch_and_a_chain_are_those_of_the_site(tmp_path: Path) -> None:
     options = sbatch_options(["--exclude=n1", "time-min=60", "contiguous"])
     assert options == ["--exclude=n1", "--time-min=60", "--contiguous"]
-    site = replace(ORDER, options=options, chain=2).load_site()
+    site = replace(SUBMISSION, options=options, chain=2).load_site()
     assert site.sbatch_options == tuple(options) and not site.requeue
     for bad in ("-x n1", "x", "a b=c"):
         with pytest.raises(ConfigError, match=f"--sbatch {bad} is no option of sbatch"):
@@ -108,16 +108,20 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     assert nodes_of_this_job(ready=True) == 1
     with pytest.raises(ConfigError, match="--nodes is missing"):
         nodes_of_this_job(ready=False)
-    order = Order(config=Path("quickstart"), site=ORDER.site, nodes=1, run_root=tmp_path, here="7")
-    text = script(order, make=True)
+    submission = Submission(
+        config=Path("quickstart"), site=SUBMISSION.site, nodes=1, run_root=tmp_path, here="7"
+    )
+    text = script(submission, make=True)
     assert "TRAINERS=1\nSEARCHERS=1\n" in text and "--gres=gpu:2 " in text and "--cpus-per-task=3" in text
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
     assert f"source {quote(f'{code}/launch/job_supervisor.sh')}" in text
-    assert script(order, make=True) == text, "after a requeue"
+    assert script(submission, make=True) == text, "after a requeue"
 
 
 def test_ranks_that_exchange_files_need_no_mpi() -> None:
-    files = Order(config=ORDER.config, site=ORDER.site, nodes=4, overrides=["exchange.transport=files"])
-    text, mpi = script(files), script(ORDER)
+    files = Submission(
+        config=SUBMISSION.config, site=SUBMISSION.site, nodes=4, overrides=["exchange.transport=files"]
+    )
+    text, mpi = script(files), script(SUBMISSION)
     assert "srun --mpi=none " in text and "mpi4py" not in text
     assert "srun --mpi=pmix " in mpi and "-m mpi4py -m tba_hpc" in mpi

@@ -110,7 +110,7 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 # --- Slurm ---
 
 
-def choose_sides(plan: Plan, site: Site) -> Plan:
+def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
     If the site's sbatch_options choose nodes, the plan stays as it is. Raises ConfigError if no cut of the
