@@ -1,4 +1,4 @@
-"""Calls a task's code in a separate thread: a call that does not end costs the thread, not the run."""
+"""Calls a task's code in a separate thread, so that a call that never ends costs a thread, not the run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ YIELDS = 5
 """Niceness of the threads. On two cores 80 steps of the quickstart took 34 s with it, and 43 s without."""
 
 MOST_HANGING = 3
-"""Number of calls beyond their deadlines at which a searcher ends."""
+"""Number of hanging calls at which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
 """Longest wait of an ending process for a thread's current call."""
 
 
 class OverranError(Exception):
-    """A call exceeded its deadline; the message says for how long it ran, and where it is."""
+    """Raised if a call exceeds its time limit; the message says how long it ran, and where it is."""
 
 
 class Worker:
-    """A daemon thread that makes calls in order. Nobody has to wait for it, as for a pool's threads."""
+    """A daemon thread that makes calls in order. Unlike a pool's threads, it may be left behind."""
 
     def __init__(self, name: str) -> None:
         self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -51,7 +51,7 @@ class Worker:
         return done
 
     def close(self, seconds: float) -> None:
-        """Let the thread end after all queued calls; wait up to ``seconds`` for that."""
+        """End the thread after all queued calls; wait for that up to ``seconds``."""
         atexit.unregister(self.close)
         self._given.put(None)
         self._thread.join(seconds)
@@ -68,11 +68,11 @@ class Worker:
 
 
 class TaskCalls:
-    """Makes all calls in one thread; if a call hangs, its thread is left behind and a new one follows.
+    """Makes all calls in one thread. If a call hangs, its thread is left behind and replaced.
 
-    task: name of the task's class. seconds: deadline of a call. Each hanging call halves it. All together
-    then take less than twice as long, so that nobody gives up on the searcher before it says why. noted:
-    notes calls (see run.underway), so that it is known which call ended the process.
+    task: name of the task's class. seconds: time limit of a call, halved after each hanging call. All hanging
+    calls together then take less than twice as long, so that the searcher reports the cause before others
+    give up on it. noted: records calls (see run.underway), to know which one ended the process.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class TaskCalls:
         self._worker = Worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
-        """Return or raise what a call does; OverranError past the deadline, ConfigError at MOST_HANGING.
+        """Make a call. Raises OverranError after its time limit, or ConfigError at MOST_HANGING.
 
-        what, more: the call's name, and what else errors say about it.
+        what, more: name of the call, and further words for errors.
         """
         with self._noted(what):
             done = self._worker.submit(call)
@@ -96,7 +96,7 @@ class TaskCalls:
         return done.result()
 
     def close(self) -> None:
-        """End the thread; no call may follow."""
+        """End the thread. No call may be made afterwards."""
         self._worker.close(0)
 
     def _leave(self, what: str) -> None:
@@ -116,7 +116,7 @@ class TaskCalls:
 
 
 def _yield_to_trainer() -> None:
-    """Lower the thread's priority, for a shared machine: late samples are better than a late step."""
+    """Lower the thread's priority: on shared cores, late samples are better than a late step."""
     thread = threading.get_native_id()
     # A job may run at a lower priority already, and only root may raise it.
     os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
