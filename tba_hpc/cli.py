@@ -1,7 +1,7 @@
 """The command ``tba``. It imports nothing slow before it must.
 
-An error that the user can fix is one sentence on stderr and exit status 2; the ranks leave theirs in the logs
-of the attempt, where ``tba run`` finds it.
+An error that the user can fix is one sentence on stderr, with exit status 2. Ranks write such errors to the
+attempt's logs, where ``tba run`` finds them.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def submit(
 
 
 def _refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError if one of these options, which would change nothing, is given."""
+    """Raise ConfigError if any of these options, which would have no effect, is given."""
     if given := next((option for option, value in options.items() if value), None):
         raise ConfigError(f"{given} {why}")
 
@@ -667,9 +667,9 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Print the summary and return the steps done.
+    """Write and print the summary; return the number of steps done.
 
-    Writes it, and the report if that is missing or ``anew``, unless the run is another user's.
+    Also writes the report if it is missing, or if ``anew``. Nothing is written if the run is another user's.
     """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 

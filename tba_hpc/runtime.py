@@ -103,7 +103,7 @@ PRUNING_SECONDS = 10.0
 
 
 def train(run: RunDir, index: int | None) -> None:
-    """Run trainer rank ``index`` (None: as MPI says) of ``run`` until it is finished or stopped.
+    """Run trainer rank ``index`` (None: MPI's) of ``run`` until the run is finished or stopped.
 
     The leader runs the loop, exports and reports; the other ranks follow its learner. Raises ConfigError,
     ExchangeError and similar errors with a one-sentence message.
@@ -129,7 +129,7 @@ def make_learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLe
 
 
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
-    """Restore the last checkpoint, train, and bring the run to its end."""
+    """Restore the last checkpoint, train, and end the run."""
     end_imports()
     elastic = ElasticSearchers(run, config)
     open_exchange = partial(_open_trainer, run, config, placement, learner.layout, elastic)
@@ -148,9 +148,9 @@ def leading(
     freshness: type[Freshness] = Freshness,
     elastic_leases: Callable[[], dict[int, int]] = dict,
 ) -> Iterator[Trainer]:
-    """Yield the trainer that goes on from the newest checkpoint, which signals meanwhile ask to stop.
+    """Yield a trainer that continues from the newest checkpoint; within the block, signals stop it.
 
-    open_exchange: opens the trainer's end of an exchange, given how far the run is.
+    open_exchange: function that opens the trainer's end of an exchange, given the run's progress.
     """
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)
@@ -187,7 +187,7 @@ def leading(
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation; with bounded staleness, for that alone."""
+    """Publish the initial weights for the first evaluation; with bounded staleness, grant no requests yet."""
     publication = Publication(
         version=0,
         published=time.time(),
@@ -249,9 +249,9 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 
 
 def search(run: RunDir, index: int | None) -> None:
-    """Run searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it.
+    """Run searcher rank ``index`` (None: MPI's) of ``run`` until the trainer ends the run.
 
-    Without index, MPI and launcher it is elastic. Raises NoSlotError if no slot is free for it.
+    Without index, MPI and launcher the searcher is elastic. Raises NoSlotError if no slot is free.
     """
     config = run.config()
     bound_output()
@@ -386,14 +386,14 @@ class SearchParts:
 
 
 def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
-    """Serve a model by vLLM (a ports.Serve); vLLM is imported only for tasks that ask for this."""
+    """Serve a model by vLLM, as a ports.Serve. Only tasks that call it import vLLM."""
     from tba_hpc.engine.vllm_victim import VllmVictim
 
     return VllmVictim(*arguments, seed=seed, **keywords)
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:
-    """Build the event of a searcher's start: how many share the requests, and its place among them."""
+    """Build the metric record of a searcher's start, with its place and the number of places."""
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}
     return {"event": "started", "searchers": config.launch.places, **own}
@@ -418,7 +418,7 @@ def _open_searcher(
 def _join(
     run: RunDir, config: Config, index: int, exchange: FileSearcherExchange | MpiSearcherExchange
 ) -> Progress:
-    """Get the run's progress from the trainer; offer the shards of this searcher that it has not seen."""
+    """Get the run's progress from the trainer; offer this searcher's shards that are not merged yet."""
     progress = exchange.progress()
     if exchange.closed:  # maybe without progress; its shards may be merged and pruned
         return progress
@@ -430,7 +430,7 @@ def _join(
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
-    """Open the pending shards of the searchers whose numbers are ``among`` these."""
+    """Open the pending shards of the searchers with numbers in ``among``."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
 
@@ -475,5 +475,5 @@ def _metrics(run: RunDir, searcher: int) -> MetricsWriter:
 
 
 def _seed(config: Config, searcher: int, *more: int) -> int:
-    """Derive the engine's seed, which differs between searchers, attempts, and holders of a slot."""
+    """Return the engine's seed, which differs between searchers, attempts, and leases of a slot."""
     return int(np.random.SeedSequence([config.run.seed, searcher, *more]).generate_state(1)[0] >> 1)

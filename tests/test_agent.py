@@ -399,7 +399,7 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
 # --- What costs an episode ---
 
 BAD = {
-    "asks for nothing": ("print(1)", "ended with status 0 before it asked"),
+    "asks for nothing": ("print(1)", "ended with status 0 before its first request"),
     "dies": ("ask(user('Go.')); raise SystemExit('I give up')", r"status 1 \(I give up\)"),
     "cannot start": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
     "hangs": ("ask(user('Go.')); time.sleep(60)", "took more than step_seconds"),

@@ -740,7 +740,7 @@ def test_python_runs_confined(own: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tool.prefix = ("env", "BOX=1")
     assert tool.python("import os; print(os.environ['BOX'])") == "1"
     tool.prefix = ("no-such-box",)
-    with pytest.raises(ConfigError, match="no-such-box, which is to confine programs"):
+    with pytest.raises(ConfigError, match="no-such-box, which must confine programs"):
         tool.reset()
     tool.prefix, tool.seconds = (), 0.3
     assert "was killed" in tool.python("while True: pass")

@@ -1,6 +1,6 @@
-"""``tba ask``: puts a question to a run's model, or to any other, and prints the answers.
+"""``tba ask``: asks a run's model, or any other model, a question and prints the answers.
 
-It must not judge the answers, nor start an engine: for one question transformers is ready sooner.
+It must neither judge the answers nor start an engine: for one question transformers is ready sooner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. truncated: a limit ended it. tokens: count, with the end. failed: its environment did."""
+    """An answer.
+
+    truncated: whether a limit ended it. tokens: number of tokens, with the end. failed: whether its
+    environment failed.
+    """
 
     text: str
     truncated: bool
@@ -44,7 +48,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question as the model saw it, and the replies. seconds: time without loading the model."""
+    """A question as the model saw it, and the replies. seconds: time, excluding that of loading the model."""
 
     model: str
     dtype: str
@@ -69,10 +73,10 @@ def ask(
 ) -> Asked:
     """Load the named model and let it answer; the same seed draws the same answers.
 
-    temperature: None means greedy for one sample, and as trained for several. max_tokens: None means as
-    trained. chat: None means as the task of the run or config poses its problems; for any other model, in its
-    chat template if it has one. Raises ConfigError if there is no such run or model or no chat template, or
-    if the question is too long.
+    temperature: None: greedy for one sample, and as in training for several. max_tokens: None: as in
+    training. chat: whether to use the chat template; None: as the task does, or without a task, if the model
+    has a template. Raises ConfigError if there is no such run or model or no chat template, or if the
+    question is too long.
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
@@ -131,7 +135,7 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Encode the question as int32 [T], by the task itself if it does."""
+    """Encode the question, int32 [T], as a prompt of the task if there is one."""
     if task is not None and (tokens := task.encode_question(question)) is not None:
         return tokens
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)

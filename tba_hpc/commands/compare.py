@@ -22,7 +22,7 @@ NAMES = ("run.name", "run.root")
 """Keys that only identify a run."""
 
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
-"""Figures that cannot be compared if the runs have different references."""
+"""Figures that are only comparable between runs with the same reference."""
 
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
 
@@ -59,7 +59,7 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _score_of(data: RunData) -> tuple[object, ...]:
-    """Return a key of what the run's score measures."""
+    """Return a key that is equal for runs whose scores measure the same."""
     task = data.config.task
     return data.score_name, task.name, task.reward
 
@@ -92,7 +92,7 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def share_reference(runs: Sequence[Compared]) -> bool:
-    """Tell whether all runs whose reference is a scored model have the same one, for KL and perplexity."""
+    """Return whether all runs that score a reference model have the same one, for KL and perplexity."""
     models = {
         (
             config.model.path,

@@ -82,7 +82,7 @@ def _searchers(config: Config, site: Site, nodes: int) -> Component:
 
 
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
-    """Return what may go wrong. Raises ConfigError for what certainly will, before hours in the queue."""
+    """Return warnings about possible failures. Raises ConfigError if the job would certainly fail."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
     facts = replace(job_facts(config, site), fetched_by=fetch)
     return [finding.sentence for finding in refuse(ELASTIC, facts)]

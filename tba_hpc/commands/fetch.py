@@ -24,7 +24,7 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.tasks.data import download
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Variables that forbid to ask the hub; batch scripts set them."""
+"""Environment variables that forbid access to the hub; batch scripts set them."""
 
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
 """Weight formats that nothing here reads, often as large again as those that are read."""
@@ -56,7 +56,7 @@ def fetch(config: Config, site: Site | None) -> None:
 
 
 def _environment(site: Site | None) -> dict[str, str]:
-    """Return the variables of the site's jobs, without those that forbid to ask the hub."""
+    """Return the environment of the site's jobs, without variables that forbid access to the hub."""
     environment = job_environment(site) if site else dict(os.environ)
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         if "$" in environment.get(name, ""):

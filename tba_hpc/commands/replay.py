@@ -1,7 +1,7 @@
 """``tba replay``: trains again on the shards that a run has recorded, without searchers or engines.
 
-Keys of the sampling stay as recorded: the task, the generator, and the temperature at which logprobs were
-taken.
+The keys that determined the samples stay as recorded: task, generator, and the log-probabilities'
+temperature.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def replay(
 
 
 class Unhurried(Freshness):
-    """Freshness of a replay, whose shards come when they came: no step waits for one it can do without."""
+    """Freshness of a replay. Shards arrive as recorded, so no step waits for shards that it does not need."""
 
     def starved(self, step: int) -> bool:
-        """False: no shard is missed."""
+        """Return False, because no further shard can be expected."""
         return False
 
     def overdue(self, step: int) -> int:
-        """0: no request is waited for."""
+        """Return 0, because no request is open."""
         return 0
 
 

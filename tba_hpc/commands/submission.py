@@ -29,7 +29,7 @@ MOST_SEEDS = 500
 """Largest number of seeds; each run is checked before the first one is submitted."""
 
 HEADER_SIGNAL = 300
-"""Seconds of ``--signal`` in the scripts to edit by hand, slurm/tba_*.sbatch, whatever the site file says."""
+"""Seconds of ``--signal`` in slurm/tba_*.sbatch, the scripts for editing by hand, for every site file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Submission:
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
-        """Load the site with the options of this submission. Raises ConfigError."""
+        """Load the site file with the changes of this submission. Raises ConfigError."""
         site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
         options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
         changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
@@ -80,7 +80,7 @@ class Submission:
 
     @property
     def _given(self) -> dict[str, object]:
-        """Site keys that this job's own nodes determine, whatever the site file says."""
+        """Site keys that this job's own nodes determine; they override the site file."""
         if not self.here:
             return {}
         gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))

@@ -32,13 +32,13 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 CHECK_SECONDS = 60.0
-"""Longest check of the task; hours in the queue may follow."""
+"""Time limit of the task's check, s. It may be long, because hours in the queue may follow."""
 
 SHORT_SECONDS = 300
-"""Training time below which an attempt with large engines may seal no shard."""
+"""Training time below which an attempt with large engines may seal no shard, s."""
 
 NOT_SUBMITTED = "finished"
-"""Text in the column of jobs for a finished run."""
+"""Text instead of a job's id for a finished run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
 
 
 def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -> list[Finding]:
-    """Return what may go wrong. Raises ConfigError for what certainly will, before hours in the queue."""
+    """Return warnings about possible failures. Raises ConfigError if the run would certainly fail."""
     facts = replace(
         job_facts(config, site, split),
         python=login_python(site),
@@ -134,7 +134,7 @@ def _short_time(site: Site) -> list[Finding]:
 
 
 def _left_out(script: str) -> list[Finding]:
-    """Warn of this shell's SBATCH_ variables that are ignored, since they would override the script."""
+    """Warn about this shell's SBATCH_ variables, which are ignored because they would override the script."""
     names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
     found = f"{', '.join(names)} of this shell would override the batch script, so it is not passed on"
     return [warning("shell", found, "put what you need into the site file")] if names else []
@@ -172,7 +172,7 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
-    """Return what was done, for JSON: job (None: run is finished), run, commands, warnings, the split."""
+    """Describe a submission for JSON: job (None: the run is finished), run, commands, warnings, split."""
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
@@ -212,7 +212,7 @@ def tell(done: dict[str, Any]) -> None:
 
 
 def _tell_row(done: Sequence[dict[str, Any]]) -> None:
-    """Print the last of several as a table row of job and run; every run has the same commands."""
+    """Print the last of several submissions as a table row of job and run."""
     if len(done) == 1:
         print("job       run")
     print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)

@@ -1,6 +1,6 @@
-"""``tba evaluate``: measures how good a model is at a task, with intervals, and how far from the reference.
+"""``tba evaluate``: scores a model on a task, with confidence intervals, and its distance from the reference.
 
-It must not train, and needs no processes of a run: it reads a run's config and model, or any other model.
+It needs no running processes: it reads a run's config and model, or any other model. It must not train.
 """
 
 from __future__ import annotations

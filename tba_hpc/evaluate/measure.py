@@ -54,11 +54,10 @@ class Decoding:
     """Results of the model with one way of decoding.
 
     temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name. truncated_share:
-    share of the completions that the token limit cut off. ended: share of the completions that are correct
-    and were not cut off; it equals the first of the scores if no correct completion was cut off. tokens: mean
-    number of sampled tokens per completion. perplexity: that of these tokens under the reference, at
-    model.logprob_temperature; None without a reference. reward: mean over prompts, None if it says no more
-    than what is correct. summary: the task's own figures, see ports.Task.
+    share of completions that the token limit cut off. ended: share of completions that are correct and were
+    not cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity of the sampled
+    tokens under the reference, at model.logprob_temperature; None without a reference. reward: mean over
+    prompts; None if answers are only right or wrong. summary: the task's own statistics, see ports.Task.
     """
 
     temperature: float
@@ -102,12 +101,12 @@ def measure(
     limit: int | None = None,
     show: int = 0,
 ) -> Result:
-    """Evaluate as a run does, and also by several completions per prompt if they are asked for.
+    """Evaluate with one completion per prompt, as a run does, and also with ``samples`` per prompt.
 
-    A run takes one completion per prompt, greedily unless the task has an evaluation_temperature.
-    samples: several completions per prompt, 0 for none. temperature: that of the several; None takes the
-    config's. limit: number of prompts used, None for all. show: number of first prompts whose answers the
-    result holds. Progress goes to stderr.
+    A run samples greedily unless the task has an evaluation_temperature. samples: completions per prompt of
+    the second evaluation; 0: only the first one. temperature: sampling temperature of the second; None: the
+    config's. limit: number of prompts used; None: all. show: number of prompts, from the first, whose answers
+    the result contains. Progress goes to stderr.
     Raises ConfigError with one sentence (no such model, an empty split, prompts too long), or EngineError if
     the engine keeps dying.
     """
@@ -158,16 +157,16 @@ def measure(
 
 
 def _tell(what: str) -> None:
-    """Print on stderr what is done now; if stderr is a terminal, a bar shows its progress."""
+    """Print on stderr what is being done."""
     Terminal(stderr=True).print(Text(f"{what} …", style="dim"))
 
 
 def samplings(
     task: Task, section: GeneratorSection, temperature: float | None = None
 ) -> tuple[Sampling, Sampling]:
-    """Return the sampling of a run's evaluations and that of several samples.
+    """Return the sampling parameters of a run's evaluations, and those of several samples per prompt.
 
-    temperature: that of several samples; None: as trained.
+    temperature: of the several samples; None: as in training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
@@ -184,7 +183,7 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
 
 
 def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
-    """Answer all requests, in their order. The engine then frees its memory for the models that judge."""
+    """Answer all requests, in order, then close the engine, so that judges can use its memory."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     section = config.generator
@@ -201,7 +200,7 @@ def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[G
 
 
 def _answers(generator: Generator, requests: Sequence[Request], at_once: int) -> Iterator[Group]:
-    """Yield answers as they finish; the engine gets requests while fewer than ``at_once`` are in flight."""
+    """Yield answers as they finish, with at most ``at_once`` completions in flight."""
     waiting = deque(requests)
     while waiting or generator.in_flight:
         while waiting and generator.in_flight < at_once:
@@ -218,7 +217,7 @@ def assess(
     groups: Sequence[Group],
     judged: Judged | None = None,
 ) -> Decoding:
-    """Compute all figures of one way of decoding. judged: the task's verdicts, if they are known."""
+    """Compute all results for one way of decoding. judged: the task's verdicts; None: ask the task."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
     ended_PN = np.reshape([c.finish_reason == "stop" for c in completions], judged.correct_PN.shape)
@@ -246,7 +245,7 @@ class Judged(NamedTuple):
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean grade over prompts, of answers that have one; None if grades only say what is correct."""
+        """Mean grade over prompts, ignoring answers without one; None if all grades equal correctness."""
         graded_PN = np.isfinite(self.grade_PN)
         some_P = graded_PN.any(1)
         if np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN]) or not some_P.any():

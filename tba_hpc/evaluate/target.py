@@ -1,6 +1,6 @@
-"""The target of ``tba evaluate``: which model, on which task, against which reference.
+"""Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-It must not load any of them; for a model without a config it reads the model's configuration.
+It must not load any of them; for a model without a config it only reads the model's config.json.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def find_target(
 ) -> Target:
     """Find the target that the command line names: a run, or a model with ``config`` or ``task``.
 
-    By default the reference is the model that the config starts from. Without a config, the default dtype is
-    the model's own. Raises ConfigError with one sentence for no such run or model, a run without a model, or
-    a model without a task.
+    By default the reference is the config's initial model. Without a config, the default dtype is the model's
+    own. Raises ConfigError if there is no such run or model, if the run has no model yet, or if no task is
+    given.
     """
     modules.use_here()
     refuse_missing(name)
@@ -52,9 +52,9 @@ def find_target(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise ConfigError if ``name`` is a path, or lies below ``runs`` or an existing folder, and is missing.
+    """Raise ConfigError if ``name`` does not exist and cannot be a model on a hub.
 
-    Any other name may be a model on a hub.
+    Paths cannot, nor can names below ``runs`` or below an existing folder.
     """
     path, first = Path(name), name.partition("/")[0]
     below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())
@@ -83,7 +83,7 @@ def _checked(settings: Config, model: str, reference: str | None) -> Target:
 
 
 def _in_its_own_dtype(target: Target) -> Target:
-    """Give the target the dtype of its model's configuration, unless one was asked for."""
+    """Set the target's dtype to that of its model's config.json, unless an override set another."""
     section = target.config.model
     if "dtype" in section.model_fields_set:
         return target

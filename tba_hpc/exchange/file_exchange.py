@@ -59,19 +59,19 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 KEEP = 2
-"""Number of newest weights kept on disk in any case: a searcher may just be opening the last but one."""
+"""Number of newest weights that are always kept, because a searcher may be opening the previous ones."""
 
 MOST_WAITING = 4
-"""Maximum number of weights kept for an incomplete validation: a dead searcher's is never completed."""
+"""Most weights kept for incomplete validations. A dead searcher never completes its part."""
 
 MANIFEST_CHECK_SECONDS = 0.1
-"""Minimum seconds between two reads of ``latest.json`` by a searcher; metadata servers are slow and shared.
+"""Minimum interval at which a searcher reads ``latest.json``, s. Metadata servers are slow and shared.
 
 The pause grows to a fiftieth of the time since the last change, at most tenfold.
 """
 
 STOP, HELD = "stop-", "held-"
-"""Prefixes of the names of stop requests to the trainer, and of weights that a searcher reads."""
+"""Prefixes of file names: requests to stop the run, and links to weights that a searcher is using."""
 
 PROGRESS = "progress"
 """Name of the file with the completed requests and the cursors."""
@@ -177,13 +177,13 @@ class FileTrainerExchange:
         return True
 
     def pass_on(self, update: WeightUpdate) -> None:
-        """Publish when ``idle``, but let the thread copy the weights before it writes them."""
+        """Publish other weights; call it when ``idle``. The thread copies them before it writes them."""
         self._worker.submit(lambda: np.copyto(self._memory.incoming, update.data))
         self._round = self._worker.submit(self._write_and_sync, update.publication)
 
     @property
     def idle(self) -> bool:
-        """Tell whether no round is under way. Raises the error of the last round."""
+        """True if no round is in progress. Raises the error of the last round."""
         if self._round is not None and self._round.done():
             self._round.result()
             self._round = None
@@ -200,7 +200,7 @@ class FileTrainerExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Tell whether a searcher had asked to stop the run by the last round."""
+        """Return whether a searcher has asked, before the last round, to stop the run."""
         return self._stop_requested
 
     def close(self) -> None:
@@ -304,9 +304,9 @@ class FileTrainerExchange:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
-        """Write and return this attempt's manifest. The newest weights stay in it, so that sequences go on.
+        """Write and return this attempt's manifest. It keeps the newest weights, so that sequences continue.
 
-        Their budget and reference are reset, since this attempt may have undone them.
+        Their budget and reference are reset, because the resume may have undone these.
         """
         try:
             before = self._retry(lambda: Manifest.read(self._folder))
@@ -332,10 +332,10 @@ def _of_an_attempt_before(publication: Publication) -> Publication:
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: the trainer's, which need not exist yet. attempt: the trainer's attempt.
+    """A searcher's end. folder: folder of the weights, which need not exist yet. attempt: of the trainer.
 
-    start_deadline: seconds for the trainer to start (default: ``deadline``). deadline: a sixth of the seconds
-    that it has between two rounds.
+    start_deadline: time limit for the trainer's start, s (default: ``deadline``). deadline: one sixth of the
+    longest pause between two rounds, s.
     """
 
     def __init__(
@@ -382,10 +382,10 @@ class FileSearcherExchange:
         self._offered.append(shard.index)
 
     def poll(self) -> WeightUpdate | None:
-        """Return unseen weights, mapped read-only: the oldest to evaluate, else the newest; None without any.
+        """Return unseen weights, mapped read-only: the oldest to evaluate, or else the newest. None: no news.
 
-        Raises ExchangeError if the trainer has not started within its deadline, or has then changed nothing
-        for IDLE_DEADLINES deadlines.
+        Raises ExchangeError if the trainer has not started within its deadline, or has not changed the
+        manifest for IDLE_DEADLINES deadlines.
         """
         self._look()
         entry = self._next_entry()
@@ -440,7 +440,7 @@ class FileSearcherExchange:
         return layout, file
 
     def request_stop(self) -> None:
-        """Leave a file that the trainer finds in its next round. Call it again until it is heard."""
+        """Create a file that the trainer finds in its next round. Call this again until the run stops."""
         try:
             if self._folder.exists():
                 (self._folder / f"{STOP}searcher-{self._searcher:04d}").touch()
@@ -461,7 +461,7 @@ class FileSearcherExchange:
 
     @property
     def _has_started(self) -> bool:
-        """Tell whether this attempt's trainer has started; an earlier manifest may have been undone since."""
+        """Return whether this attempt's trainer has started; the manifest may be of an earlier attempt."""
         return self._manifest is not None and self._manifest.attempt == self._attempt
 
     @property
@@ -506,11 +506,11 @@ class FileSearcherExchange:
 
 
 class ElasticSearcherExchange(FileSearcherExchange):
-    """The end of an elastic searcher. It stops for itself only, and outlives absences of the trainer.
+    """An elastic searcher's end. It can only stop itself, and survives absences of the trainer.
 
-    lease: number of the lease of its slot. timeout: seconds that the trainer may be away. leaving: tells
-    whether this searcher is to leave. finished: tells whether the run is finished. evaluates: tells whether
-    this searcher is the one that evaluates.
+    lease: number of its slot's lease. timeout: longest absence of the trainer, s. leaving, finished,
+    evaluates: functions that return whether this searcher must leave, whether the run is finished, and
+    whether this searcher evaluates for the run.
     """
 
     _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
@@ -539,7 +539,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
 
     @property
     def attempt(self) -> str:
-        """Attempt of the trainer at work; empty before the first one."""
+        """The running trainer's attempt; empty before the first one."""
         self._look()
         return self._manifest.attempt if self._manifest else ""
 
@@ -553,20 +553,20 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return replace(update, publication=update.publication.for_lease(self._searcher, self._lease))
 
     def still_wants(self, split: Split, version: int) -> bool:
-        """Return whether the trainer that asked this searcher for an evaluation is still at work.
+        """Return whether the trainer that requested an evaluation is still running.
 
-        Another trainer may make different weights of the same version.
+        Another trainer may make different weights with the same version.
         """
         self._manifest = self._read_manifest()
         _, attempt = self._asked[split, version]
         return self._manifest is not None and self._manifest.attempt == attempt
 
     def request_stop(self) -> None:
-        """Do nothing: ``leaving`` says so already, and the run goes on."""
+        """Do nothing, because this searcher leaves alone and the run continues."""
 
     @property
     def closed(self) -> bool:
-        """Tell whether this searcher is to leave, or the run is finished."""
+        """True if this searcher must leave, or if the run is finished."""
         self._look()
         return self._ended
 
@@ -607,7 +607,7 @@ class DamagedError(ValueError):
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
-    """Raise an error that would come again. A missing or incomplete file may only not be visible yet."""
+    """Raise a permanent error. A missing or incomplete file may only be not visible yet."""
     passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and is_temporary(error))
     if isinstance(error, OSError | ConfigError) and not passing:
         raise error

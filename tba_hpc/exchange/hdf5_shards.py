@@ -62,10 +62,10 @@ LIBVER = ("earliest", "v110")
 """Range of file formats, oldest possible first, so that a site's HDF5 1.10 can read the data."""
 
 EVERYBODY = range(1 << 20)
-"""All possible numbers of searchers, limited by the bits in a uid."""
+"""All possible searcher numbers, limited by the bits in a uid."""
 
 SEARCHERS_AT_FULL_RATE = 64
-"""Maximum number of searchers that each seal every ``exchange.seal_seconds``; more share the same rate."""
+"""Most searchers that seal every ``exchange.seal_seconds``. More searchers share the total rate of these."""
 
 _DTYPES = dict(
     zip(
@@ -137,7 +137,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:
-    """Read a shard from the bytes of a file, like ``read_shard``; errors call the file ``path``."""
+    """Read a shard from the bytes of a file, like ``read_shard``. path: name of the file in errors."""
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays - {"top_logprobs"}
     form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
@@ -263,7 +263,7 @@ def _verify(path: Path, kind: str, data: bytes) -> int:
 
 
 def seal_interval(config: Config) -> float:
-    """Return a completion's longest wait to be sealed, s; it limits the files per second of large runs."""
+    """Return the longest time until a completion is sealed, s; it is longer in runs with many searchers."""
     return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
@@ -314,7 +314,7 @@ class ShardWriter:
         *,
         reference: int = 0,
     ) -> None:
-        """Add a ``ScoredGroup``. Of a group without completions the request is noted as set aside."""
+        """Add a ``ScoredGroup``. The request of a group without completions is recorded as set aside."""
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not self._open:
             self._since = self._clock()
@@ -355,7 +355,7 @@ class ShardWriter:
 
 
 def _next_free_index(run: RunDir, searcher: int) -> int:
-    """Return the first free index. It looks in the folder's listing, and for names, as listings may lag."""
+    """Return the first free index. Besides the folder's listing, which may lag, it tries file names."""
     listed = [*run.shard_indices(searcher), *run.shard_indices(searcher, ".h5" + REFUSED)]
     index = max(listed, default=-1) + 1
     while (path := run.shard_file(searcher, index)).exists() or _aside(path).exists():
@@ -395,9 +395,9 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """Yield all shards at or beyond the cursors, of the given searchers or of all; wait for missing ones.
 
-        For the beginning of an attempt, when only elastic searchers may be sealing. Files are also looked for
-        by name beyond the last one listed. Listings are read until searchers that are not elastic bring
-        nothing new.
+        Only for the beginning of an attempt, when no searcher but an elastic one can be sealing. Names beyond
+        the last listed file are tried, too. Listings are read again until they show no new shards of
+        searchers that are not elastic.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -437,7 +437,7 @@ class PendingShards:
             index += 1
 
     def _listed_end(self, searcher: int) -> int | None:
-        """Return the index after the last one listed; None if the listing must be tried again."""
+        """Return the index after the last listed one, or None if listing failed and must be tried again."""
         folder = self._run.shard_folder(searcher)
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
@@ -484,7 +484,7 @@ class PendingShards:
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
         """Return whether a path has been missing for so long that the run continues without it.
 
-        has_waited: whether it does not exist, and the wait for an earlier one has just ended.
+        has_waited: whether the path does not exist and the wait for an earlier path has just ended.
         """
         if path in self._given_up:
             return True
@@ -501,7 +501,7 @@ class PendingShards:
 
 
 def _aside(path: Path) -> Path:
-    """Return the name of a broken file under which no reader finds it; its index stays taken."""
+    """Return a name for a broken file under which readers ignore it, while its index stays taken."""
     return path.with_name(path.name + REFUSED)
 
 

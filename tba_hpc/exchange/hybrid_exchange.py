@@ -1,4 +1,4 @@
-"""The trainer's end if some searchers share its MPI world and elastic ones come and go over files.
+"""The trainer's end of both exchanges, for a run whose MPI world has elastic searchers besides.
 
 Weights go to the MPI world first. Once they are complete in the memory of the leader's node, the next call
 starts a copy to files in a thread. Elastic searchers get them a moment later, at no cost to the others.
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class HybridTrainerExchange:
-    """Both trainer's ends as one. Searchers of the MPI world evaluate, so elastic ones are not asked to.
+    """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
-    files: finds only shards of elastic searchers. has_elastic: tells whether there are any;
-    if not, nothing is copied.
+    files: exchange that finds only the shards of elastic searchers. has_elastic: returns whether there are
+    any; if not, nothing is copied.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HybridTrainerExchange:
         return started
 
     def gather(self) -> bool:
-        """Start a round on both sides. False if one was under way, or newer weights are not copied yet."""
+        """Start a round on both sides. Returns False during a round, or until newer weights are copied."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
         return all(started) and (self._passed_on is self._newest or not self._has_elastic())
@@ -65,7 +65,7 @@ class HybridTrainerExchange:
         self._world.close()
 
     def _pass_on(self) -> None:
-        """Begin to copy the newest weights to the files, unless that is done. A slow disk leaves some out."""
+        """Begin to copy the newest weights to files, if not yet done. With a slow disk some are skipped."""
         if self._closed or not self._files.idle:
             return
         found = self._world.arrived()

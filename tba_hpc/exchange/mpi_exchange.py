@@ -48,7 +48,7 @@ from tba_hpc.run.background import Worker, at_once
 log = logging.getLogger(__name__)
 
 IDLE_PAUSE = 2e-3
-"""Seconds between two checks of a peer that is not expected to answer soon."""
+"""Pause between two checks of a rank that is not expected to answer soon, s."""
 
 SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
 """Python's switch interval in seconds, during a round and otherwise: how long a busy main thread may delay
@@ -64,7 +64,7 @@ class Purpose(IntEnum):
 
 
 class Status(IntEnum):
-    """A peer's answer at the end of a round."""
+    """A rank's answer at the end of a round."""
 
     CONFIRMED = 1
     BUSY = 2  # weights received; the main thread lives, but still uses older ones
@@ -79,7 +79,7 @@ HEADER = np.dtype(
     ]
 )
 READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
-"""A peer's answer: 1 if the run is to stop, else 0, and how many shards follow."""
+"""A rank's first answer in a round: 1 if the run must stop, else 0, and the number of shards that follow."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _attentive() -> Iterator[None]:
 
 
 class ExchangeThread:
-    """Thread that does one piece of work at a time. Once all ranks are connected, only it calls MPI."""
+    """Thread that runs one function at a time. Once all ranks are connected, only this thread calls MPI."""
 
     def __init__(self) -> None:
         # One thread for all work: if every core is busy, the start of a thread may take half a second.
@@ -106,7 +106,7 @@ class ExchangeThread:
 
     @property
     def finished(self) -> bool:
-        """Tell whether no work is under way. Raises ExchangeError if the last work failed."""
+        """Return whether the last work is done. Raises ExchangeError if it failed."""
         finished = self._work.done()
         self.check()
         return finished
@@ -120,16 +120,16 @@ class ExchangeThread:
         raise ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks") from error
 
     def wait(self) -> None:
-        """Wait until no work is under way. Raises ExchangeError if the last work failed."""
+        """Wait until the last work is done. Raises ExchangeError if it failed."""
         wait([self._work])
         self.check()
 
 
 class MpiTrainerExchange:
-    """The leader's end. Of its methods only ``close`` waits; the module's docstring explains a round.
+    """The leader's end; see the module's docstring for a round. Only ``close`` and the constructor wait.
 
-    Its constructor waits until all ranks are set up, and sends them ``progress``. It raises an ExchangeError
-    that names those that are not.
+    The constructor waits until all ranks are set up, and sends them ``progress``. It raises ExchangeError
+    that names the missing ranks.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class MpiTrainerExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Tell whether a searcher has asked, in a round so far, to stop the run."""
+        """True if a searcher has asked, in any round so far, to stop the run."""
         return self._stop_requested
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class MpiTrainerExchange:
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
-        """Receive the sizes in bytes of the shards that each rank is about to send."""
+        """Receive the sizes, in bytes, of the shards that each rank will send."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
@@ -303,7 +303,7 @@ class _Peer:
         self._handed_over()
 
     def _until_free(self, write: int) -> None:
-        """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
+        """Wait until the next weights may be written; meanwhile report to the leader that this rank lives."""
         reported = time.monotonic()
         while not (self._is_free() and self._memory.has_room(write)):
             time.sleep(IDLE_PAUSE)
@@ -327,7 +327,7 @@ class _Peer:
         """Offer the weights that have arrived to the main thread."""
 
     def _handed_over(self) -> None:
-        """Note that the shards of the round have been sent."""
+        """Record that the shards of the round have been sent."""
 
     def _is_free(self) -> bool:
         """Return whether newer weights may be shown to the main thread."""
@@ -351,7 +351,7 @@ class MpiTrainerFollower(_Peer):
 
 
 class MpiSearcherExchange(_Peer):
-    """A searcher's end. No call waits, and each shows that the main thread lives."""
+    """A searcher's end. No call waits, and every call proves that the main thread lives."""
 
     def __init__(self, world: MpiWorld) -> None:
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
@@ -368,7 +368,7 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Hand over a sealed shard. A resume finds it on disk if no round fetches it."""
+        """Offer a sealed shard. If no further round fetches it, it stays on disk for a resume."""
         assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
         with self._lock:

@@ -54,7 +54,7 @@ LEADER = 0
 """World rank that starts every round."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between two checks of a peer that is about to answer."""
+"""Shortest and longest pause between two checks of a rank that is about to answer, s."""
 
 BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
 """Number of concurrent broadcasts, and the size of each in MiB (MPI counts end at 2 GiB)."""
@@ -73,11 +73,11 @@ TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
 """Table shared by a node's ranks: the files of even and odd writes, and how often each gave back memory."""
 
 RELEASE_SECONDS = 1.0
-"""Seconds that readers have to release weights before the spare file is written instead."""
+"""Time that readers have to release weights before the spare file is used instead, s."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Number of deadlines that readers, some of which evaluate, have if there is no memory for the spare file.
-The leader then gives up, and names who is missing, before the ranks that wait for its next round do."""
+"""Number of deadlines that readers have to release weights if there is no memory for the spare file. After
+them the leader gives up and names their node, before other ranks give up waiting for its next round."""
 
 
 class Tag(IntEnum):
@@ -198,11 +198,11 @@ class MpiWorld:
     # --- Messages ---
 
     def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start to send an array; return the rank and the request for ``wait_for``."""
+        """Start sending an array; return rank and request for ``wait_for``."""
         return rank, self.comm.Isend(message.view(np.uint8), self._place(rank), tag)
 
     def receive(self, out: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start to receive into an array; return the rank and the request for ``wait_for``."""
+        """Start receiving into an array; return rank and request for ``wait_for``."""
         return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
@@ -339,16 +339,16 @@ class NodeMemory:
         return self._maps[self._order[write % 2]]
 
     def _map_anew(self) -> None:
-        """Replace the maps of files that gave back memory, so that CUDA forgets pages that it may know."""
+        """Map again the files that released their memory, so that CUDA forgets the old pages."""
         for place, generation in enumerate(self._generations.tolist()):
             if self._files[place].generation != generation:
                 self._files[place].generation = generation
                 self._maps[place] = self._files[place].map("r+")
 
     def has_room(self, write: int) -> bool:
-        """Return whether the given write may begin. The node leader must ask until it may.
+        """Return whether a write may begin. The node leader must call this until it may.
 
-        Raises ExchangeError if the weights to be overwritten are read for READ_DEADLINES deadlines.
+        Raises ExchangeError if readers have not released the old weights after READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
@@ -390,7 +390,7 @@ class NodeMemory:
             )
 
     def spread(self, write: int) -> None:
-        """Bring the weights from the trainers' nodes, where they were written, into this node's slot."""
+        """Copy the weights from the trainers' nodes, where they were written, into this node's slot."""
         empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
             self._broadcast(write)
@@ -514,7 +514,7 @@ def _check_role(rank: int, role: Role, trainers: int) -> None:
 
 
 def _check_shared_memory(nbytes: int) -> None:
-    """Raise ConfigError if the first write would end in a bus error. nbytes: size of the weights."""
+    """Raise ConfigError if shared memory is too small for the weights, which would cause a bus error."""
     free, host = shutil.disk_usage(SHARED_MEMORY).free, socket.gethostname()
     if free < 2 * nbytes:
         raise ConfigError(

@@ -21,7 +21,7 @@ from tba_hpc.run.history import History, whole
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Shards that one collection brought before a step, after weights of version ``sync`` were published."""
+    """Shards that arrived together before a step, after weights of version ``sync`` had been published."""
 
     step: int
     sync: int
@@ -31,10 +31,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """History of a run, without what its resumes undid.
+    """History of a run, without anything that a resume has undone.
 
-    arrivals: in order. published: versions of the published weights; None if all that are due are published.
-    steps: optimizer steps done.
+    arrivals: in order. published: versions of the published weights; None: all that were due. steps:
+    optimizer steps done.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -127,7 +127,7 @@ class ReplayExchange:
         self._step = step
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Note the version; return False if the recorded run postponed it. Nobody gets the weights."""
+        """Record the version; return False if the recorded run postponed it. Nobody receives the weights."""
         version = publication.version
         if self._published is not None and version < self._steps and version not in self._published:
             return False
@@ -151,7 +151,7 @@ class ReplayExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Tell whether the trainer waits for shards and none are left."""
+        """True if the trainer waits for shards and none are left."""
         return self._waits and not self._left
 
     def close(self) -> None:

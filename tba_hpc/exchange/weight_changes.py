@@ -27,10 +27,10 @@ PIECE = 1 << 18
 BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
 
 SAMPLES, SAMPLE = 64, 4096
-"""Number of samples, and words of each, that are compared before the whole."""
+"""Number of samples, and words per sample, that are compared before the whole."""
 
 MOST = 0.25
-"""Maximum size of changes, as a share of the bytes of the weights; larger ones are not worth making."""
+"""Maximum size of changes, as a share of the weights' bytes. Above it, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
 """Most links of a chain, and their bytes as a share of the weights'; a joining searcher reads all."""
@@ -62,7 +62,7 @@ class DeltaMemory:
         return changes
 
     def keep(self, changes: np.ndarray | None) -> None:
-        """Remember the incoming weights as the last; ``changes`` is None if they were written whole."""
+        """Store the incoming weights as the last ones. changes: None if they were published whole."""
         if self._last is not None:
             self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
             self.incoming, self._last = self._last, self.incoming
@@ -87,7 +87,7 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Apply ``changes`` to ``out``, uint8 [nbytes]. If they misfit, raise ValueError and change nothing."""
+    """Apply ``changes`` to ``out``, uint8 [nbytes]. Raises ValueError, changing nothing, if they misfit."""
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
     counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)

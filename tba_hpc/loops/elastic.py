@@ -31,7 +31,7 @@ from tba_hpc.run.owners import Claim, Lease, clock, holders, note_ready, take_le
 from tba_hpc.run.signals import StopFlag
 
 EVALUATOR = "evaluator"
-"""Name of the lease that the evaluating searcher holds in a run without searchers of its own."""
+"""Name of the lease of the evaluating searcher in a run whose searchers are all elastic."""
 
 EVALUATOR_RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease."""
@@ -44,11 +44,11 @@ MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 class NoSlotError(ValueError):
-    """All slots are taken; the message is one sentence."""
+    """Raised if all slots are taken; the message is one sentence."""
 
 
 def has_no_launcher(config: Config, index: int | None) -> bool:
-    """Tell whether this searcher is elastic (has no launcher). Raises ConfigError if the run has none."""
+    """Return whether this searcher is elastic (no launcher). Raises ConfigError if the run has no slots."""
     if index is not None or ATTEMPT in os.environ:
         return False
     if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
@@ -84,9 +84,9 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class ElasticSearchers:
-    """Elastic searchers that hold a slot; it looks at most every ELASTIC_CHECK_SECONDS.
+    """Elastic searchers that hold a slot, as of the last check (at most every ELASTIC_CHECK_SECONDS).
 
-    One that has left counts as at work until all that it sealed has been read, see ``reading``.
+    A searcher that has left still counts until all of its sealed shards have been read; see ``reading``.
     """
 
     def __init__(self, run: RunDir, config: Config) -> None:
@@ -97,17 +97,17 @@ class ElasticSearchers:
         self._unread: dict[int, int] = {}  # those that were ready when the last whole read began
 
     def anybody(self) -> bool:
-        """Tell whether any elastic searcher holds a slot, even if its engine is still being built."""
+        """Return whether any elastic searcher holds a slot, even if its engine is still being built."""
         return bool(self._last())
 
     def ready(self) -> dict[int, int]:
-        """Return the leases of the elastic searchers whose engines have loaded weights, by their numbers."""
+        """Return the leases of elastic searchers whose engines have loaded weights, by searcher."""
         return {**self._loaded(), **self._unread}
 
     def reading(
         self, read: Callable[[Mapping[int, int]], Iterable[Shard]]
     ) -> Callable[[Mapping[int, int]], Iterator[Shard]]:
-        """Make ``read``, which yields sealed shards, note who was at work before it looked for them."""
+        """Wrap ``read``, which yields sealed shards, so that it first records who holds a slot."""
 
         def noted(cursors: Mapping[int, int]) -> Iterator[Shard]:
             ready = self._loaded()
@@ -134,7 +134,7 @@ class ElasticSearchers:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Let a stop end the process at once and release its lease, while there is nothing to seal yet."""
+    """Within the block, let a stop end the process at once and release its lease: nothing is to be sealed."""
     asked = False
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -154,7 +154,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class EvaluatorLease:
-    """Lease of the one searcher that evaluates for the run, until that searcher leaves or dies."""
+    """Lease of the only searcher that evaluates for the run, until it leaves or dies."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -177,7 +177,7 @@ class EvaluatorLease:
 
 @dataclass
 class ElasticStay:
-    """A stay of an elastic searcher at a run. stop_asked: tells whether to leave."""
+    """An elastic searcher's participation in a run. stop_asked: function that returns whether to leave."""
 
     run: RunDir
     config: Config
@@ -237,14 +237,14 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Tell the trainer, once, that the engine has loaded weights, so that it counts on this searcher."""
+        """Report once that the engine has loaded weights, so that the trainer grants requests to it."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)
             self._ready = True
 
     def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
-        """``write`` a whole evaluation if the trainer that asked for it is still at work."""
+        """Write a whole evaluation if the trainer that requested it is still running."""
         if self.exchange.still_wants(whole.split, whole.step):
             write(whole)
 

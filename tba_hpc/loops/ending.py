@@ -18,7 +18,7 @@ EVALUATION_CHECK_SECONDS = 0.1
 """Pause between two checks of the exchange and the evaluations."""
 
 NEWS_SECONDS = 5.0
-"""Pause between two checks of the searchers' metrics, of which each searcher writes its own file."""
+"""Pause between two checks of the searchers' metrics files, s."""
 
 
 def end_run(
@@ -32,10 +32,10 @@ def end_run(
 ) -> None:
     """Release all ranks and write a summary; write a model and a report, too, if the run is ``finished``.
 
-    finished: whether the last step was taken. If a stop is requested now, a resume only has to do this end.
+    finished: whether the last step was taken. If a stop is requested now, a resume only repeats this ending.
     The run is marked as finished once nothing is left to train or to evaluate. If it is killed between that
-    and the report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive from here on
-    stay on disk beyond the checkpoint's cursors. Raises ExchangeError if the last evaluation does not arrive.
+    and the report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive from now on
+    stay on disk, unmerged. Raises ExchangeError if the last evaluation does not arrive.
     """
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")
@@ -93,9 +93,10 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Yield whether a part arrived, or a searcher whose part is missing generated, since the last check.
+    """Yield whether there was progress since the last check.
 
-    If all searchers are elastic, one of them evaluates and it may be any of them.
+    Progress is a part of the evaluation, or a completion of a searcher whose part is missing. If all
+    searchers are elastic, any of them may be the one that evaluates.
     """
     tails: dict[int, MetricsTail] = {}
     missing: list[int] = []
@@ -110,7 +111,7 @@ def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
 
 
 def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
-    """Return whose part is missing, and the remedy: what to look at, or to start."""
+    """Return whose part is missing, and a remedy."""
     if not launch.searchers:
         return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
     places = missing_parts(run, "test", step, launch.searchers)

@@ -25,7 +25,7 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Most steps, or syncs if these take longer, without a new shard; after that a step waits for one."""
+"""Most steps, or syncs if these take longer, without a new shard. After them a step waits for a shard."""
 
 
 class Freshness:
@@ -37,16 +37,16 @@ class Freshness:
         self._budget: RolloutBudget | None = None
         self._fed: int | None = 0  # step at which the last shard arrived; None: none since the resume
         self.reference = schedules.reference(config.train, 0)
-        """Step whose policy is the reference, or BEHAVIOUR."""
+        """Step of the policy that is the reference, or BEHAVIOUR."""
 
     def begin(self, step: int, completed: CompletedRequests) -> None:
-        """Begin an attempt at its first step. A resume waits for a shard: it has learned from the others."""
+        """Begin an attempt at its first step. A resume waits for a new shard before it learns."""
         self._fed = None if step else 0
         if self._config.exchange.max_staleness is not None:
             self._budget = RolloutBudget(self._config, completed)
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
-        """Return what to publish with the weights of ``step``; extend the budget by what they allow."""
+        """Extend the budget by what the weights of ``step`` allow; return the publication for them."""
         end, lease_ends = None, dict[int, dict[int, int]]()
         if self._budget:
             end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
@@ -80,7 +80,7 @@ class Freshness:
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
-        """bool [N] for RECORD [N], or its KIND: the trajectories that ``step`` must not learn from."""
+        """Return which trajectories ``step`` must not learn from, bool [N]. record: RECORD or KIND [N]."""
         stale: np.ndarray = record["reference"] != self.reference
         if (bound := self._config.exchange.max_staleness) is not None:
             stale |= np.abs(step - record["version_oldest"]) > bound
@@ -102,7 +102,7 @@ class Freshness:
         return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
-        """Tell whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
+        """Return whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
 
         False if no searcher may issue a request.
         """
@@ -124,27 +124,27 @@ class Freshness:
         return self._budget.owed() if self._budget else Counter()
 
     def exhausted(self, step: int) -> bool:
-        """Tell whether ``step`` lacks more than searchers may issue, so that they need a larger budget."""
+        """Return whether ``step`` needs a larger budget: it lacks more requests than searchers may issue."""
         if self._budget is None or not self._budget.has_searchers:
             return False
         return self.missing(step) > self._owed.total()
 
     def note_elastic_leases(self, elastic_leases: Callable[[], Mapping[int, int]]) -> None:
-        """Share the budget among the run's own searchers and the elastic ones at work.
+        """Share the budget with elastic searchers.
 
-        elastic_leases: returns the leases of these elastic searchers, by their numbers.
+        elastic_leases: returns the leases of the present elastic searchers, by searcher.
         """
         if self._budget:
             self._budget.note_leases(elastic_leases())
 
     def arrive(self, shard: Shard, step: int) -> None:
-        """Note a shard that arrives before ``step``; its searcher no longer owes these requests."""
+        """Record a shard that arrives before ``step``; its requests no longer count as granted and open."""
         self._fed = step
         if self._budget:
             self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """Let others issue what is owed, after ``timeout`` seconds without a shard: a searcher may have died.
+        """After ``timeout`` seconds without a shard, let others issue the open requests of silent searchers.
 
         Raises ExchangeError if there is no searcher left to wait for.
         """
@@ -186,13 +186,13 @@ class Freshness:
 
 
 class RolloutBudget:
-    """Requests that searchers may issue if staleness is bounded.
+    """Limits the requests that searchers may issue, so that the bound n on staleness holds.
 
-    Steps learn from the oldest groups first. None is too stale if, before each step s and for each version v,
-    at most (v + n + 1 − s)·B requests that were granted under weights up to v are still to be answered or to
-    be learned from (AReaL, arXiv 2505.24298, §5.1, for the newest v). ``extend`` grants no more than that,
-    and steps wait for ``overdue`` requests. Going on with the quick ones and dropping the rest would starve
-    long answers. So a request stays counted as long as its answer may come.
+    Steps learn from the oldest groups first. None becomes too stale if, before each step s and for each
+    version v, at most (v + n + 1 − s)·B requests that were granted under weights up to v still lack an answer
+    or a step that learns from it (AReaL, arXiv 2505.24298, §5.1, for the newest v). ``extend`` grants no more
+    than that, and steps wait for ``overdue`` requests. Continuing with fast answers and dropping the rest
+    would starve long answers, so a request counts as long as its answer may arrive.
 
     The run's own searchers may issue theirs before ``end``, which is (v + n + 1)·B in a run without losses or
     elastic searchers. In place of requests that bring nothing to learn from (duplicates, groups set aside,
@@ -223,12 +223,12 @@ class RolloutBudget:
 
     @property
     def end(self) -> int:
-        """The first request that the run's own searchers may not issue yet."""
+        """First request that searchers other than elastic ones may not issue yet."""
         return self._ends[self._own]
 
     @property
     def lease_ends(self) -> dict[int, dict[int, int]]:
-        """End of the requests of each elastic searcher at the last grant, by its number and lease."""
+        """End of each elastic searcher's requests at the last grant, by searcher and lease."""
         numbers = zip(self._slots, self._launch.elastic_searchers, strict=True)
         return {
             number: {self._granted[slot]: self._ends[_only(slot)]}
@@ -247,25 +247,26 @@ class RolloutBudget:
         return self._silent.union(slot for slot in self._slots if not self._holds(slot))
 
     def _holds(self, slot: int) -> bool:
-        """Tell whether the searcher that was last granted a slot's requests is still there."""
+        """Return whether the searcher that was last granted a slot's requests still holds the slot."""
         return slot in self._there and self._granted.get(slot) == self._there[slot]
 
     def _place_of(self, request_id: int) -> int:
         return request_id % self._launch.places
 
     def note_leases(self, leases: Mapping[int, int]) -> None:
-        """Note the leases of the elastic searchers at work, by number; one that has left owes nothing.
+        """Update the leases of the present elastic searchers, by searcher; those that left owe nothing.
 
-        All that the others have sealed must have been read before, or it may come too late.
+        All shards that departed searchers have sealed must have been read before this call.
         """
         there = {self._launch.place_of(number): lease for number, lease in leases.items()}
         self._silent -= {slot for slot in self._slots if there.get(slot) != self._there.get(slot)}
         self._there = there
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
-        """Grant what the weights of ``step`` allow, and what is missing but not owed; return ``end``.
+        """Grant the requests that the weights of ``step`` allow, and replace lost ones; return ``end``.
 
-        ready: requests in the buffer that no step has learned from. missing: requests it lacks for ``step``.
+        ready: requests in the buffer that no step has learned from. missing: further requests that ``step``
+        needs.
         """
         self._withdraw()
         steps = max(0, min(self._steps_ahead, self._last_step - step))
@@ -281,7 +282,7 @@ class RolloutBudget:
         return self.end
 
     def _debts(self) -> list[tuple[float, int, int, int, range]]:
-        """Return a heap of the places that share an end, those that owe least first.
+        """Return a heap of the places that share an end, with those that owe least first.
 
         An entry holds the requests owed per busy place, the first place, the requests owed, the number of
         busy places, and all of these places.
@@ -303,7 +304,7 @@ class RolloutBudget:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Take back what searchers that left were granted. The next holder of a slot begins at its start."""
+        """Withdraw requests granted to searchers that left. A slot's next holder begins at its start."""
         gone = {slot for slot in self._slots if not self._holds(slot)}
         kept = self._open.items()
         self._open = {one: version for one, version in kept if self._place_of(one) not in gone}

@@ -39,7 +39,7 @@ class Merger:
     metrics: MetricsWriter
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
-        """Merge shards collected at once as one revision of the buffer. Shards merged before are left out.
+        """Merge shards that were collected together, as one revision. Shards merged before are left out.
 
         sync: version of the last published weights.
         """
@@ -60,7 +60,7 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict what the next step must not learn from; if there is anything, that is one revision."""
+        """Evict trajectories that the next step must not learn from, as one revision if there are any."""
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
             return state
@@ -98,9 +98,9 @@ class Merger:
 def merge_pending(
     config: Config, pending: Iterable[Shard], saved: Restored, metrics: MetricsWriter
 ) -> TrainerState:
-    """Begin an attempt: merge the shards that an earlier one left, a few in memory at a time.
+    """Begin an attempt: merge shards that an earlier attempt left, with few in memory at a time.
 
-    ``pending``: shards sealed beyond the cursors of ``saved``. Returns the state after.
+    pending: shards sealed beyond the cursors of ``saved``. Returns the new state.
     """
     state, buffer = saved.state, saved.buffer
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))

@@ -18,12 +18,12 @@ from tba_hpc.core.types import Completion, Group, Request, Sampling, Split
 from tba_hpc.run.evaluations import Answer, Evaluation
 
 LONGEST_TEXT = 2000
-"""Number of characters of a question or an answer that are kept."""
+"""Most characters that are kept of a question or an answer."""
 
 
 @dataclass(slots=True)
 class Share:
-    """An evaluation under way: the part so far, and the ids of prompts whose answers are not judged yet."""
+    """An unfinished evaluation: this searcher's part so far, and prompts whose answers are not judged yet."""
 
     part: Evaluation
     missing: set[int]
@@ -57,7 +57,7 @@ class OnlineEvaluator:
         return self.unanswered > 0
 
     def start(self, split: Split, step: int) -> Evaluation | None:
-        """Queue this searcher's share of ``split``; return its part if that is empty, or finished before."""
+        """Queue this searcher's share of ``split``; return its part if the share is empty or already done."""
         assert not self.busy, "one evaluation at a time"
         sampling = Sampling(self.task.evaluation_temperature, top_p=1.0, max_tokens=self.max_tokens)
         if done := self.done(split, step):
@@ -74,11 +74,11 @@ class OnlineEvaluator:
         return self._queue.pop() if self._queue else None
 
     def abandon(self) -> None:
-        """Give up the evaluations under way; answers that still arrive are not counted."""
+        """Abandon unfinished evaluations; answers that still arrive are not counted."""
         self._queue, self.unanswered, self._shares = [], 0, {}
 
     def note_answer(self) -> None:
-        """Note that one more answer is generated."""
+        """Record that another answer has been generated."""
         self.unanswered = max(0, self.unanswered - 1)
 
     def count(
@@ -101,7 +101,7 @@ class OnlineEvaluator:
         return None if share.missing else self._shares.pop((split, step)).part
 
     def _in_words(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
-        """Return the text of the answer to keep; empty if none is kept."""
+        """Return the answer as text, or () if answers to this prompt are not kept."""
         prompt, (completion,) = answer.request.prompt, answer.completions
         if self.decode is None or prompt.id >= self.kept:
             return ()
@@ -111,7 +111,7 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Return the part of an evaluation that one completion makes, or an empty part without one."""
+        """Return a part of an evaluation with one completion, or with none."""
         return Evaluation(
             split=split,
             step=step,

@@ -10,13 +10,13 @@ from tba_hpc.loops.freshness import Freshness
 
 
 class PublishSchedule:
-    """When weights go out: before an attempt's first step, every ``sync_every`` steps, and after the last.
+    """Schedule of publications: before an attempt's first step, every ``sync_every`` steps, after the last.
 
-    They go out earlier if the reference changed, or if searchers need a larger rollout budget to go on. A
-    publication that is put off, because a round is under way, stays due.
+    Weights are published earlier if the reference changed, or if searchers need a larger rollout budget. A
+    publication that is put off, because a round is in progress, stays due.
 
-    step: the attempt's first. version: optimizer steps of the weights published last, at first ``step``.
-    publishes: number of publications in this attempt. put_off: whether the last one was.
+    step: the attempt's first. version: version of the last published weights, initially ``step``. publishes:
+    number of publications in this attempt. put_off: whether the last one was put off.
     """
 
     def __init__(self, config: Config, freshness: Freshness, step: int) -> None:
@@ -28,7 +28,7 @@ class PublishSchedule:
         self.put_off = False
 
     def due(self, step: int) -> bool:
-        """Tell whether the weights of ``step`` must go out now."""
+        """Return whether the weights of ``step`` must be published now."""
         return (
             not self.publishes
             or self.put_off  # the budget already counts on what it grants
@@ -38,11 +38,11 @@ class PublishSchedule:
         )
 
     def publication(self, step: int) -> Publication:
-        """Return what goes out with the weights of ``step``; grant searchers what it allows them."""
+        """Make the publication for the weights of ``step``, which extends the rollout budget."""
         return self._freshness.publication(step, evaluate=self._split(step), published=time.time())
 
     def note(self, publication: Publication, *, started: bool) -> None:
-        """Note that a publication has begun, or that it was put off."""
+        """Record that a publication has begun, or was put off."""
         self.put_off = not started
         if started:
             self.version, self._reference = publication.version, publication.reference

@@ -38,7 +38,7 @@ EMBEDDED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint's folder (None for a new run) and its contents, or what a new run begins with."""
+    """A checkpoint's folder and contents; for a new run the folder is None, and the contents are initial."""
 
     folder: Path | None
     state: TrainerState
@@ -64,9 +64,9 @@ def restore(run: RunDir, config: Config) -> Restored:
 
 
 def verify_checkpoints(run: RunDir) -> None:
-    """Set aside damaged checkpoints that are newer than the newest intact one, which then is the latest.
+    """Set aside damaged checkpoints until the newest one is intact.
 
-    Raises StateError if there are checkpoints and none is intact; all stay as they are then.
+    Raises StateError, and changes nothing, if there are checkpoints but none is intact.
     """
     for folder, fault in damaged_checkpoints(run).items():
         metrics, step = trainer_metrics(run), int(folder.stem.removeprefix("step-"))

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 class Saving:
     """The checkpoints of one attempt.
 
-    saved: state in the newest one on disk. last_step: step at which the last one, or the attempt, was begun.
+    saved: state in the newest checkpoint on disk. last_step: step at which the last save, or the attempt,
+    began.
     """
 
     config: Config
@@ -51,7 +52,7 @@ class Saving:
         return self.saved.save_seconds
 
     def due(self, step: int) -> bool:
-        """Tell whether to save at ``step``: every ``checkpoint.every`` steps, and never two saves at once.
+        """Return whether to save at ``step``: every ``checkpoint.every`` steps, and never two saves at once.
 
         The last step is left to ``save_last``.
         """
@@ -74,9 +75,9 @@ class Saving:
         self.note()
 
     def note(self) -> None:
-        """Log the checkpoint under way once it is complete. Raises the error that made it fail.
+        """Log the unfinished checkpoint once it is complete. Raises the error that made it fail.
 
-        A full disk only postpones it: ending the run would lose what it would have held.
+        A full disk only postpones the checkpoint, because ending the run would lose its contents.
         """
         if not self._under_way or not self._under_way.done():
             return
@@ -107,7 +108,7 @@ class Saving:
                 time.sleep(DISK_RETRY_SECONDS)
 
     def _wait(self) -> None:
-        """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""
+        """Wait for the unfinished checkpoint. Raises TimeoutError after the deadline."""
         deadline = self.config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], deadline).done:
             raise TimeoutError(

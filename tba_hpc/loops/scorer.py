@@ -1,7 +1,7 @@
-"""Rewards, reference log-probabilities and seals, in a thread beside generation.
+"""Computes rewards and reference log-probabilities and seals shards, in a thread, during generation.
 
 Everything here happens in one worker thread, in the order of submission, so that neither a slow reward nor an
-fsync stops the engine. The task's code has a thread of its own, for which the worker waits.
+fsync stops the engine. The task's code runs in another thread, for which the worker waits.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 32
-"""Number of groups that may wait to be scored before ``finished`` waits for the oldest of them. At most so
-many are scored together. At twice as many no more should be begun."""
+"""Number of unscored groups above which ``finished`` waits for the oldest of them. It is also the most groups
+that are scored together. With twice as many, no new requests should be started (``full``)."""
 
 BACKLOG_SECONDS = 1.0
-"""Longest wait of ``finished``, s: the searcher has other things to attend to."""
+"""Longest time that ``finished`` waits, s, because the searcher has other work, too."""
 
 ANSWERS_AT_ONCE = 16
-"""Most evaluation answers judged together. Training groups have their turn before the next answers."""
+"""Most evaluation answers judged together. Training groups are scored before the next answers."""
 
 MOST_REJECTED = 10
-"""Number of groups without a usable reward, or unjudged answers, in a row at which a searcher ends."""
+"""Number of consecutive groups without a usable reward, or of unjudged answers, at which a searcher ends."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward, as shards hold float32. Larger ones are set aside as not finite."""
 
 ENDS_THE_RUN = (ConfigError, EngineError)
-"""Exceptions that a task raises on purpose: a model does not exist, or an engine it asks keeps dying."""
+"""Exceptions that end the run: a task raises them if a model does not exist or its engine keeps dying."""
 
 
 Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
@@ -65,7 +65,7 @@ Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Result of scoring groups, or of a call to seal. shard: the open shard, if it was now sealed."""
+    """Result of scoring groups or of sealing. shard: the shard that was sealed, if any."""
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
@@ -99,9 +99,9 @@ class Judged:
 
 @dataclass
 class EngineCheck:
-    """Answers that the engine gives under some weights, to be computed again by the learner's model code.
+    """Answers of the engine whose log-probabilities the learner's model code will compute again.
 
-    weights: a private copy. wanted: number of answers that suffice.
+    weights: private copy of the weights that sampled them. wanted: number of answers to compare.
     """
 
     weights: WeightUpdate
@@ -109,7 +109,7 @@ class EngineCheck:
     answers: list[Group] = field(default_factory=list)
 
     def complete(self, answer: Group) -> bool:
-        """Take one more answer, if these weights alone sampled it. Return whether there are enough now."""
+        """Add an answer if these weights alone sampled it; return whether there are enough."""
         if (answer.versions == self.weights.publication.version).all():
             self.answers.append(answer)
         return len(self.answers) == self.wanted
@@ -121,16 +121,16 @@ class EngineCheck:
 
 
 class Scorer:
-    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``, and judges evaluations.
+    """Scores groups, seals them into ``shards`` after at most ``seal_seconds``, and judges evaluations.
 
-    A group is set aside if the task's code raises, or takes longer than its own deadline or else
-    ``call_seconds``. The next call raises ConfigError after ``most_rejected`` groups in a row of which
-    nothing is left, or as many answers that cannot be judged. It does so at once if the task breaks
-    ports.Task or hangs again and again.
+    A group is set aside if the task's code raises, or exceeds its own time limit or else ``call_seconds``.
+    The next call raises ConfigError after ``most_rejected`` consecutive groups of which nothing is left, or
+    answers that cannot be judged. It does so at once if the task violates ports.Task or keeps hanging.
 
     reference: None if searchers hold no model of it. Trajectories then record the sampler's log-probabilities
-    if that is the reference, and otherwise NaN, which the trainer replaces. underway: notes which call is
-    made. temperature: that of requests that are not tempered; None: none is.
+    if that is the reference, and otherwise NaN, which the trainer replaces. underway: records which call is
+    being made. temperature: sampling temperature of requests that are not tempered; None: no request is
+    tempered.
     """
 
     def __init__(
@@ -178,9 +178,10 @@ class Scorer:
         self._do(lambda: self._score(unscored))
 
     def refer_to(self, step: int) -> None:
-        """Score groups submitted from now on by the reference of ``step``, or by a newer one.
+        """Use the reference of ``step``, or a newer one, for groups submitted from now on.
 
-        Answers that still wait are judged by the reference before, which was in force for their weights.
+        Evaluation answers that still wait are compared with the previous reference, which belongs to their
+        weights.
         """
         if step != self._wanted:
             self._wanted = step
@@ -191,7 +192,7 @@ class Scorer:
 
     @property
     def full(self) -> bool:
-        """True if so much waits to be scored that no more should be begun."""
+        """True if so many groups wait to be scored that no new requests should be started."""
         return len(self._waiting) >= 2 * BACKLOG
 
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
@@ -214,15 +215,15 @@ class Scorer:
             self._do(lambda: check.measure(reference))
 
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
-        """Compare the engine with the learner's code, under ``update``, by the first ``answers`` answers.
+        """Compare engine and learner code on the first ``answers`` answers sampled under ``update``.
 
-        Keeps the weights until then. Does nothing without a reference to load them into.
+        Keeps a copy of the weights until then. Does nothing without a reference to load them into.
         """
         if self._reference:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
-        """Return answers judged since the last call, in order. Never waits; has queued ones judged next."""
+        """Return the answers judged since the last call, in order, and start judging queued ones."""
         results = []
         while self._judging and self._judging[0].done():
             results += self._judging.popleft().result()
@@ -235,12 +236,12 @@ class Scorer:
         self._judging.append(self._worker.submit(lambda: self._judge(batch)))
 
     def note_stop(self) -> None:
-        """Note that the process is asked to end, so that no call is blamed for its end."""
+        """Record that the process was asked to end, so that no call is blamed for its end."""
         if self._underway:
             self._underway.close()
 
     def close(self) -> list[Scored]:
-        """Score and seal all that is left; judge no more answers. No call may follow."""
+        """Score and seal all remaining groups, without judging answers. No other call may follow."""
         self._do(self._seal)
         results = self._take(lambda: True)
         self._worker.close(LEAVING_SECONDS)
@@ -257,7 +258,7 @@ class Scorer:
         return results
 
     def _score(self, unscored: deque[Group]) -> Scored:
-        """Score the groups that wait by now, and append them to the open shard."""
+        """Score the waiting groups, and append them to the open shard."""
         groups = [unscored.popleft() for _ in range(min(len(unscored), BACKLOG))]
         rewarded = [self._reward(group) for group in groups]
         kept = [one for one in rewarded if one.rewards]
@@ -329,7 +330,7 @@ class Scorer:
     def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
         """Return whether each answer is correct, and its reward, if the task grades answers.
 
-        If the task's code raises, answers are judged one by one. One for which it raises again is wrong.
+        If the task's code raises, answers are judged one by one; those for which it raises again are wrong.
         """
         request = answers[0].request
         more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
@@ -366,7 +367,7 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Load only the newest of several references asked for: the others may be gone from the disk."""
+        """Load the newest requested reference; older ones may be deleted already."""
         step = self._wanted
         if self._reference and self._reference.step != step:
             self._reference.load(step)
@@ -374,7 +375,7 @@ class Scorer:
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Acknowledge what is scored by sealing the open shard: it is durable before anybody hears of it."""
+        """Acknowledge the scored groups by sealing the open shard, which is durable before it is offered."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(Sums(seal_seconds=time.monotonic() - start), shard)

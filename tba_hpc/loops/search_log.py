@@ -16,11 +16,11 @@ from tba_hpc.run.metrics import Value
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over scored groups; ``+`` adds two, and ``figures`` are logged."""
+    """Sums over scored groups; ``+`` adds two of them, and ``figures`` computes what is logged."""
 
     # Over all groups
     asked: int = 0
-    """Groups given to the task."""
+    """Number of groups that the task scored."""
     reward_seconds: float = 0.0
     """Time that the task took, s."""
     rejected: int = 0
@@ -51,7 +51,7 @@ class Sums:
     compared: int = 0
     """Completions with a reference."""
     kl: float = 0.0
-    """log π_behaviour − log π_ref of these, nats."""
+    """Sum of log π_behaviour − log π_ref over the compared completions, nats."""
 
     # Over tokens whose log-probability was computed by two programs under the same weights
     checked: int = 0
@@ -64,7 +64,7 @@ class Sums:
     load_seconds: float = 0.0
     """Duration of the last load of weights, s."""
     propagation_seconds: float = 0.0
-    """Time from the publication of these weights until they were in use, s."""
+    """Time from the publication of the last loaded weights until they were in use, s."""
 
     @classmethod
     def of(
@@ -79,8 +79,8 @@ class Sums:
         """Sums of one group of at least one completion.
 
         ref_logprobs: float32 [T] per completion; None without a reference model. parts: summands of the
-        rewards, by name. tempered: the group was sampled at a temperature of its own, so its logprobs say
-        nothing about the policy's entropy or KL.
+        rewards, by name. tempered: whether the group was sampled at a random temperature, so that its
+        logprobs do not estimate the policy's entropy and KL.
         """
         completions = group.completions
         tokens = sum(len(completion.tokens) for completion in completions)
@@ -121,7 +121,7 @@ class Sums:
         return Sums(**{name: getattr(self, name) + getattr(other, name) for name in names}, parts=parts)
 
     def figures(self) -> dict[str, Value]:
-        """Return a record's figures; None where there is nothing to take a mean of."""
+        """Return the figures of a metric record; None where there is nothing to average."""
         return {
             "search/groups": self.groups,
             "search/trajectories": self.completions,

@@ -1,4 +1,4 @@
-"""The searcher: generates completions without pause, scores them, seals them into shards, hands these over.
+"""The searcher's loop: generates completions without pause, has them scored and sealed, and offers shards.
 
 It must not know how completions are generated, how shards travel, or how many ranks there are.
 """
@@ -29,9 +29,9 @@ IDLE_SECONDS = 0.005
 class Searcher:
     """One engine's loop.
 
-    sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
-    generation pauses. log_seconds: time between two metric records. report: takes a part of an evaluation.
-    weights_in_use: is called each time the engine has loaded weights.
+    sequences: completions that the engine decodes at once. pending_shards: number of unmerged shards at which
+    generation pauses. log_seconds: interval of metric records, s. report: function that receives a part of an
+    evaluation. weights_in_use: function called each time the engine has loaded weights.
     """
 
     generator: Generator
@@ -81,7 +81,7 @@ class Searcher:
         self._log()
 
     def _take_weights(self) -> None:
-        """Load the newest weights, unless an evaluation needs the current ones or a load is under way."""
+        """Load the newest weights, unless an evaluation needs the current ones or a load is in progress."""
         if self.generator.loading:
             return
         if self._awaited and self.generator.version == self._awaited.version:
@@ -129,7 +129,7 @@ class Searcher:
 
     @property
     def _out_of_work(self) -> bool:
-        """True if a bounded budget leaves the engine idle: the trainer must first take what there is."""
+        """True if the engine is idle because the rollout budget is used up until the trainer publishes."""
         return self._budget_end < math.inf and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
@@ -140,7 +140,7 @@ class Searcher:
             return self.generator.step()  # the engine may have a load or a failure to handle
 
     def _deliver(self, group: Group) -> None:
-        """Send a finished group to be scored, or judged for the evaluation that asked for it."""
+        """Queue a finished group for scoring, or for judging if it answers an evaluation."""
         self._tally.generated += sum(int(completion.action_T.sum()) for completion in group.completions)
         if group.request.split == "train":
             self.scorer.submit(group)
@@ -166,7 +166,7 @@ class Searcher:
                 self.exchange.offer(shard)
 
     def _report_evaluations(self) -> None:
-        """Count the answers judged by now; report the parts that are complete with these."""
+        """Count newly judged answers; report parts of evaluations that are now complete."""
         for judged in self.scorer.judged():
             part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob, judged.reward)
             if part is not None:

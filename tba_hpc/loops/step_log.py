@@ -20,10 +20,11 @@ WARMUP_STEPS = 5
 
 @dataclass
 class StepLog:
-    """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``reference``, ``learn`` and
-    ``checkpoint``.
+    """Writes a record per step. ``clock`` measures ``wait`` (for data), ``publish``, ``reference``, ``learn``
+    and ``checkpoint``.
 
-    late: steps taken while a publish was put off. longest_step: seconds, without waits and checkpoints.
+    late: number of steps taken while a publication was put off. longest_step: s, without waits and
+    checkpoints.
     """
 
     train: TrainSection
@@ -79,7 +80,10 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """Return the wait share with a step of ``wall`` s, ``learning`` in the learner; None in warm-up."""
+        """Update and return the share of time spent waiting; None during warm-up.
+
+        wall, learning: duration of the step, and of its part in the learner, s.
+        """
         self._steps += 1
         if self._steps <= WARMUP_STEPS:
             return None

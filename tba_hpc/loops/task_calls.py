@@ -1,4 +1,4 @@
-"""Calls a task's code in a separate thread: a call that does not end costs the thread, not the run."""
+"""Calls a task's code in a separate thread, so that a call that never ends costs a thread, not the run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ YIELDS = 5
 """Niceness of the threads. On two cores 80 steps of the quickstart took 34 s with it, and 43 s without."""
 
 MOST_HANGING = 3
-"""Number of calls beyond their deadlines at which a searcher ends."""
+"""Number of hanging calls at which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
 """Longest wait of an ending process for a thread's current call."""
 
 
 class OverranError(Exception):
-    """A call exceeded its deadline; the message says for how long it ran, and where it is."""
+    """Raised if a call exceeds its time limit; the message says how long it ran, and where it is."""
 
 
 class TaskCalls:
-    """Makes all calls in one thread; if a call hangs, its thread is left behind and a new one follows.
+    """Makes all calls in one thread. If a call hangs, its thread is left behind and replaced.
 
-    task: name of the task's class. seconds: deadline of a call. Each hanging call halves it. All together
-    then take less than twice as long, so that nobody gives up on the searcher before it says why. noted:
-    notes calls (see run.underway), so that it is known which call ended the process.
+    task: name of the task's class. seconds: time limit of a call, halved after each hanging call. All hanging
+    calls together then take less than twice as long, so that the searcher reports the cause before others
+    give up on it. noted: records calls (see run.underway), to know which one ended the process.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class TaskCalls:
         self._worker = background_worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
-        """Return or raise what a call does; OverranError past the deadline, ConfigError at MOST_HANGING.
+        """Make a call. Raises OverranError after its time limit, or ConfigError at MOST_HANGING.
 
-        what, more: the call's name, and what else errors say about it.
+        what, more: name of the call, and further words for errors.
         """
         with self._noted(what):
             done = self._worker.submit(call)
@@ -58,7 +58,7 @@ class TaskCalls:
         return done.result()
 
     def close(self) -> None:
-        """End the thread; no call may follow."""
+        """End the thread. No call may be made afterwards."""
         self._worker.close(0)
 
     def _leave(self, what: str) -> None:
@@ -85,7 +85,7 @@ def background_worker(name: str) -> Worker:
 
 
 def _yield_to_trainer() -> None:
-    """Lower the thread's priority, for a shared machine: late samples are better than a late step."""
+    """Lower the thread's priority: on shared cores, late samples are better than a late step."""
     thread = threading.get_native_id()
     # A job may run at a lower priority already, and only root may raise it.
     os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))

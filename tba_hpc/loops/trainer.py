@@ -1,6 +1,7 @@
-"""The trainer: publishes weights every k steps, collects sealed shards, samples groups, and takes steps.
+"""The trainer's loop: publishes weights every k steps, collects sealed shards, samples groups, takes steps.
 
-It must not know how weights travel, how the optimizer is sharded, how many ranks there are, how a run ends.
+It must not know how weights travel, how the optimizer is sharded, how many ranks there are, or how a run
+ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DATA_CHECK_SECONDS = 0.02
 """Pause between two checks of the exchange while the trainer waits."""
 
 MARGIN_SECONDS = 30.0
-"""Time kept free before the job ends, besides a step and a save, for leaving and for the requeue."""
+"""Time reserved at the end of a job for leaving and requeueing, s, in addition to a step and a save."""
 
 
 @dataclass
@@ -42,8 +43,8 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    elastic_leases: returns the leases of the elastic searchers at work, by their numbers. job_end: time of
-    the job's end, unix seconds.
+    elastic_leases: returns the leases of the present elastic searchers, by searcher. job_end: time at which
+    the job ends, unix seconds.
     """
 
     config: Config
@@ -79,11 +80,11 @@ class Trainer:
         )
 
     def run(self) -> bool:
-        """Train to the last step; True if it is reached, False if stopped before. Either way all is saved.
+        """Train to the last step, and save. Returns True if it was reached, False if stopped before.
 
-        After the initial buffer is filled the loop does not wait while shards keep arriving. Exceptions are
-        bounded staleness or uses, a reset reference and a resume. The searchers' shards end every wait. For
-        what follows the last step see ``ending``.
+        Once the initial buffer is filled, the loop does not wait as long as shards keep arriving, except with
+        bounded staleness or uses, with a reset reference, or after a resume. Shards end every wait.
+        ``ending`` continues after the last step.
         """
         self._update_reference()  # even if no step is left to take
         self.freshness.begin(self.step, self.completed)
@@ -120,7 +121,7 @@ class Trainer:
     # --- Publish ---
 
     def _publish(self) -> None:
-        """Publish if that is due. Shards that the previous round brought belong to its sync."""
+        """Publish if that is due. Shards that arrived in the previous round belong to its sync."""
         self._update_reference()
         self._merge_arrived()
         if self.publish_if_due():
@@ -129,7 +130,7 @@ class Trainer:
     def publish_if_due(self) -> bool:
         """Begin to publish the current weights if that is due; return whether it began.
 
-        While a round is under way it does not, and is to be tried again.
+        It cannot begin during another round; call this again then.
         """
         if not self._schedule.due(self.step):
             return False
@@ -172,8 +173,8 @@ class Trainer:
     def _merge_arrived(self) -> None:
         """Merge the shards that have arrived, evict what is stale, and note whether any completion was new.
 
-        During the initial filling only a larger buffer counts as new. Completions may just push out others
-        of their prompt, and would do so for ever if the other prompts have no more.
+        During the initial filling only a larger buffer counts as new, because completions that merely replace
+        others of their prompt could arrive forever.
         """
         self.freshness.note_elastic_leases(self.elastic_leases)
         shards = self.exchange.collect()
@@ -189,12 +190,12 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Seconds to wait for shards; longer before the first, as ranks and engines may still be starting."""
+        """Longest wait for shards, s; longer before the first, because ranks and engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
     def poll(self) -> None:
-        """Keep the exchange going after the last step."""
+        """Advance the exchange after the last step."""
         self.exchange.gather()
 
     # --- Sample ---
@@ -209,7 +210,7 @@ class Trainer:
         )
 
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
-        """Compute logprobs under the current reference, which is the right one for the whole batch."""
+        """Compute log-probabilities under the current reference, to which the whole batch belongs."""
         with self._step_log.clock("reference"):
             return self.learner.reference_logprobs(batch, self.freshness.reference)
 
