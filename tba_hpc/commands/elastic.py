@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
 from tba_hpc.checks.lists import ELASTIC, job_facts
@@ -46,7 +45,8 @@ def submit_elastic(
     if run.finished:
         print(f"finished already, nothing to search for: {run.summary}")
         return
-    warnings = _warnings(run, config, site, submission.site)
+    facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)
+    warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # before hours in the queue
     snapshot.take(run.path)
     number = slurm.send(run, text)
     done = {
@@ -79,10 +79,3 @@ def _searchers(config: Config, site: Site, nodes: int) -> Component:
             + f"stop the run and go on with --set launch.elastic={nodes * searcher.ranks}"
         )
     return searcher
-
-
-def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
-    """Return warnings about possible failures. Raises ConfigError if the job would certainly fail."""
-    fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
-    facts = replace(job_facts(config, site), fetched_by=fetch)
-    return [finding.sentence for finding in refuse(ELASTIC, facts)]

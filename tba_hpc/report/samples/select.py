@@ -29,6 +29,9 @@ State = Literal["waiting", "merged", "buffer", "gone"]
 """State of a trajectory. waiting: sealed, not merged. merged: after the newest checkpoint. buffer: in that
 checkpoint's buffer. gone: evicted, or equal to another."""
 
+RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
+"""Fields of a sample that stand so in its record."""
+
 Rank = tuple[float, int, int]
 
 Decode = Callable[[np.ndarray], str]
@@ -241,16 +244,10 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
     tokens, uid, key = trajectories.completions.row(row), int(record["uid"]), (shard.searcher, shard.index)
     span = slice(*trajectories.completions.offsets[row : row + 2])
     return Sample(
-        uid=uid,
         searcher=shard.searcher,
         shard=shard.index,
         row=row,
-        prompt_id=int(record["prompt_id"]),
-        request_id=int(record["request_id"]),
-        reward=float(record["reward"]),
-        version_oldest=int(record["version_oldest"]),
-        version_newest=int(record["version_newest"]),
-        reference=int(record["reference"]),
+        **{name: record[name].item() for name in RECORDED},
         truncated=bool(record["truncated"]),
         log_ratio=log_ratio,
         state=lives.state(key, uid),
