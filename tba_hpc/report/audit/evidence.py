@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from tba_hpc.run.checkpoints import (
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
 from tba_hpc.run.history import EMPTY, History, Merge, ShardSize, whole
 from tba_hpc.run.inventory import damage
-from tba_hpc.run.metrics import MetricsTail
+from tba_hpc.run.metrics import MetricsTail, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Evidence:
         on, since they record what the checkpoints count.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
-        records = tail.new()
+        records = list(_without_figures(tail.records()))
         seals = _seals(run)
         files = _shard_files(run.shard_files())
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
@@ -124,7 +124,7 @@ class Evidence:
             run=run,
             config=run.config(),
             finished=finished,
-            history=History.of(records + tail.new()),
+            history=History.of(chain(records, _without_figures(tail.records()))),
             seals=seals,
             sizes=_sizes(merged_by_then, seals, files, refused),
             files=files,
@@ -199,6 +199,15 @@ class Evidence:
     def pending(self) -> int:
         """Number of trajectories in the ``waiting`` shards."""
         return sum(file.size.trajectories for file in self.waiting.values())
+
+
+def _without_figures(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield the trainer's records, but of steps only the number: a long run's figures take gigabytes."""
+    for record in records:
+        if "event" in record:
+            yield record
+        elif "step" in record:
+            yield {"step": record["step"]}
 
 
 def _seals(run: RunDir) -> Seals:
