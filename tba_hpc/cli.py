@@ -511,7 +511,6 @@ def evaluate(
     """Score a model on a task, with confidence intervals, and its perplexity under the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
-    modules.use_here()
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
     result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit, show=show)
     print_result(result, as_json=as_json)
