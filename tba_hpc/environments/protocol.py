@@ -113,6 +113,11 @@ class Asked(BaseModel):
         return asked
 
     @property
+    def plain(self) -> list[Message]:
+        """Its messages; see ``Said.plain``."""
+        return [message.plain for message in self.messages]
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts at which the turn ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
