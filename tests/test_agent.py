@@ -116,7 +116,7 @@ def programs(stage: Stage) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("OPENAI_BASE_URL") == stage.generator._endpoint.url:
+            if process.environ().get("OPENAI_BASE_URL") == stage.task.endpoint.url:
                 found.append(process)
     return found
 
@@ -472,7 +472,7 @@ def test_what_cannot_be_an_agent_is_refused(stage: Callable[..., Stage]) -> None
 
 def test_a_stranger_gets_nothing_and_costs_nothing(stage: Callable[..., Stage]) -> None:
     made = stage(f"{RAW}\nask(user('Go.')); print(1)", ["So."], {})
-    port = int(made.generator._endpoint.url.split(":")[2].split("/")[0])
+    port = int(made.task.endpoint.url.split(":")[2].split("/")[0])
     for head in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer x" * 100}):
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
             caller = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -505,7 +505,7 @@ print(1)
 @pytest.mark.root("another user's connection")
 def test_another_users_connection_is_closed_unread(stage: Callable[..., Stage]) -> None:
     made = stage(f"{RAW}\nask(user('Go.')); print(1)", ["So."], {})
-    port = int(made.generator._endpoint.url.split(":")[2].split("/")[0])
+    port = int(made.task.endpoint.url.split(":")[2].split("/")[0])
     child = os.fork()
     if child == 0:
         os.setuid(65534)
@@ -604,7 +604,7 @@ print(len(answer["content"]))
     assert sorted(group.request.id for group in found) == list(range(groups))
     rewards = Counter(str(one.reward) for group in found for one in group.completions)
     assert rewards.keys() == {"3.0", "nan"} and rewards.total() == groups * n
-    assert made.generator.in_flight == 0 and not made.generator._endpoint.sessions
+    assert made.generator.in_flight == 0 and not made.task.endpoint.sessions
 
 
 """Nothing else is in flight, and no key is accepted any more."""

@@ -541,7 +541,9 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
     record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion. Versions are
     interpolated linearly between the first and the last token, which is exact if weights changed never or at
-    even intervals. An age is negative if a resume has undone the steps that made the weights.
+    even intervals. An agent's further sequences come after the first, though turns of both may have
+    alternated: the age of such a token may be off by up to the difference of the two versions. An age is
+    negative if a resume has undone the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)

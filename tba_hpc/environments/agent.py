@@ -62,7 +62,6 @@ class ProgramSession:
     """
 
     task: Agent
-    endpoint: Endpoint
     request: Request
     row: Fields
     asked: ChatRequest | None = field(default=None, init=False)
@@ -71,8 +70,6 @@ class ProgramSession:
     failed_calls: int = field(default=0, init=False)
     _answer: Future[Body] = field(default_factory=Future, init=False)
     _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict, init=False)  # by sequence
-    _messages: list[Message] = field(default_factory=list, init=False)
-    _added: list[Message] = field(default_factory=list, init=False)
     _newest: tuple[ChatRequest, Future[Body]] | None = field(default=None, init=False)
     _waiting: queue.SimpleQueue[tuple[ChatRequest, Future[Body]]] = field(
         default_factory=queue.SimpleQueue, init=False
@@ -103,20 +100,21 @@ class ProgramSession:
 
         Raises ProgramError if it ends without a request, or TimeoutError if it takes too long.
         """
-        self.endpoint.sessions[self._key] = self
+        endpoint = self.task.endpoint
+        endpoint.sessions[self._key] = self
         self._program = Confined(
             self.task.words,
             json.dumps(self.row).encode() + b"\n",
             seconds=self.task.seconds * (self.task.max_turns + 1),
             memory_mb=self.task.memory_mb,
-            variables={"OPENAI_BASE_URL": self.endpoint.url, "OPENAI_API_KEY": self._key},
-            start=self.endpoint.call,
+            variables={"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": self._key},
+            start=endpoint.call,
         )
-        if not self._await_request():
+        added = self._next()
+        if not self.asked:
             self.end()
             raise ProgramError(f"{self._ending} before its first request")
-        assert self.asked
-        return self._added, self.asked.tools
+        return added, self.asked.tools
 
     def act(self, text: str, **count: Any) -> Reaction:
         """Answer the last request with the model's turn, ``text``, and wait for the next request.
@@ -128,11 +126,12 @@ class ProgramSession:
         message, malformed = message_of(text, self.asked, self.calls)
         self.calls += len(message.get("tool_calls", ())) + malformed
         self.failed_calls += malformed
-        known = [*self._messages, ChatMessage.model_validate(message).plain]
+        known = [*self.asked.plain, ChatMessage.model_validate(message).plain]
         self._known[self.sequence] = self.asked.tools, known
         with suppress(InvalidStateError):  # refused meanwhile
             self._answer.set_result(completion(message, **count))
-        return (self._added, False) if self._await_request() else ([], True)
+        added = self._next()
+        return added, not added
 
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
@@ -158,7 +157,7 @@ class ProgramSession:
 
     def end(self) -> None:
         """Kill the program, and refuse all requests that wait for an answer."""
-        self.endpoint.sessions.pop(self._key, None)
+        self.task.endpoint.sessions.pop(self._key, None)
         self._refuse("the episode is over")
         program, self._program = self._program, None
         if program:
@@ -174,26 +173,26 @@ class ProgramSession:
             with suppress(InvalidStateError):
                 answer.set_exception(RefusedError(self._over))
 
-    def _await_request(self) -> bool:
-        """Wait for the next request; return False if the program ends instead.
+    def _next(self) -> list[Message]:
+        """Wait for the next request or the program's end; return the messages that the request adds.
 
-        Kills the program and raises TimeoutError if neither happens in time.
+        The request belongs to the sequence of which it repeats most messages. Kills the program and raises
+        TimeoutError if neither happens in time.
         """
         assert self._program
         deadline = time.monotonic() + self.task.seconds
         while time.monotonic() < deadline:
             running = self._program.process.poll() is None
             with suppress(queue.Empty):
-                self._take(*self._waiting.get(timeout=PROGRAM_CHECK_SECONDS if running else 0))
-                return True
+                self.asked, self._answer = self._waiting.get(timeout=PROGRAM_CHECK_SECONDS if running else 0)
+                return self._added(self.asked)
             if not running:
-                return False
+                return []
         self.end()
         raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
 
-    def _take(self, asked: ChatRequest, answer: Future[Body]) -> None:
-        """Make a request the next one to be answered, in the sequence of which it repeats most messages."""
-        messages = [message.plain for message in asked.messages]
+    def _added(self, asked: ChatRequest) -> list[Message]:
+        messages = asked.plain
         repeats = {
             len(known): sequence
             for sequence, (tools, known) in self._known.items()
@@ -201,7 +200,7 @@ class ProgramSession:
         }
         most = max(repeats, default=0)
         self.sequence = repeats.get(most, len(self._known))
-        self.asked, self._answer, self._messages, self._added = asked, answer, messages, messages[most:]
+        return messages[most:]
 
     @property
     def _ending(self) -> str:
@@ -214,16 +213,12 @@ class ProgramSession:
 class Programs(Conversations):
     """Generator of conversations that are driven by programs."""
 
-    def __init__(self, generator: Generator, task: Agent, chat: Chat, endpoint: Endpoint) -> None:
-        seconds = task.seconds + SPARE_SECONDS
-        super().__init__(generator, task, chat, at_once=task.at_once, seconds=seconds)
-        self._endpoint = endpoint
-        self._fit: set[str] = set()  # roles whose messages the chat template can show
+    _task: Agent
 
     def close(self) -> None:
         """Close the engine, and kill all programs."""
         super().close()
-        self._endpoint.close()
+        self._task.endpoint.close()
 
     def _sampling(self, episode: Episode) -> Sampling:
         sampling, asked = super()._sampling(episode), episode.session.asked
@@ -244,9 +239,8 @@ class Programs(Conversations):
         """Return the tokens that a request adds to its sequence, int32 [T]."""
         if not episode.context:
             return self._chat.encode(self._chat.render(messages, tools=episode.session.asked.tools))
-        for role in {message["role"] for message in messages} - self._fit:
-            self._chat.require(role)
-            self._fit.add(role)
+        for message in messages:
+            self._chat.require(message["role"])
         return super()._given(episode, messages)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
@@ -257,6 +251,7 @@ class Programs(Conversations):
 class Agent(Conversational):
     """Task whose conversations are driven by a program, which gives the reward unless task.reward is set."""
 
+    endpoint: Endpoint
     other_start = (
         "the program's first request differs from that of earlier episodes of the row: let its messages and "
         "tools follow from the row alone"
@@ -286,12 +281,13 @@ class Agent(Conversational):
         """Start an endpoint; return a generator of whole conversations that uses ``generator`` for turns."""
         from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
 
-        self._endpoint = Endpoint()
-        return Programs(generator, self, self._chat_of(tokenizer), self._endpoint)
+        self.endpoint = Endpoint()
+        chat, seconds = self._chat_of(tokenizer), self.seconds + SPARE_SECONDS
+        return Programs(generator, self, chat, at_once=self.at_once, seconds=seconds)
 
     def session(self, request: Request) -> ProgramSession:
         """Make a new session for an episode."""
-        return ProgramSession(self, self._endpoint, request, self.row(request.prompt))
+        return ProgramSession(self, request, self.row(request.prompt))
 
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the program's first request as a prompt and as messages. Raises ValueError; see ``begun``.

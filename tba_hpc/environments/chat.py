@@ -139,6 +139,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._options = options or {}
+        self._fit: set[str] = set()  # roles that have been tried
         self.eos_token_id = tokenizer.eos_token_id
         self.decode = decoder(tokenizer, special=special)
         """Function that returns the text of a turn's tokens."""
@@ -186,6 +187,8 @@ class Chat:
         Only the end of the text before the model's answer may change: the beginning of a thought, or an empty
         thought, may be added or left out.
         """
+        if role in self._fit:
+            return
         messages = [QUESTION]
         for answer in ANSWERS:
             given, said = self.render(messages), [message["content"] for message in messages]
@@ -200,3 +203,4 @@ class Chat:
                     "follows, but the model must be shown what it was trained on: give its "
                     "tokenizer_config.json a chat_template that only appends, or use another model"
                 )
+        self._fit.add(role)

@@ -125,11 +125,7 @@ class Endpoint:
             if not isinstance(body, dict):
                 raise ValueError("the body is not a JSON object")
             answer = await asyncio.wrap_future(session.ask(body))
-        except (
-            ValueError,
-            LookupError,
-            RecursionError,
-        ) as error:  # charset unknown, JSON too deep
+        except (ValueError, LookupError, RecursionError) as error:  # the last: charset unknown, JSON too deep
             fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
             return web.json_response({"error": fault}, status=400)
         return await _stream(request, body, answer) if body.get("stream") else web.json_response(answer)

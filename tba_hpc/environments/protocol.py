@@ -113,6 +113,11 @@ class ChatRequest(BaseModel):
         return asked
 
     @property
+    def plain(self) -> list[Message]:
+        """All messages; see ``ChatMessage.plain``."""
+        return [message.plain for message in self.messages]
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Strings that end the turn."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -1,0 +1,202 @@
+"""How fast a searcher generates if a program leads the conversations, as a share of an environment's pace.
+
+    python tools/lab/program_pace.py [--width 768 --layers 8] [--sequences 4] [--episodes 12]
+
+One engine and one model of random weights serve both in turn: an environment that says ``Go on.`` until the
+last turn, and a program that does the same. So prompts, turns and the length of turns are alike, and whatever
+else the machine does meets both. Printed is a line of JSON per pair, with sampled tokens per second, and in
+the end the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from make_tiny_model import EOS_ID, HEAD, PAD_ID, make_tokenizer, publish
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tba_hpc.config import Config, TaskSection
+from tba_hpc.config.loading import parse_config
+from tba_hpc.core.ports import Generator, Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Request, Sampling
+from tba_hpc.engine.vllm_generator import VllmGenerator
+from tba_hpc.learner.hf_model import load_tokenizer
+from tba_hpc.tasks import load_task
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'A: '}[m.role] + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+TURNS = 3
+STOPS = list("0123456789")
+"""Random weights end a turn by one of these after some 27 tokens."""
+
+ENVIRONMENT = f"""
+class Drill:
+    def reset(self):
+        self.turns = 0
+
+    def step(self, messages):
+        self.turns += 1
+        return "Go on.", self.turns == {TURNS}, float(self.turns == {TURNS})
+"""
+
+PROGRAM = f"""
+import json, os, sys
+from urllib.request import Request, urlopen
+
+def say(messages):
+    head = {{"Authorization": f"Bearer {{os.environ['OPENAI_API_KEY']}}", "Content-Type": "application/json"}}
+    url = f"{{os.environ['OPENAI_BASE_URL']}}/chat/completions"
+    with urlopen(Request(url, json.dumps({{"messages": messages}}).encode(), head)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+messages = [{{"role": "user", "content": json.loads(sys.stdin.readline())["prompt"]}}]
+for _ in range({TURNS}):
+    messages += [say(messages), {{"role": "user", "content": "Go on."}}]
+print(1.0)
+"""
+
+TASKS: dict[str, dict[str, Any]] = {
+    "environment": {"environment": "drill:Drill"},
+    "agent": {"command": ["python", "drill_program.py"]},
+}
+
+
+def make_model(folder: Path, width: int, layers: int) -> None:
+    """A Llama of random weights."""
+    tokenizer = make_tokenizer(["Go on."])
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=width // HEAD,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    publish(LlamaForCausalLM(config), tokenizer, {}, folder)
+
+
+def settings(model: Path, sequences: int) -> Config:
+    """The config of the engine."""
+    generator = {
+        **{"completions_per_prompt": 2, "prompts_in_flight": sequences // 2, "temperature": 1.0},
+        **{"max_tokens": 512, "stop": STOPS, "kv_cache_mb": 512},
+    }
+    section: dict[str, Any] = {"path": str(model), "dtype": "float32", "context_length": 576}
+    task = {"name": "environment", "train_file": "rows.jsonl", "options": TASKS["environment"]}
+    train = {"completions_per_prompt": 2}
+    return parse_config({"model": section, "task": task, "generator": generator, "train": train})
+
+
+def pace(
+    engine: Generator, generator: Generator, prompts: Sequence[Prompt], at_once: int, episodes: int
+) -> dict[str, float]:
+    """Figures over that many episodes in the middle of a longer stream of them, as in a run.
+
+    tokens: sampled per second. full: share of the time in which the engine had as many turns as it decodes at
+    once. searcher_ms, program_ms: processor time per episode of this process, and of programs.
+    """
+    sampling = Sampling(1.0, 1.0, 512, stop=tuple(STOPS))
+    requests = (Request(prompt, number, 1, sampling) for number, prompt in enumerate(cycle(prompts)))
+    filled = 2 * at_once  # as many episodes are open at a time
+    done: list[Completion] = []
+    marks: list[tuple[int, np.ndarray]] = []
+    full = 0.0
+    upcoming = islice(requests, filled + episodes + 2 * filled)
+    request = next(upcoming, None)
+    while request or generator.in_flight:
+        while request and generator.in_flight < at_once:
+            generator.submit(request)
+            request = next(upcoming, None)
+        began, busy = time.monotonic(), engine.in_flight >= at_once
+        done += [completion for group in generator.step() for completion in group.completions]
+        full += busy * (time.monotonic() - began) * (len(marks) == 1)
+        if len(marks) < 2 and len(done) >= (marks[0][0] + episodes if marks else filled):
+            marks.append((len(done), clocks()))
+    assert not any(math.isnan(one.reward or 0.0) for one in done), "an episode failed"
+    (first, before), (last, after) = marks
+    seconds, searcher, programs = after - before
+    sampled = sum(int(one.action_T.sum()) for one in done[first:last])
+    return {
+        "tokens": sampled / seconds,
+        "full": full / seconds,
+        "searcher_ms": 1000 * searcher / (last - first),
+        "program_ms": 1000 * programs / (last - first),
+    }
+
+
+def clocks() -> np.ndarray:
+    """Seconds of the clock, and of processors in this process and in programs that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return np.array([time.monotonic(), *(one.ru_utime + one.ru_stime for one in used)])
+
+
+def conversing(kind: str, engine: Generator, tokenizer: Tokenizer) -> tuple[Generator, Sequence[Prompt]]:
+    """A generator of conversations of this kind, and their prompts."""
+    options = {**TASKS[kind], "validation_prompts": 1}
+    task = load_task(
+        TaskSection.model_validate({"name": kind, "train_file": "rows.jsonl", "options": options}), tokenizer
+    )
+    return task.converse(engine, tokenizer), task.prompts("train")
+
+
+def main() -> None:
+    """Print a line of JSON per pair."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--episodes", type=int, default=48)
+    parser.add_argument("--sequences", type=int, default=8, help="turns that the engine decodes at once")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in a rank
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        Path("drill.py").write_text(ENVIRONMENT)
+        Path("drill_program.py").write_text(PROGRAM)
+        rows = [json.dumps({"prompt": f"Drill {number}."}) for number in range(arguments.episodes + 1)]
+        Path("rows.jsonl").write_text("\n".join(rows))
+        make_model(Path(folder) / "model", arguments.width, arguments.layers)
+        config = settings(Path(folder) / "model", arguments.sequences)
+        engine = VllmGenerator(config.model, config.generator, seed=0)
+        tokenizer = load_tokenizer(config.model.path)
+        kinds = [conversing(kind, engine, tokenizer) for kind in TASKS]
+        with closing(kinds[1][0]):
+            ratios = []
+            for pair in range(-1, arguments.pairs):  # the first warms up
+                order = kinds if pair % 2 else kinds[::-1]
+                episodes = 1 if pair < 0 else arguments.episodes
+                found = {id(one): pace(engine, *one, arguments.sequences, episodes) for one in order}
+                environment, program = (found[id(one)] for one in kinds)
+                ratios.append(program["tokens"] / environment["tokens"])
+                line = {"environment": environment, "program": program, "ratio": ratios[-1]}
+                print(json.dumps(line, default=float), flush=True)
+        print(json.dumps({"median": statistics.median(ratios[1:]), "sorted": sorted(ratios[1:])}))
+
+
+if __name__ == "__main__":
+    main()
