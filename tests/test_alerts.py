@@ -193,7 +193,7 @@ WRONG: dict[str, Case] = {
     "by generator.top_p=0.9 and generator.min_tokens=5 and buffer.duplicates=equal .*=rloo .*biased": case(
         train={"objective": "rloo"}, generator={"top_p": 0.9, "min_tokens": 5}
     ),
-    "filtered by buffer.duplicates=equal and buffer.reward_temperature=2.0: the gradient": case(
+    "reward_temperature=2.0: .* Set buffer.duplicates=none and buffer.reward_temperature=null, or": case(
         train={"objective": "grpo"}, buffer={"reward_temperature": 2}
     ),
     "95 % of the groups have one reward .* generator.completions_per_prompt": case(

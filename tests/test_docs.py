@@ -11,10 +11,11 @@ import make_docs
 import pytest
 import typer
 import typer.main
+import yaml
 from typer.core import TyperGroup
 
 from tba_hpc.cli import app
-from tba_hpc.config import Config, Section
+from tba_hpc.config import Config, Section, parse_config
 from tba_hpc.config.loading import elsewhere
 from tba_hpc.launch.plan import Site
 from tba_hpc.tasks import arithmetic
@@ -115,6 +116,13 @@ def test_keys_that_the_documents_name_are_there() -> None:
             is_file = re.search(r"\.(py|md|yaml|json|html|jsonl|h5)$", named)
             if named.partition(".")[0] in sections and not is_file:
                 assert named in keys or named.startswith(free), f"{page.name} names {named}"
+
+
+def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    config = parse_config(yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]))
+    assert config.train.objective.name == "grpo"
+    assert config.buffer.duplicates.name == "none" and not config.buffer.chooses_by_reward
 
 
 def test_keys_of_other_systems_lead_to_ours() -> None:

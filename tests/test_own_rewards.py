@@ -46,6 +46,8 @@ def few(completions): return [1.0]
 def last(completion): return float(completion[-1])
 def zipped(completions, prompt, **kwargs): return [float(a == b) for a, b in zip(completions, prompt)]
 def placed(completions, prompt, **kwargs): return [float(prompt[i] == "4") for i, _ in enumerate(completions)]
+def trl(prompts, completions, **kwargs): return [0.0 for _ in completions]
+def wrapped(completions): return trl(completions=completions)
 def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in completions]
 """
 VERIFYING = """
@@ -489,6 +491,11 @@ def test_a_function_written_for_trl_is_named_before_the_start(
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
     assert caplog.text.count("on empty completions: they are texts, and other arguments hold") == 2
+
+
+def test_a_call_that_can_never_succeed_is_refused_before_the_start(own: Path) -> None:
+    with pytest.raises(ConfigError, match=r"wrapped raised TypeError: .*'prompts': no completion could help"):
+        make(own, "own_rewards:wrapped").try_rewards()
 
 
 @pytest.mark.parametrize("name", ["right", "careful"])

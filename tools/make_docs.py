@@ -226,21 +226,62 @@ If a config has one of their keys, the error names ours, from these tables. Five
   draws `train.completions_per_prompt` (K ≤ S) of all completions that the buffer holds for a prompt.
 - **A replay buffer.** A completion may be learned from in several steps, at any age, unless
   `buffer.replay_limit` and `exchange.max_staleness` say otherwise. To use data once and in order,
-  as theirs do, set `buffer.replay_limit: 1`.
+  as theirs do, set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none` and
+  `buffer.reward_temperature: null`.
 - **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
   own; engines are not put to sleep.
 - **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
   names.
 
-## Rewards and data
-A function of TRL needs three lines around it:
+## A script, carried over
+This script of TRL, whose `prompts.jsonl` has the columns `prompt` and `answer`,
 ```python
-# my_rewards.py, beside the config: reward: my_rewards:right
+args = GRPOConfig(
+    num_generations=8,
+    per_device_train_batch_size=16,
+    gradient_accumulation_steps=4,
+    max_prompt_length=512,
+    max_completion_length=512,
+    temperature=1.0,
+    beta=0.04,
+    epsilon=0.2,
+    loss_type="dapo",
+    learning_rate=1e-6,
+    max_steps=200,
+    save_steps=50,
+)
+rows = load_dataset("json", data_files="prompts.jsonl", split="train")
+GRPOTrainer(model="org/model", reward_funcs=reward_func, args=args, train_dataset=rows).train()
+```
+is this file here, run by `tba run FILE`:
+```yaml
+run: {name: words, root: out}                # the run is out/words-seed0
+model: {path: org/model, context_length: 1024}    # 512 of the prompt and 512 of the completion
+task: {name: jsonl, train_file: prompts.jsonl, reward: "my_rewards:right"}
+generator: {completions_per_prompt: 8, max_tokens: 512, temperature: 1.0}
+buffer: {replay_limit: 1, duplicates: none, reward_temperature: null}      # groups as they were sampled, once
+train:
+  objective: {name: grpo, ratio_clip: 0.2}   # epsilon
+  loss_normaliser: batch_tokens              # dapo
+  beta: 0.04
+  prompts_per_step: 8                        # 16 / 8 * 4, on one device
+  completions_per_prompt: 8
+  learning_rate: {schedule: linear, peak: 1.0e-6}
+  steps: 200
+checkpoint: {every: 50}
+```
+For trajectory balance leave out `buffer`, `objective` and `loss_normaliser`.
+
+## Rewards and data
+A function of TRL needs a few lines around it:
+```python
+# my_rewards.py, beside the config
 from theirs import reward_func
 
 
-def right(completions, answer):
-    return reward_func(completions=completions, answer=[answer] * len(completions))
+def right(completions, prompt, answer):
+    n = len(completions)
+    return reward_func(prompts=[prompt] * n, completions=completions, answer=[answer] * n)
 ```
 Our functions get one value of each column, since all completions belong to one row; TRL's get a list, with a
 value for each completion. Completions are texts, also of chat prompts: `completion[0]["content"]` is

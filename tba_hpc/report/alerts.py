@@ -416,21 +416,22 @@ def biased_samples(view: View) -> Alert | None:
     """Alert if samples are filtered although the objective takes them for the policy's own."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
-    filters = {
-        f"generator.top_p={generator.top_p:g}": own and generator.top_p < 1,
-        f"generator.min_tokens={generator.min_tokens}": own and generator.min_tokens > 0,
-        f"buffer.duplicates={buffer.duplicates.name}": gradient and buffer.duplicates.name != "none",
-        f"buffer.reward_temperature={buffer.reward_temperature}": gradient and buffer.chooses_by_reward,
-    }
-    keys = [key for key, applies in filters.items() if applies]
-    if not keys or not view.values("search/reward"):
+    chosen = gradient and buffer.chooses_by_reward
+    filters = (
+        ("generator.top_p", f"{generator.top_p:g}", own and generator.top_p < 1, "1"),
+        ("generator.min_tokens", f"{generator.min_tokens}", own and generator.min_tokens > 0, "0"),
+        ("buffer.duplicates", buffer.duplicates.name, gradient and buffer.duplicates.name != "none", "none"),
+        ("buffer.reward_temperature", f"{buffer.reward_temperature}", chosen, "null"),
+    )
+    found = {f"{key}={value}": f"{key}={none}" for key, value, applies, none in filters if applies}
+    if not found or not view.values("search/reward"):
         return None
     return _alert(
-        f"samples filtered by {' and '.join(keys)}",
-        key=keys[0],
+        f"samples filtered by {' and '.join(found)}",
+        key=next(iter(found)),
         why=f"the gradient of train.objective={train.objective.name} assumes that they follow the "
         "policy, so it is biased",
-        remedy="set what filters back to its default, or train by trajectory_balance, which holds for any "
+        remedy=f"set {' and '.join(found.values())}, or train by trajectory_balance, which holds for any "
         "sampler and any choice",
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import reprlib
 import sys
 import threading
@@ -128,6 +129,10 @@ class Function:
                 "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
                 "verify(…, timeout_seconds=None)"
             )
+        if isinstance(error, TypeError) and CALL_REFUSED.search(str(error)):
+            raise ConfigError(
+                f"{self._key} raised {in_words(error)}: no completion could help: correct its arguments"
+            )
         if isinstance(error, FileNotFoundError):
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
         elif error and self._together and not isinstance(error, NoNumberError):
@@ -169,6 +174,9 @@ class Function:
             if name != self._first and (self._takes_all or name in self._named)
         }
 
+
+CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
+"""What Python says of a call that does not fit the parameters of a function."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
