@@ -262,17 +262,11 @@ def search(run: RunDir, index: int | None) -> None:
         seed = _seed(config, placement.index, run.attempt_number)
         parts = SearchParts.make(run, config, placement.index, seed=seed)
         with stoppable() as stop:
-            place = placement.index, config.launch.searchers
             exchange = _open_searcher(run, config, placement)
             progress = _join(run, config, placement.index, exchange)
-            parts.searcher(
-                exchange,
-                progress,
-                requests=training_requests(config, parts.task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, parts.task, *place, decode=parts.decode),
-                report=partial(_report, run, config, *place),
-                stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
-            ).run()
+            requests = training_requests(config, parts.task, placement.index, progress.completed)
+            place = placement.index, config.launch.searchers
+            parts.searcher(exchange, progress, requests, stop, place=place).run()
             parts.generator.close()
 
 
@@ -299,10 +293,9 @@ def _stay(parts: SearchParts, slot: Slot) -> None:
         parts.searcher(
             stay.exchange,
             progress,
-            requests=stay.requests(parts.task, progress),
-            evaluator=_online_evaluator(run, config, parts.task, 0, 1, decode=parts.decode),
-            report=partial(stay.report, partial(_report, run, config, 0, 1)),
-            stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
+            stay.requests(parts.task, progress),
+            stop,
+            report=stay.report,
             weights_in_use=stay.note_ready,
         ).run()
         log.info("leaving: %s", stay.why)
@@ -353,35 +346,57 @@ class SearchParts:
         self,
         exchange: SearcherExchange,
         progress: Progress,
-        *,
         requests: Iterator[Request],
-        evaluator: OnlineEvaluator,
-        report: Callable[[Evaluation], None],
-        stop_asked: Callable[[], bool],
+        stop: StopFlag,
+        *,
+        place: tuple[int, int] = (0, 1),
+        report: Callable[[Callable[[Evaluation], None], Evaluation], None] = lambda write, part: write(part),
         weights_in_use: Callable[[], None] = lambda: None,
     ) -> Searcher:
-        """Build the searcher's loop, ready to run."""
-        section, run, config = self.config.generator, self.run, self.config
+        """Build the searcher's loop, ready to run.
+
+        place: this searcher's place among those that evaluate together, and their number. report: takes a
+        part of an evaluation, and the function that writes it.
+        """
+        run, config, section = self.run, self.config, self.config.generator
+        first_index, patience = progress.cursors.get(self.index, 0), config.launch.disk_seconds
+
+        def write(part: Evaluation) -> None:
+            retry(lambda: write_evaluation(run, *place, part), seconds=patience)
+
         return Searcher(
             generator=self.generator,
             scorer=Scorer(
                 self.task,
                 self.reference,
-                _shard_writer(run, config, self.index, progress),
+                ShardWriter(run, self.index, first_index=first_index, timeout=patience),
                 seal_seconds=seal_interval(config),
                 temperature=section.temperature,
                 call_seconds=config.launch.silence_seconds,
                 underway=self.underway,
             ),
             requests=requests,
-            evaluator=evaluator,
-            report=report,
+            evaluator=self._evaluator(*place),
+            report=partial(report, write),
             exchange=exchange,
             metrics=self.metrics,
-            stop_asked=stop_asked,
+            stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),
             sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
             log_seconds=record_seconds(config.launch.places),
             weights_in_use=weights_in_use,
+        )
+
+    def _evaluator(self, place: int, places: int) -> OnlineEvaluator:
+        section = self.config.evaluate
+        return OnlineEvaluator(
+            self.task,
+            searcher=place,
+            searchers=places,
+            max_tokens=self.config.generator.max_tokens,
+            limits={"validation": section.validation_prompts, "test": section.test_prompts},
+            done=partial(read_part, self.run, place, places),
+            decode=self.decode,
+            kept=KEPT_ANSWERS,
         )
 
 
@@ -433,40 +448,6 @@ def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> Pe
     """Open the pending shards of the searchers with numbers in ``among``."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
-
-
-def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -> ShardWriter:
-    first, timeout = progress.cursors.get(index, 0), config.launch.disk_seconds
-    return ShardWriter(run, index, first_index=first, timeout=timeout)
-
-
-def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
-    """Write a part of an evaluation; wait for room if the disk is full."""
-    timeout = config.launch.disk_seconds
-    retry(lambda: write_evaluation(run, searcher, searchers, part), seconds=timeout)
-
-
-def _online_evaluator(
-    run: RunDir,
-    config: Config,
-    task: Task,
-    place: int,
-    places: int,
-    *,
-    decode: Callable[[np.ndarray], str] | None = None,
-) -> OnlineEvaluator:
-    """Build the evaluator. place: this searcher's place among the ``places`` that evaluate together."""
-    section = config.evaluate
-    return OnlineEvaluator(
-        task,
-        searcher=place,
-        searchers=places,
-        max_tokens=config.generator.max_tokens,
-        limits={"validation": section.validation_prompts, "test": section.test_prompts},
-        done=partial(read_part, run, place, places),
-        decode=decode,
-        kept=KEPT_ANSWERS,
-    )
 
 
 def _metrics(run: RunDir, searcher: int) -> MetricsWriter:

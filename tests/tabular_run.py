@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -19,17 +18,16 @@ from lab.tabular_learner import TabularLearner
 from tba_hpc import runtime
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core import schedules
-from tba_hpc.core.ports import Generator, Reference
+from tba_hpc.core.ports import Generator
 from tba_hpc.core.prompts import training_requests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange import file_exchange
 from tba_hpc.loops import elastic
-from tba_hpc.loops.scorer import Scorer
-from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report import digest, page
 from tba_hpc.run import checkpoints
 from tba_hpc.run.background import at_once
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.signals import StopFlag
 from tba_hpc.run.underway import Underway
 
 TABLE = Table()
@@ -150,21 +148,22 @@ def _live(
 def _search(run: RunDir, config: Config, index: int, generator: Generator) -> None:
     exchange = runtime._open_searcher(run, config, runtime.Placement(index, index, 1, None))
     progress = runtime._join(run, config, index, exchange)
-    task, metrics = TabularTask(TABLE), runtime._metrics(run, index)
+    parts = _parts(run, config, index, generator)
+    requests = training_requests(config, parts.task, index, progress.completed)
+    place = index, config.launch.searchers
+    searcher = parts.searcher(exchange, progress, requests, StopFlag(), place=place)
+    searcher.sequences, searcher.pending_shards = 24, 4
+    searcher.run()
+
+
+def _parts(run: RunDir, config: Config, index: int, generator: Generator) -> runtime.SearchParts:
+    metrics = runtime._metrics(run, index)
     metrics.log(runtime.started(config, index))
-    writer = runtime._shard_writer(run, config, index, progress)
-    Searcher(
-        generator=generator,
-        scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
-        requests=training_requests(config, task, index, progress.completed),
-        evaluator=runtime._online_evaluator(run, config, task, index, config.launch.searchers),
-        report=partial(runtime._report, run, config, index, config.launch.searchers),
-        exchange=exchange,
-        metrics=metrics,
-        stop_asked=lambda: False,
-        sequences=24,
-        pending_shards=4,
-    ).run()
+    reference = TabularReference(TABLE, run.reference) if config.train.searcher_has_reference else None
+    underway = Underway(run, index)
+    return runtime.SearchParts(
+        run, config, index, generator, TabularTask(TABLE), metrics, reference, underway
+    )
 
 
 def visit(run: RunDir) -> ForkServerProcess:
@@ -180,16 +179,5 @@ def _visit(path: Path) -> None:
     elastic.EVALUATOR_RETRY_SECONDS = 0.05
     digest.KEEP_SECONDS = 0.1
     with elastic.leaving_at_once(), elastic.leased_slot(run, config) as place:
-        metrics = runtime._metrics(run, place.searcher)
-        metrics.log(runtime.started(config, place.searcher))
-        generator, task = TabularGenerator(TABLE, seed=place.searcher + place.lease), TabularTask(TABLE)
-        reference = _reference(run, config)
-        underway = Underway(run, place.searcher)
-        parts = runtime.SearchParts(
-            run, config, place.searcher, generator, task, metrics, reference, underway
-        )
-        runtime._stay(parts, place)
-
-
-def _reference(run: RunDir, config: Config) -> Reference | None:
-    return TabularReference(TABLE, run.reference) if config.train.searcher_has_reference else None
+        generator = TabularGenerator(TABLE, seed=place.searcher + place.lease)
+        runtime._stay(_parts(run, config, place.searcher, generator), place)

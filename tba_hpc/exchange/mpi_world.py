@@ -36,7 +36,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
-from tba_hpc.core.wording import first_words
+from tba_hpc.core.wording import first_few, first_words
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 log = logging.getLogger(__name__)
@@ -214,8 +214,7 @@ class MpiWorld:
     ) -> ExchangeError:
         """Make the error that names missing ranks (the first four), for how long, and what to do."""
         names = [self.name(rank) for rank in sorted(set(ranks))]
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return ExchangeError(f"{listed} {what} within {seconds:g} s: {remedy}")
+        return ExchangeError(f"{first_few(names, 4)} {what} within {seconds:g} s: {remedy}")
 
     def wait_for(
         self,

@@ -396,7 +396,7 @@ def _attempt(
     with (
         private_memory() as memory,
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
-        Progress(run, console=console) as display,
+        LaunchDisplay(run, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
     _once_possible(run, config, asked, lambda: read_regular(run.config_file))
@@ -416,7 +416,7 @@ def _attempt(
     return _explain(run, world, code, logs, config)
 
 
-class Progress(LiveDisplay):
+class LaunchDisplay(LiveDisplay):
     """Display of a launcher. An error in it costs a line of output, never the training."""
 
     def refresh(self) -> None:

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from tba_hpc.config import (
     value_text,
 )
 from tba_hpc.core.types import Role
+from tba_hpc.core.wording import first_few
 from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
 
 FORMAT = 4
@@ -254,7 +255,8 @@ class RunDir:
             before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
             raise ConfigError(
                 f"{self.path} holds a run with another config, and a resume may not change it to "
-                f"{_listed(now)}: resume with {_listed(before)}, or choose another run.name to start afresh"
+                f"{first_few(now, NAMED)}: resume with {first_few(before, NAMED)}, or choose another "
+                "run.name to start afresh"
             )
 
     def adapt(self, overrides: list[str]) -> None:
@@ -431,9 +433,3 @@ def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int
         if name.startswith(prefix) and name.endswith(suffix)
     )
     return sorted(int(stem) for stem in stems if stem.isdecimal() and stem == f"{int(stem):0{digits}d}")
-
-
-def _listed(parts: Sequence[str]) -> str:
-    """List the first few, and how many more there are."""
-    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
-    return ", ".join(parts[:NAMED]) + more
