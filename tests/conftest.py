@@ -108,8 +108,8 @@ NIGHTLY = (
 )
 """Beginnings of the names of nightly tests: developers' tools, storms, long repetitions.
 
-Other nightly tests have the mark itself: whole runs that are killed in more ways, and rarer settings of a
-test.
+Other nightly tests have the mark itself: whole runs that are killed in more ways, and of a test that starts
+engines, ranks or runs the settings and seeds that go through no more code.
 """
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 from fork_server import Server
 
@@ -20,15 +21,19 @@ PATIENCE = 30.0
 class Tenant:
     """A process at work on ``target(told, *arguments)``, where ``told`` is its end of a connection.
 
-    environment: variables that it has besides this process's own.
+    environment: variables that it has besides this process's own. server: with what it needs imported.
     """
 
     def __init__(
-        self, target: Callable[..., None], *arguments: object, environment: dict[str, str] | None = None
+        self,
+        target: Callable[..., None],
+        *arguments: object,
+        environment: Mapping[str, str] = {},
+        server: Server = SERVER,
     ) -> None:
         self._channel, theirs = multiprocessing.Pipe()
-        variables = {**os.environ, **(environment or {})}
-        self._process = SERVER.fork(_live, target, variables, theirs, *arguments)
+        variables = {**os.environ, **environment}
+        self._process = server.fork(_live, target, variables, theirs, *arguments)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -72,8 +77,8 @@ def tenants() -> Iterator[Callable[..., Tenant]]:
     """Make tenants that are killed in the end, frozen ones too."""
     made: list[Tenant] = []
 
-    def make(*arguments: object, **options: dict[str, str] | None) -> Tenant:
-        made.append(Tenant(*arguments, **options))  # type: ignore[arg-type]
+    def make(target: Callable[..., None], *arguments: object, **options: Any) -> Tenant:
+        made.append(Tenant(target, *arguments, **options))
         return made[-1]
 
     try:

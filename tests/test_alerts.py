@@ -353,11 +353,11 @@ def first(check: Callable[[View], Alert | None], name: str) -> int:
     return next(view.trends.steps for view in views(name) if check(view))
 
 
-def test_it_rings_well_before_the_rewards_of_a_collapse_fall() -> None:
+def test_answers_are_seen_to_sink_well_before_the_rewards_of_a_collapse_fall() -> None:
     assert first(sinking_answers, "collapse") == EARLY_STEPS <= fall("collapse") - 80
 
 
-def test_it_rings_where_old_data_keep_a_run_from_learning() -> None:
+def test_answers_are_seen_to_sink_where_old_data_keep_a_run_from_learning() -> None:
     assert first(sinking_answers, "standstill") < 140
 
 

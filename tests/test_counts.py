@@ -70,7 +70,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[l
     return run, told
 
 
-def test_all_three_agree_after_every_kill(
+def test_summary_status_and_audit_agree_after_every_kill(
     killed_run: tuple[RunDir, list[list[dict[str, int]]]],
 ) -> None:
     run, told = killed_run
@@ -84,7 +84,7 @@ def test_all_three_agree_after_every_kill(
     assert run.finished and audit(run).clean
 
 
-def test_they_agree_without_digests_and_on_what_nobody_lived_to_tell(
+def test_counts_agree_without_digests_and_without_the_record_of_a_seal(
     killed_run: tuple[RunDir, list[list[dict[str, int]]]],
 ) -> None:
     run, told = killed_run
@@ -117,6 +117,6 @@ def test_a_stale_summary_and_a_missing_report_are_made_again(
         assert run.report.exists()
 
 
-def test_nothing_is_counted_of_a_run_without_a_word(tmp_path: Path) -> None:
+def test_a_run_without_records_counts_zero(tmp_path: Path) -> None:
     run = RunDir.create(make_config(tmp_path))
     assert of_summary(run) == of_status(run) == of_audit(audit(run)) == dict.fromkeys(NAMES, 0)

@@ -114,7 +114,7 @@ def _take_a_place(told: Connection, path: Path) -> None:
         told.send(str(error))
 
 
-def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(
+def test_rivals_get_a_slot_each_and_a_dead_ones_slot_is_taken(
     run: RunDir, start: Callable[..., Tenant]
 ) -> None:
     rivals = [start(_take_a_place, run.path) for _ in range(6)]
@@ -134,7 +134,7 @@ def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(
         assert (first.searcher, second.searcher) == (FIRST_ELASTIC, FIRST_ELASTIC + 1)
 
 
-def test_the_silent_make_room_and_others_of_the_same_job_do_not(
+def test_a_silent_searchers_slot_is_free_and_one_of_the_same_job_is_not(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -154,7 +154,7 @@ def test_the_silent_make_room_and_others_of_the_same_job_do_not(
         assert place.searcher == FIRST_ELASTIC
 
 
-def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_path: Path) -> None:
+def test_elastic_searchers_do_not_keep_a_job_alive_that_is_gone(run: RunDir, tmp_path: Path) -> None:
     """Where squeue cannot be asked, its own ranks tell of it."""
     run.owners.mkdir()
     job = Owner(host="node7", machine="another", job="17")
@@ -174,7 +174,9 @@ def no_room(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("nth", range(2))
-def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+def test_the_evaluators_lease_is_taken_once_a_full_disk_has_room(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
     """Whether or not its claim had its name already when the disk was full: that is its own."""
     monkeypatch.setattr("tba_hpc.loops.elastic.EVALUATOR_RETRY_SECONDS", 0.0)
     first, other, left, fsync = EvaluatorLease(run), EvaluatorLease(run), [nth], os.fsync
@@ -193,7 +195,9 @@ def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.Monk
     other.release()
 
 
-def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searchers_with_a_lease_are_listed_and_those_with_weights_are_ready(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not ElasticSearchers(run, run.config()).anybody(), "nor is there a folder of owners"
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     leases = [owners.take_lease(run, names) for _ in range(2)]
@@ -355,7 +359,7 @@ def of_version(version: int, request_id: int) -> tuple[Group, list[float], list[
     return replace(group, versions=np.full((2, 2), version, np.int32)), rewards, references
 
 
-def test_what_was_answered_before_stays_out_and_is_counted(tmp_path: Path) -> None:
+def test_requests_answered_before_are_not_merged_again_and_are_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
     metrics = MetricsWriter(run.metrics_file("trainer"))
@@ -457,7 +461,7 @@ def test_the_end_does_not_wait_for_weights_that_go_to_files(run: RunDir) -> None
     both.close()
 
 
-def test_a_stop_is_its_own(run: RunDir) -> None:
+def test_a_stop_of_an_elastic_searcher_is_none_of_the_run(run: RunDir) -> None:
     told: list[bool] = []
     lead, guest = trainer(run), visitor(run, told=told)
     publish(lead, 1)
@@ -470,7 +474,7 @@ def test_a_stop_is_its_own(run: RunDir) -> None:
     lead.close()
 
 
-def test_it_lives_through_an_absence_of_the_trainer_and_ends_with_the_run(
+def test_an_elastic_searcher_waits_for_a_trainer_that_restarts_and_ends_with_the_run(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -498,7 +502,7 @@ def test_a_trainer_that_stays_away_is_an_error_that_says_what_to_do(run: RunDir)
             pass
 
 
-def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
+def test_only_the_evaluating_searcher_gets_weights_to_evaluate(run: RunDir) -> None:
     lead, other, judge = trainer(run), visitor(run), visitor(run, evaluates=True)
     for version in range(5):
         publish(lead, version, {1: "test", 3: "validation"}.get(version))

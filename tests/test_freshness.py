@@ -63,7 +63,7 @@ def test_a_resumed_run_issues_as_much_as_one_that_was_never_stopped(bound: int) 
         resumed.arrive(np.arange(version * prompts + ready, (version + 1) * prompts))
 
 
-def test_what_is_lost_makes_nobody_fall_back() -> None:
+def test_what_was_evicted_unlearned_is_granted_again_with_every_version() -> None:
     """Whatever was evicted unlearned: (n + 1)·B requests are ready or owed with every version."""
     rng, prompts, bound = np.random.default_rng(0), 6, 2
     lossy = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts)

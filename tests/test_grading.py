@@ -43,7 +43,7 @@ def test_a_right_answer_counts_in_any_writing(grades: Equivalence, answer: str, 
 
 
 @pytest.mark.parametrize("blank", ["\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ", ",", "{,}"])
-def test_whatever_parts_the_thousands_of_a_number(grades: Equivalence, blank: str) -> None:
+def test_thousands_may_be_separated_by_any_blank_or_comma(grades: Equivalence, blank: str) -> None:
     assert grades(f"1{blank}000{blank}000", "1000000")
     assert not grades(f"1{blank}000{blank}00", "1000000")
     assert final_number(f"#### 1{blank}000{blank}000") == Decimal(1000000)
@@ -60,7 +60,7 @@ def test_whatever_parts_the_thousands_of_a_number(grades: Equivalence, blank: st
         "5" + " " * 9000,
     ],
 )
-def test_what_is_too_much_to_read_is_wrong_and_harms_nobody(grades: Equivalence, answer: str) -> None:
+def test_answers_too_long_to_read_are_wrong_and_the_grader_goes_on(grades: Equivalence, answer: str) -> None:
     assert not grades(answer, "5")
     assert grades("5.0", "5")
 

@@ -108,7 +108,7 @@ def conversations(turn: int, run: Path, seed: int) -> Conversations:
     return Conversations(Letters(seed), cast(Environment, task), cast(Chat, chat), at_once=4, seconds=30)
 
 
-@pytest.mark.parametrize("turn", range(1, TABLE.length + 1))
+@pytest.mark.parametrize("turn", [1, pytest.param(2, marks=pytest.mark.nightly), TABLE.length])
 def test_killed_at_any_turn_a_run_has_lost_and_doubled_nothing(tmp_path: Path, turn: int) -> None:
     run = RunDir.create(tabular_run.make_config(tmp_path))
     generator = partial(conversations, turn, run.path)

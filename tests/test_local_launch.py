@@ -303,7 +303,7 @@ def test_a_rank_lost_on_the_way_out_is_no_reason_against_going_on(
 
 
 @pytest.mark.parametrize("transport", [MPI, "files"])
-def test_who_missed_the_request_to_stop_is_asked_again(tmp_path: Path, transport: str) -> None:
+def test_ranks_that_missed_a_request_to_stop_are_asked_again(tmp_path: Path, transport: str) -> None:
     launched = Launched(tmp_path, "deaf", transport)
     launched.wait_for_ranks()
     launched.process.send_signal(signal.SIGUSR1)

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- What an adapter computes ---
 
 
-def test_its_gradients_are_those_by_the_chain_rule(folder: Path) -> None:
+def test_gradients_of_an_adapter_are_those_by_the_chain_rule(folder: Path) -> None:
     """Of W' = W + s·B·A: ∂L/∂B = s·∂L/∂W'·Aᵀ and ∂L/∂A = s·Bᵀ·∂L/∂W', which a model without peft gives."""
     case, batch = Case(1, 2), make_batch(1)
     policy = load_policy(str(folder), "float32")
@@ -91,7 +91,7 @@ def test_its_gradients_are_those_by_the_chain_rule(folder: Path) -> None:
     assert all(parameter.grad is None for parameter in lora.base.values())
 
 
-def test_it_begins_as_nothing_and_depends_on_the_seed_alone(folder: Path) -> None:
+def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(folder: Path) -> None:
     plain = load_policy(str(folder), "float32")
     made = [lora_of(load_policy(str(folder), "float32"), seed=seed) for seed in (3, 3, 4)]
     tokens = torch.arange(3, 30)[None]
@@ -103,7 +103,7 @@ def test_it_begins_as_nothing_and_depends_on_the_seed_alone(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_beside_the_weights_it_computes_as_peft_does(folder: Path, dtype: str) -> None:
+def test_an_adapter_beside_the_weights_computes_as_peft_does(folder: Path, dtype: str) -> None:
     """Bit by bit; taken off, the model is what it was. Merged it differs by rounding."""
     policy, plain = load_policy(str(folder), dtype), load_policy(str(folder), dtype)
     lora, tokens = lora_of(policy, ATTENTION), torch.arange(3, 30)[None]
@@ -179,7 +179,7 @@ def test_a_layout_says_whether_it_is_of_an_adapter() -> None:
     assert layers_of(lora) == ["q"] and layers_of(plain) == []
 
 
-def test_it_says_so_over_files_too(tmp_path: Path) -> None:
+def test_a_weights_file_says_that_it_is_of_an_adapter(tmp_path: Path) -> None:
     layout = WeightLayout.of([("q.lora_A.weight", (1, 3))], "BF16", LoraWeights("abc", 0.1))
     (tmp_path / "weights").write_bytes(safetensors_header(layout, 3) + b"\7" * 6)
     found, file = read_weights(tmp_path / "weights")

@@ -102,7 +102,11 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("trajectory_balance", 0), ("trajectory_balance", 1), ("tba_prime", 2)]
+    ("name", "seed"),
+    [
+        *(("trajectory_balance", 0), ("tba_prime", 2)),
+        pytest.param("trajectory_balance", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_equation_7_reaches_the_optimum_from_stale_replayed_data(name: str, seed: int) -> None:
     """Data of one age, which nobody adds to: TBA′'s gradient is trajectory balance's."""
@@ -200,7 +204,7 @@ def test_a_policy_of_another_temperature_has_its_own_optimum() -> None:
 
 
 @pytest.mark.parametrize("objective", ["rloo", "grpo", "dr_grpo", "gspo", "topr"])
-def test_the_others_do_not(objective: str) -> None:
+def test_other_objectives_miss_the_optimum_on_stale_data(objective: str) -> None:
     table = Table(seed=0)
     distance_P = total_variation(trained(table, objective, 0), table.optimum(BETA))
     assert distance_P.max() > 0.05

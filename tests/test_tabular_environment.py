@@ -135,8 +135,14 @@ def test_the_two_optima_are_one_where_the_environment_is_certain() -> None:
         np.testing.assert_allclose(world.conversations(np.zeros(world.table.shape)).sum(1), 1)
 
 
-@pytest.mark.parametrize("name", ["trajectory_balance", "tba_prime"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *(("trajectory_balance", 0), ("tba_prime", 1)),
+        pytest.param("trajectory_balance", 1, marks=pytest.mark.nightly),
+        pytest.param("tba_prime", 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_stale_conversations_lead_to_the_posterior_if_the_environment_is_certain(
     name: str, seed: int
 ) -> None:
@@ -185,7 +191,11 @@ def go_on_sampling(
 
 
 @pytest.mark.parametrize(
-    "objective, alike", [("trajectory_balance", False), ("trajectory_balance", True), ("tba_prime", False)]
+    "objective, alike",
+    [
+        *(("trajectory_balance", False), ("trajectory_balance", True)),
+        pytest.param("tba_prime", False, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_in_a_random_environment_comes_to_rest_at_its_optimum(objective: str, alike: bool) -> None:
     """The most reward less β·KL, whether or not the completions of a group meet the same answers."""

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socket
 
+import numpy as np
 import pytest
+from forks import RANKS
+from tenants import tenants
 
 from tba_hpc.config import ConfigError
 from tba_hpc.learner.folder_store import FolderStore
-from tba_hpc.learner.trainer_group import refuse_shared_gpu
+from tba_hpc.learner.trainer_group import TrainerGroup, refuse_shared_gpu
 from tba_hpc.run.listeners import listeners, unprotected
 
 FILES = 256
 """Descriptors that each rank may have."""
-
-RANK = f"""
-import resource, sys
-from pathlib import Path
-import numpy as np
-from tba_hpc.learner.trainer_group import TrainerGroup
-resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
-folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-group = TrainerGroup(folder, rank=rank, ranks=ranks, deadline=60)
-
-print("ready", flush=True)
-sys.stdin.read()
-print(group.total(np.ones(1))[0])
-group.leave()
-"""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -40,25 +28,28 @@ def test_connections_of_strangers_cost_no_descriptor(tmp_path: Path, ranks: int)
     """Twice as many at every port as a rank may have descriptors; then the group still works."""
     if why := unprotected(mpiexec=False):
         pytest.skip(f"this system does not allow it: {why}")
-    words = [sys.executable, "-c", RANK, str(tmp_path)]
-    processes = [
-        subprocess.Popen([*words, str(rank), str(ranks)], stdin=-1, stdout=-1, stderr=-1, text=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        assert process.stdout and process.stdout.readline() == "ready\n"
-    ports = [place for process in processes for _, *place in listeners(process.pid, loopback=True)]
-    assert ports, "gloo listens"
-    for address, port in ports:
-        for _ in range(2 * FILES):
-            with suppress(OSError), socket() as call:
-                call.setblocking(False)
-                call.connect((address, port))
-    for process in processes:
-        assert process.stdin
-        process.stdin.close()
-    ended = [(process.wait(60), process.stdout.read() if process.stdout else "") for process in processes]
-    assert ended == [(0, f"{float(ranks)}\n")] * ranks
+    with tenants() as start:
+        group = [start(_be_a_rank, tmp_path, rank, ranks, server=RANKS) for rank in range(ranks)]
+        assert [rank.said() for rank in group] == ["ready"] * ranks
+        ports = [place for rank in group for _, *place in listeners(rank.pid, loopback=True)]
+        assert ports, "gloo listens"
+        for address, port in ports:
+            for _ in range(2 * FILES):
+                with suppress(OSError), socket() as call:
+                    call.setblocking(False)
+                    call.connect((address, port))
+        for rank in group:
+            rank.tell("add up")
+        assert [(rank.said(), rank.ended()) for rank in group] == [(str(float(ranks)), 0)] * ranks
+
+
+def _be_a_rank(told: Connection, folder: Path, rank: int, ranks: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    group = TrainerGroup(folder, rank=rank, ranks=ranks, deadline=60)
+    told.send("ready")
+    told.recv()
+    told.send(group.total(np.ones(1))[0])
+    group.leave()
 
 
 def refusals(folder: Path, gpus: list[str]) -> list[str]:

@@ -53,7 +53,9 @@ def test_the_sentence_names_both_products_and_what_to_lower() -> None:
         (("model.lora={}", "train.learning_rate.peak=2e-4"), True),
     ],
 )
-def test_what_a_run_is_held_against(overrides: tuple[str, ...], says: bool) -> None:
+def test_a_run_is_held_against_settings_tuned_for_its_model_or_task(
+    overrides: tuple[str, ...], says: bool
+) -> None:
     """The same model, or else task and objective; an adapter against an adapter."""
     assert bool(beyond("math_gsm8k", *overrides)) is says
 

@@ -104,7 +104,7 @@ def test_two_ends_in_different_calls_are_told(run: RunDir, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_no_other_end_is_held_against_the_call(run: RunDir, how: str) -> None:
+def test_an_end_by_another_cause_is_not_held_against_the_call(run: RunDir, how: str) -> None:
     end(run, ENDS[how])
     assert not Underway(run, 3).ends
 
