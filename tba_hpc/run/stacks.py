@@ -16,13 +16,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HEADER = b"Timeout ("
-"""First words that ``faulthandler`` writes about a late process."""
+"""First bytes that ``faulthandler`` writes about a process that is late."""
 
 THREAD = "Thread 0x"
 """First words of each thread's stack; the main thread's stack is the last."""
 
 WENT_ON = "reached a safe point again"
-"""Words that a rank logs which was late and went on."""
+"""Words in the log of a rank that was late but continued."""
 
 FRAMES = 8
 """Number of innermost frames of the main thread that are reported."""
