@@ -107,7 +107,7 @@ class JobState:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run is finished."""
+        """Return whether the run is finished."""
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
