@@ -194,7 +194,7 @@ def installed_torch() -> tuple[str, str]:
 def check_folder(facts: Facts) -> Iterator[Finding]:
     """Check that the run root is writable, private, seen by all nodes, and has room.
 
-    A trial does there what a run does; if the root does not exist, in the folder where it would be made.
+    The check does there what a run does, or in the nearest existing parent if the root does not exist.
     """
     if facts.root is None:
         return

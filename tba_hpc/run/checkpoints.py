@@ -303,9 +303,10 @@ def set_aside(run: RunDir, folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete the references older than the one in force at the oldest complete checkpoint.
+    """Delete references that no complete checkpoint needs: those before the oldest checkpoint's reference.
 
-    A reference of that same step is not in force yet: a run that ends there uses the one before.
+    A reference made at that checkpoint's own step does not count, because a run that ends there uses the one
+    before.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}

@@ -59,7 +59,7 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and innermost frames of each rank that has reached no safe point since it was late."""
+    """Yield name and innermost frames of each rank whose log says that it is late and has not continued."""
     for file in sorted(logs.glob("*-[0-9]*.log")):
         _, found, stacks = _tail(file).rpartition(HEADER)
         lines = stacks.decode(errors="replace").splitlines()
