@@ -20,12 +20,12 @@ CONVERSATIONS = ("environment", "agent")
 
 
 def is_chat(config: Config) -> bool:
-    """Tell whether a task shows its prompts in the model's chat template."""
+    """Return whether a task uses the model's chat template."""
     return bool(config.task.options.get("chat")) or config.task.name in CONVERSATIONS
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Yield sentences on what is odd about the chat template. Raises ConfigError if it refuses chats."""
+    """Yield sentences about problems of the chat template. Raises ConfigError if it refuses chats."""
     path, options = config.model.path, config.task.options.get("chat_template_kwargs") or {}
     ends = {tokenizer.eos_token_id, *end_ids(path)}
     for sentence in odd_ends(tokenizer, ends, config.generator.stop, options):
@@ -35,10 +35,10 @@ def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
 def odd_ends(
     tokenizer: ChatTokenizer, ends: Collection[int], stop: Collection[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield phrases if no token of ``ends`` or text of ``stop`` follows an answer, or nothing leads to one.
+    """Yield a phrase if no token of ``ends`` or text of ``stop`` follows answers, or nothing precedes them.
 
-    The end may be the head of the user's next message, which some models write. Templates that leave answers
-    out are not judged. options: variables of the template.
+    The end may be the beginning of the user's next message, which some models write. Templates that omit
+    answers are not judged. options: variables of the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:
@@ -61,7 +61,7 @@ def odd_ends(
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Say that the template's text after an answer ends no completion, and how to mend that."""
+    """Return a phrase: the template's text after an answer ends no completion; with a remedy."""
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
     remedy = known + stop if end else "give its tokenizer_config.json a chat_template that ends messages"

@@ -60,7 +60,7 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
-    """Check generator.engine against the arguments of the vLLM installed here; without one, engines do it."""
+    """Check generator.engine against the installed vLLM's arguments. Without vLLM, engines check it later."""
     if facts.config is None or facts.in_container or not facts.config.generator.engine:
         return
     known = _engine_arguments()
@@ -122,7 +122,7 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Check whether the ranks would refuse the task, as far as that shows within ``facts.seconds``.
+    """Check whether the ranks would refuse the task. The check has ``facts.seconds``.
 
     The check runs in its own process (``task_check.py``), since a task's code is the user's. It uses a copy
     of that code, as a run does.

@@ -25,7 +25,7 @@ NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding. problem: a run would fail. warning: it may, or loses something. remedy: what to do."""
+    """A finding of level "problem" (a run would fail), "warning" (it may fail or lose something) or "ok"."""
 
     name: str
     level: Level
@@ -147,7 +147,7 @@ Check = Callable[[Facts], Iterable[Finding]]
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
-    """Run the checks one after the other and yield their findings; a crash of a check is a finding, too.
+    """Run the checks one after another and yield their findings. A crash of a check is a finding, too.
 
     Raises the ConfigError of a check.
     """

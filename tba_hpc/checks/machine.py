@@ -47,10 +47,10 @@ OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
 CLOCKS = "clocks"
-"""Names of findings that other modules look for."""
+"""Name of a finding that other modules look for."""
 
 LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
-"""Largest safe difference of clocks. Beyond it a live rank, silent between beats, may lose its claim."""
+"""Largest safe difference of clocks, s. Beyond it a rank may lose its claim between two heartbeats."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
@@ -190,7 +190,7 @@ def installed_torch() -> tuple[str, str]:
 def check_folder(facts: Facts) -> Iterator[Finding]:
     """Check that the run root is writable, private, seen by all nodes, and has room.
 
-    A trial does there what a run does; if the root does not exist, in the folder where it would be made.
+    The check does there what a run does, or in the nearest existing parent if the root does not exist.
     """
     if facts.root is None:
         return
@@ -209,7 +209,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
 
 
 def _links(path: Path) -> bool:
-    """Tell whether a second name can be given to a file, and only once."""
+    """Return whether hard links work: a file can get a second name, but not an existing one."""
     other = path.with_name("link")
     try:
         os.link(path, other)
@@ -299,7 +299,7 @@ def check_interpreter(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_folder(path: Path, facts: Facts) -> str | None:
-    """Name the part of ``path`` of which every machine has its own; None if there is none known."""
+    """Return a phrase if ``path`` lies where every machine has its own files, such as /tmp, or None."""
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"

@@ -1,4 +1,4 @@
-"""Checks of the MPI library that ranks load: it must be the one that the site file means, and fit mpiexec."""
+"""Checks that ranks load the MPI library that the site file means, and that mpiexec belongs to it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
 
 
 def is_here(resource: Resource) -> bool:
-    """Tell whether a resource is, or would have to be, a path on this machine and not in the hub's cache."""
+    """Return whether a resource must be a path on this machine, not an entry of the hub's cache."""
     return resource.kind == "file" or is_local(resource.name) or Path(resource.name).is_dir()
 
 
@@ -81,7 +81,7 @@ def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str])
 
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Tell whether the Hugging Face libraries are forbidden to ask the hub."""
+    """Return whether the environment forbids the Hugging Face libraries to access the hub."""
     return environment.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -116,7 +116,7 @@ def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Tell whether there are weight files, with all that an index lists."""
+    """Return whether there are weight files, with all that an index lists."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS) and not lacking(folder)
 
 

@@ -77,7 +77,7 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if the model's folder holds no model, or not all of it."""
+    """Raise ConfigError if the model's folder contains no model or an incomplete one."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "

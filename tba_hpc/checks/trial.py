@@ -1,4 +1,4 @@
-"""Starts ranks on the cluster as a run would, to see if they form one MPI world, and what their nodes lack.
+"""Starts ranks on the cluster like a run, to check that they form one MPI world, and what their nodes lack.
 
 The batch script is the same as for every run. Its ranks differ: each is ``tba trial-rank`` (``rank.py``).
 """
@@ -50,19 +50,19 @@ JOB_CHECK_SECONDS, QUEUE_SECONDS = 0.5, 30.0
 """Pause between two checks of a running job, and the longest pause for one that waits."""
 
 TITLE, BROADCAST = "one MPI world", "MPI between nodes"
-"""Names of findings about the ranks' world and their messages."""
+"""Titles of the findings about the ranks' MPI world and about messages between nodes."""
 
 WORLD = "world"
-"""Name under which the leader leaves the findings of all ranks together; nodes use their own names."""
+"""File name of the leader's findings, which concern all ranks; nodes use their own names."""
 
 ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
-"""Sentence of a rank that was started alone, with the plugin that it asks for."""
+"""Pattern of the error of a rank that was started alone, with the plugin that it needs."""
 
 TROUBLE = re.compile(
     r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes are unusable: .*"
     r"|PMIX ERROR.*|An error .*MPI_Init.*"
 )
-"""Lines in a job's log that say what went wrong."""
+"""Pattern of lines in a job's log that report an error."""
 
 UNREACHED = re.compile(r"did not (?:join the world|welcome all ranks)")
 """Message of ranks that started but cannot exchange messages."""

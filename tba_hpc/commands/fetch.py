@@ -27,7 +27,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables that forbid access to the hub; batch scripts set them."""
 
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
-"""Weight formats that nothing here reads, often as large again as those that are read."""
+"""Weight formats that are not downloaded, because nothing here reads them."""
 
 SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
 """Weight formats that are read; pickled ones only if there are no safetensors."""

@@ -76,8 +76,8 @@ class Result:
     """Result of an evaluation.
 
     dtype: dtype in which model and reference computed. single: one completion per prompt, as in the
-    evaluations of a run. sampled: several completions per prompt; None if none were asked for. answers: the
-    first of the single ones.
+    evaluations of a run. sampled: several completions per prompt; None if not requested. answers: answers to
+    the first prompts, of ``single``.
     """
 
     model: str

@@ -21,7 +21,7 @@ LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
 """Fields that sinfo prints per node and partition: name, partition, state, cores, MiB, features, GPUs."""
 
 GONE = re.compile(r"down|drain|drng|fail|err|unk|inval|\*$")
-"""States of nodes that no job will get soon."""
+"""Pattern of the states of nodes that no job will get soon."""
 
 CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--contiguous)\b")
 """Options of sbatch with which users choose nodes themselves."""
@@ -161,7 +161,7 @@ def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
 def _fit(
     nodes: Sequence[Node], component: Component, site: Site, own: ComponentSite, default: str
 ) -> frozenset[str]:
-    """Return the names of nodes that a component could have, as far as that is known."""
+    """Return the names of nodes that satisfy a component's known requirements."""
     partitions = (own.partition or site.partition or default).split(",")
     cpus = component.ranks_per_node * component.cpus_per_rank
     memory = mebibytes(own.memory or site.memory or "0")

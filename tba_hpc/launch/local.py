@@ -1,8 +1,8 @@
 """Starts every role of a run on this machine, waits for the ranks, and says in a sentence why one failed.
 
-One mpiexec starts the ranks of one world (``Config.one_world``); over files each rank is a process of its
-own. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail, it restarts
-all of them from the last checkpoint, as long as that gets the run further.
+One mpiexec starts the ranks of an MPI world (``Config.one_world``); over files each rank is a separate
+process. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail, it
+restarts all of them from the last checkpoint, as long as each start makes progress.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
 RANKS_CHECK_SECONDS = 0.25
-"""Seconds between two looks at the processes and the metrics."""
+"""Interval of checks of the processes and the metrics, s."""
 
 SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers have to leave after the last trainer has left (files transport)."""
@@ -249,11 +249,11 @@ class Ranks:
             child.kill()
 
     def poll(self) -> int | None:
-        """Return the exit status of the run, or None while it goes on.
+        """Return the exit status of the run, or None while it continues.
 
-        A failed trainer ends the run, and so does the loss of the last searcher. While other searchers
-        live, the run goes on without a failed one. After a stop request lost searchers do not end the run:
-        those still starting end at once, but the trainer has a checkpoint to write.
+        The run ends if a trainer fails, or if the last searcher is lost. It continues without a failed
+        searcher while others live. After a stop request, lost searchers do not end it: those that were still
+        starting end at once, while the trainer has a checkpoint to write.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -331,7 +331,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests made by signals. preempted: the last was SIGUSR1 or SIGTERM, in a Slurm job."""
+    """Requests made by signals. preempted: whether the last was SIGUSR1 or SIGTERM, in a Slurm job."""
 
     stop: bool = False
     kill: bool = False
@@ -459,7 +459,7 @@ def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[],
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that every change of a file changes, whatever the clocks say; None without a file."""
+    """Return a value that differs after every change of a file, even if clocks are wrong; None if missing."""
     status = path.stat() if path.exists() else None
     return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
@@ -511,7 +511,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe another failure: which rank failed, how, and the end of its log."""
+    """Describe any other failure: which rank failed, how, and the end of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:

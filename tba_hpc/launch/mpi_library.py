@@ -34,9 +34,10 @@ def one_machine(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpiexec_of(library: str) -> Path | None:
-    """Return the mpiexec of a library (a value of VARIABLE); None for a library that the loader is to find.
+    """Return the mpiexec of a library, given as a value of VARIABLE; None if the loader must find it.
 
-    A relative path would lead to a program in the working directory, which may be anybody's.
+    Relative paths are not used: they would lead to a program in the working directory, which may be
+    anybody's.
     """
     path = Path(library)
     if not path.is_absolute():

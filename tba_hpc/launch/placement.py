@@ -115,5 +115,5 @@ class Placement:
 
 
 def _has_gpus() -> bool:
-    """Return whether the kernel shows an NVIDIA GPU. If not, the second that torch takes is saved."""
+    """Return whether the kernel shows an NVIDIA GPU, without importing torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

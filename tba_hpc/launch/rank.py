@@ -41,8 +41,8 @@ FAILURES = (EngineError, ExchangeError, OSError)
 def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
     """Run the block as a rank, with its own log and GPUs. An error ends it with a note for the launcher.
 
-    A surplus rank, or one that no launcher has started, leaves no note: log and notes belong to the ranks at
-    work.
+    A surplus rank, or one that no launcher has started, leaves no note, because the notes belong to the run's
+    own ranks.
     """
     with noting(run, role, index):
         config = run.config()
@@ -58,7 +58,7 @@ def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
 
 
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
-    """Explain errors of a rank that may not know its index yet to its launcher, if it has one."""
+    """Leave notes about errors for the launcher, if there is one, even before the rank knows its index."""
     started = ATTEMPT in os.environ
     return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
 
@@ -67,7 +67,7 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 def stoppable() -> Iterator[StopFlag]:
     """Run the block of a rank that the leader ends, and give it a StopFlag.
 
-    After a request to stop, missing ranks were still starting and had nothing to save: they are no error.
+    After a stop request, missing ranks are not an error: they were still starting and had nothing to save.
     """
     end_imports()
     with StopFlag() as stop:

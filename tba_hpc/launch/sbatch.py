@@ -246,7 +246,7 @@ def _needs(key: str, site: Site) -> list[str]:
 
 
 def _tba(job: Job, site: Site) -> str:
-    """Return the script's own ``tba`` command: a step on its node if only steps start in the container."""
+    """Return the script's command for ``tba``; an srun step if only steps start in the container."""
     options = step_options(site)
     if not options:
         return inside(job.tba, site)

@@ -1,4 +1,4 @@
-"""Stops a run, after a checkpoint (``tba stop``) or at once (``tba cancel``), wherever it is at work.
+"""Stops a run, after a checkpoint (``tba stop``) or at once (``tba cancel``), here or as a Slurm job.
 
 ``supervise.py`` reads the file that tells a job to end and not to requeue.
 """
@@ -27,13 +27,13 @@ KILLED_SECONDS = 10.0
 """Seconds within which a killed process must be gone."""
 
 STOP_CHECK_SECONDS = 0.25
-"""Seconds before the second look at who is at work; the pause doubles up to JOB_CHECK_SECONDS."""
+"""Pause before the second check for a running owner, s; it doubles up to JOB_CHECK_SECONDS."""
 
 
 def stop(run: RunDir) -> str:
     """Ask the run to checkpoint at its next safe point and end; return what was done, in a sentence.
 
-    Raises LaunchError if the run is at work elsewhere, or cannot be reached.
+    Raises LaunchError if the run is running elsewhere, or cannot be reached.
     """
     match at_work(run):
         case None:
@@ -62,7 +62,7 @@ def cancel(run: RunDir) -> str:
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:
-    """Wait until nobody is at work on the run. Raises LaunchError after ``seconds``, naming who still is."""
+    """Wait until the run has no owner. Raises LaunchError, which names the owner, after ``seconds``."""
     end, pause = time.monotonic() + seconds, STOP_CHECK_SECONDS
     while who := at_work(run):
         left = end - time.monotonic()
@@ -76,7 +76,7 @@ def await_end(run: RunDir, *, seconds: float) -> None:
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
-    """Return the process of this machine, or the Slurm job, that is at work on the run; None for nobody.
+    """Return the process of this machine, or the Slurm job, that runs the run; None if it is not running.
 
     Raises LaunchError if it is a process on another machine, or if Slurm cannot be asked.
     """
@@ -145,7 +145,7 @@ def _signal(owner: Owner, number: signal.Signals) -> None:
 
 
 def _end(run: RunDir, owner: Owner) -> None:
-    """Have a launcher of this machine kill its ranks, as two Ctrl-C do; if it does not, kill it and them.
+    """Make a launcher on this machine kill its ranks, as two Ctrl-C do; if that fails, kill it and the ranks.
 
     Raises LaunchError if the launcher still does not end.
     """

@@ -107,7 +107,7 @@ class JobState:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run is finished."""
+        """Return whether the run is finished."""
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
@@ -364,7 +364,7 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 
 
 def join(job: JobState) -> str:
-    """Admit a job of elastic searchers with its node; ``answers`` names it if it fails the health check.
+    """Admit a job of elastic searchers, unless ``answers`` says that its node fails the health check.
 
     ``go`` comes with the name of the job's folder of caches.
     """

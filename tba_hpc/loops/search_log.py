@@ -56,7 +56,7 @@ class Sums:
     # Over tokens whose log-probability was computed by two programs under the same weights
     checked: int = 0
     gap: float = 0.0
-    """Absolute differences, nats."""
+    """Sum of |log π_engine − log π_learner| over compared tokens, nats."""
 
     # Of the searcher
     generated: int = 0
@@ -106,7 +106,7 @@ class Sums:
 
     @classmethod
     def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
-        """Compare the logprobs of sampled tokens that came with the completions with ``logprobs``."""
+        """Compare the completions' own log-probabilities of sampled tokens with ``logprobs``."""
         pairs = list(zip(groups, logprobs, strict=True))
         here = np.concatenate([_sampled(group, [c.logprobs for c in group.completions]) for group in groups])
         there = np.concatenate([_sampled(group, rows) for group, rows in pairs])

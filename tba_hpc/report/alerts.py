@@ -199,7 +199,7 @@ def constant_reward(view: View) -> Alert | None:
 
 
 def rejected_rewards(view: View) -> Alert | None:
-    """Alert if trajectories lack a usable reward; a few in a thousand are no mistake of the task."""
+    """Alert if many trajectories lack a usable reward; a few in a thousand are normal."""
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
     if share <= 0.01:
@@ -362,7 +362,7 @@ def _gain(view: View) -> float | None:
 
 
 def collapsed_entropy(view: View) -> Alert | None:
-    """Alert if the policy is certain of what it writes and completions hardly differ before it is solved."""
+    """Alert if entropy is low and completions hardly differ although the task is not solved."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
     if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
         return None

@@ -34,7 +34,7 @@ OF_TIME = frozenset(
         *("load_seconds", "propagation_seconds"),
     )
 )
-"""Metrics of searchers in which each record weighs the same, whatever its number of trajectories."""
+"""Metrics of searchers whose records are averaged with equal weights, not by numbers of trajectories."""
 
 
 class Point(NamedTuple):

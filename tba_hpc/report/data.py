@@ -243,7 +243,7 @@ def _size(path: Path) -> ShardSize:
 
 
 def _is_event(line: Event) -> bool:
-    """Tell whether a line of events.jsonl has the fields of all events; anyone may have written it."""
+    """Return whether a line of events.jsonl has the fields of all events; anyone may have written it."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     job = str(line.get("job"))
     return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)

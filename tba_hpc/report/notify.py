@@ -1,4 +1,4 @@
-"""Reports of what becomes of a run (``run.notify``), by a command or a webhook, and its heartbeat.
+"""Sends messages about a run (``run.notify``), by a command or a webhook, and its heartbeat.
 
 A separate process reads the run's files, so that its waits do not delay training. A message that cannot be
 sent costs a line of its log. ``tba run`` and the job's batch script start the process and end it by SIGTERM;
@@ -93,7 +93,7 @@ class Notifier:
         self._state = now.state if now.over and not (events and events[-1]["time"] >= since) else ""
 
     def look(self) -> RunState:
-        """Report what is new, request the heartbeat's address if that is due, and return the run's state."""
+        """Send news, request the heartbeat's address if that is due, and return the run's state."""
         self._monitor.update()
         now = run_state(self._monitor)
         self._tell_of_start()
@@ -186,7 +186,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _left(entry: QueueEntry) -> QueueEntry:
-    """Return a component of a job as squeue will show it once its batch script has ended."""
+    """Return a job's component in the state that squeue will show once its batch script has ended."""
     return {**entry, "state": FORGOTTEN}
 
 
@@ -194,7 +194,7 @@ def _left(entry: QueueEntry) -> QueueEntry:
 
 
 def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
-    """Report what becomes of a run, until it is finished or this process gets SIGTERM or SIGINT.
+    """Send messages about a run until it is finished or this process gets SIGTERM or SIGINT.
 
     queue: see ``RunMonitor``. beside: whether the launcher or the batch script sends this signal when it
     ends; the end of the run is then reported, too. Raises ConfigError if run.notify is not set, or lacks an
@@ -225,7 +225,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
 @contextmanager
 def notified(run: RunDir, config: Config) -> Iterator[None]:
-    """Report what becomes of the run while the block runs, and how it ends, if run.notify is set."""
+    """Send messages about the run while the block runs, and about its end, if run.notify is set."""
     if not config.run.notify.wanted:
         yield
         return

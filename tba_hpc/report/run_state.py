@@ -30,7 +30,7 @@ QUEUE_SECONDS = 10.0
 """Shortest pause between two queries to Slurm."""
 
 FRESH_SECONDS = 60.0
-"""Silence after which, if two records are late, a searcher is not at work; clocks may differ by less."""
+"""Silence after which a searcher with two late records counts as stopped, s. Clocks may differ by less."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
@@ -40,7 +40,9 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 
 
 class RunMonitor(RunData):
-    """A run under way. queue: returns Slurm's view of its job. elastic: its present elastic searchers.
+    """Data of a run that is updated while it runs.
+
+    queue: function that returns Slurm's view of the run's job. elastic: its present elastic searchers.
 
     abandoned: whether the launcher of a run without a job is gone.
     """
@@ -128,7 +130,7 @@ class RunMonitor(RunData):
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each searcher at work."""
+        """Tokens per second of each running searcher."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
         records = [digest.last for _, digest in sorted(self.searchers.items())]
@@ -206,7 +208,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
-    """Tell whether the job's batch script has logged an event."""
+    """Return whether the job's batch script has logged an event."""
     return any(event["job"] == job[0]["job"] for event in monitor.events)
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def in_background(task: Callable[[], T]) -> Future[T]:
-    """Start ``task`` in a thread of its own. The process waits for the thread before it exits."""
+    """Start ``task`` in a new thread. The process waits for the thread before it exits."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="background")
     done = pool.submit(task)
     pool.shutdown(wait=False)  # the thread ends with its task
@@ -21,7 +21,7 @@ def in_background(task: Callable[[], T]) -> Future[T]:
 
 
 def at_once(task: Callable[[], T]) -> Future[T]:
-    """Run ``task`` now, and return a future that is done."""
+    """Run ``task`` now; return its future, which is already done."""
     done: Future[T] = Future()
     try:
         done.set_result(task())

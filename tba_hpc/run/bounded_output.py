@@ -1,4 +1,4 @@
-"""A bound on what Python code prints: a reward that prints every completion would fill the disk."""
+"""Limits what Python code may print, because a reward that prints every completion would fill the disk."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Most characters that each stream of a rank adds to its log, besides what the rank itself logs."""
+"""Most characters that a rank's stdout or stderr may add to its log; log messages do not count."""
 
 
 class BoundedOutput(TextIOWrapper):
-    """A stream that drops what comes after ``most`` characters, and says so once."""
+    """A stream that drops all text after ``most`` characters, with one message about it."""
 
     def __init__(self, stream: TextIOWrapper, most: int) -> None:
         super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
         self._left = most
 
     def write(self, text: str) -> int:
-        """Write a text or drop it; what is dropped counts as written."""
+        """Write or drop a text. Dropped text counts as written."""
         before, self._left = self._left, max(0, self._left - len(text))
         if self._left:
             return super().write(text)
@@ -31,7 +31,7 @@ class BoundedOutput(TextIOWrapper):
 
 
 def bound_output() -> None:
-    """Bound what is printed from here on. Log messages are not bounded."""
+    """Limit what this process prints from now on. Log messages are not limited."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

@@ -23,7 +23,7 @@ def create(config: Config) -> RunDir:
 
 
 def is_done(run: RunDir, config: Config) -> bool:
-    """Return whether the run is finished and ``config`` asks for no further step."""
+    """Return whether the run is finished and ``config`` has no further steps."""
     return run.finished and config.train.steps <= run.config().train.steps
 
 

@@ -178,7 +178,7 @@ class Checkpoints:
 
 @contextmanager
 def _or_nothing(run: RunDir) -> Iterator[None]:
-    """Remove the unfinished checkpoint and raise DiskFullError if the block finds no room."""
+    """If the disk is full within the block, remove the unfinished checkpoint and raise DiskFullError."""
     try:
         yield
     except OSError as error:
@@ -250,7 +250,7 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def _oldest_state(run: RunDir) -> TrainerState:
-    """State of the oldest complete checkpoint, or of a fresh run, which needs all, if one cannot be read."""
+    """State of the oldest complete checkpoint; if one is unreadable, that of a new run, which needs all."""
     try:
         states = ((folder, read_state(folder)) for folder in checkpoint_folders(run, complete=True))
         ours = (state for folder, state in states if not misplaced(run, folder, state))
@@ -303,9 +303,10 @@ def set_aside(run: RunDir, folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete the references older than the one in force at the oldest complete checkpoint.
+    """Delete references that no complete checkpoint needs: those before the oldest checkpoint's reference.
 
-    A reference of that same step is not in force yet: a run that ends there uses the one before.
+    A reference made at that checkpoint's own step does not count, because a run that ends there uses the one
+    before.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
@@ -318,7 +319,8 @@ def prune_references(run: RunDir) -> None:
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
     """List the complete checkpoints, or else the unfinished ones, in ascending order of (step, save).
 
-    If the one completed last has lost its COMPLETE it is still listed as complete: damaged, not unfinished.
+    If the newest checkpoint has lost its COMPLETE, it still counts as complete: it is damaged, not
+    unfinished.
     """
     newest = _named_newest(run)
     there = sorted(filter(_order, run.checkpoints.glob("step-*")), key=_order)

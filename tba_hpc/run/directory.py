@@ -1,4 +1,4 @@
-"""The directory of a run: the paths of all that it holds, and the config that resumes are held to."""
+"""The directory of a run: the paths of its files, and the frozen config that resumes must respect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tba_hpc.core.wording import first_few
 from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
 
 FORMAT = 4
-"""Version of what a run keeps on disk: names of files, events, metrics and record fields."""
+"""Version of a run's format on disk: names of files, events, metrics and record fields."""
 
 ATTEMPT = "TBA_ATTEMPT"
 """Environment variable: the name of a rank's attempt."""
@@ -36,13 +36,13 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable: "1" if MPI numbers searchers before trainers."""
 
 OF_A_START = ("launch.", "run.root")
-"""Beginnings of config keys that every start may set: those of ranks and of the run's place."""
+"""Prefixes of config keys that every start may set: keys of ranks and of the run's place."""
 
 SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Beginning of config.yaml, before a checksum of all that follows the first line."""
 
 NAMED = 3
-"""Most keys that a refusal names, with their values."""
+"""Most keys that an error lists with their values."""
 
 REFUSED = ".refused"
 """Suffix of the name of a shard that was set aside."""
@@ -76,9 +76,9 @@ class RunDir:
     format_file = _Below("format")
     """FORMAT of everything in the directory."""
     identity_file = _Below("identity")
-    """A number of the run's own, which its shards and checkpoints carry."""
+    """Number that identifies the run; its shards and checkpoints contain it."""
     config_file = _Below("config.yaml")
-    """The resolved config, the only one that the roles read."""
+    """The frozen config, which all ranks read."""
     history = _Below("history")
     """Configs that a resume has changed, and summaries of finished runs that it has extended."""
     modules = _Below("modules")
@@ -104,7 +104,7 @@ class RunDir:
     evaluations = _Below("evaluations")
     """One folder of parts per split and step, later joined to one file."""
     owners = _Below("owners")
-    """Files that say who is at work on the run, and as which rank; see ``run.owners``."""
+    """Claims of the processes that work on the run, by rank; see ``run.owners``."""
     export = _Below("export")
     """The trained model as a Hugging Face folder."""
     events_file = _Below("events.jsonl")
@@ -114,9 +114,9 @@ class RunDir:
     summary = _Below("summary.json")
     """The figures of a run that has finished or stopped."""
     finished_file = _Below("finished")
-    """Mark that the leading trainer leaves once only the summary and the report are left to do."""
+    """Mark of a finished run; at most the summary and the report are still missing."""
     kept = _Below("kept")
-    """Shards that ``exchange.keep_shards`` keeps though no resume needs them, a folder per searcher."""
+    """Shards that no resume needs, kept by ``exchange.keep_shards``, in a folder per searcher."""
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
@@ -144,7 +144,7 @@ class RunDir:
 
     @classmethod
     def check(cls, config: Config) -> RunDir:
-        """Return the directory that ``create`` would take, or raise its ConfigError; leaves no files."""
+        """Return the directory that ``create`` would use, or raise its ConfigError. Leaves no files."""
         run = cls(config.run_dir.absolute())
         with run.writing():
             if run.config_file.exists():
@@ -195,20 +195,20 @@ class RunDir:
             return 0
 
     def _identify(self) -> None:
-        """Give the run a number before it has made anything: all that it makes will carry the number."""
+        """Give the run its number, before it makes anything that must contain the number."""
         if not self.identity and self.came_to_nothing:
             write_atomic(self.identity_file, f"{1 + secrets.randbits(IDENTITY_BITS):x}\n")
 
     @property
     def came_to_nothing(self) -> bool:
-        """True if no start of the run has left more than logs: no shard, trainer's record or checkpoint."""
+        """True if no start of the run has produced a shard, a trainer's record or a checkpoint."""
         made = (self.shards, self.checkpoints, self.references, self.evaluations)
         return not self.metrics_file("trainer").exists() and not any(
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
     def _refuse_strangers(self) -> None:
-        """Raise ConfigError unless a creation that was cut short made everything in the directory."""
+        """Raise ConfigError if the directory contains anything but the remains of an interrupted creation."""
         ours = (self.format_file, self.owners)
         found = (path for path in self.path.iterdir() if path.suffix != ".tmp" and path not in ours)
         if strangers := sorted(path.name for path in found):
@@ -218,9 +218,9 @@ class RunDir:
             )
 
     def _refuse_another_users(self, us: int) -> None:
-        """Raise ConfigError if the directory belongs to another user than files made in it.
+        """Raise ConfigError if the directory and new files in it belong to different users.
 
-        Root may write in such a directory, and its owner could replace what root runs.
+        This happens if root writes in another user's directory; that user could replace what root runs.
         """
         if self.path.exists() and (owner := self.path.stat().st_uid) != us:
             raise ConfigError(
@@ -241,7 +241,10 @@ class RunDir:
             )
 
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
-        """Raise ConfigError if a resume may not change this. but_nothing: unless the run came to nothing."""
+        """Raise ConfigError if ``config`` changes keys that a resume may not change.
+
+        but_nothing: allow this if the run came to nothing.
+        """
         self._refuse_an_edited_config()
         try:
             old = self.config()
@@ -267,7 +270,7 @@ class RunDir:
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Make ``config`` the frozen one. The config that it changes is first kept in the history."""
+        """Write the frozen config. An earlier one is first moved to the history."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
@@ -305,7 +308,7 @@ class RunDir:
             )
 
     def reference(self, step: int) -> Path:
-        """Path of the policy of ``step``, which became the reference."""
+        """Folder of the policy of ``step``, exported as the reference."""
         return self.references / f"step-{step:06d}"
 
     @property
@@ -314,7 +317,7 @@ class RunDir:
         return self.finished_file.exists()
 
     def mark_finished(self) -> None:
-        """Make ``finished`` true, until more steps are asked for."""
+        """Mark the run as finished, until a resume raises its number of steps."""
         write_atomic(self.finished_file, "")
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
@@ -347,17 +350,17 @@ class RunDir:
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def kept_file(self, searcher: int, index: int) -> Path:
-        """Path of a shard that is kept for people."""
+        """Path of a shard that is kept for inspection."""
         return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
-        """Return all shards kept for people, by (searcher, index), ascending."""
+        """Return all shards kept for inspection, by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
     def sealed_files(self) -> dict[ShardKey, Path]:
-        """Return all shards still there, waiting, merged or kept, by (searcher, index), ascending.
+        """Return all shards on disk, pending, merged or kept, by (searcher, index), ascending.
 
-        A file may move to ``kept`` before the caller reads it; then look again.
+        A file may move to ``kept`` before the caller reads it; call this again then.
         """
         waiting = self.shard_files()  # first, lest one that moves meanwhile is in neither
         return dict(sorted({**waiting, **self.kept_files()}.items()))
@@ -381,7 +384,7 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """Folder of an attempt's logs: the attempt of which this process is a rank, else the newest.
+        """Folder of the logs of this process's attempt, or of the newest attempt if it is not a rank.
 
         Launchers tell their ranks the name, because an NFS client may see an old link for a minute.
         """
@@ -400,7 +403,7 @@ class RunDir:
 
 
 def of_two_runs(one: int, other: int) -> bool:
-    """Tell whether two identities are of different runs; an unknown one may be any run's."""
+    """Return whether two identities are of different runs. An unknown one may belong to any run."""
     return bool(one and other) and one != other
 
 
@@ -413,7 +416,7 @@ def _folder_of(searcher: int) -> str:
 
 
 def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
-    """Return the shards in the searchers' folders there, ascending."""
+    """Return the shards in the searchers' folders below ``folder``, ascending."""
     return {
         (searcher, index): folder / _folder_of(searcher) / f"{index:06d}{suffix}"
         for searcher in _numbers(folder, "searcher-", "", digits=4)
@@ -422,7 +425,10 @@ def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
 
 
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
-    """Return the numbers in such names in a folder, ascending; none if there is no folder."""
+    """Return the numbers in file names of the form ``{prefix}{number}{suffix}``, ascending.
+
+    The list is empty if the folder does not exist.
+    """
     try:
         names = listing(folder)
     except FileNotFoundError:

@@ -96,7 +96,7 @@ class Evaluation:
 
     @property
     def is_graded(self) -> bool:
-        """Tell whether rewards tell more about the answers than right or wrong."""
+        """True if rewards are not just 1 for correct and 0 for wrong answers."""
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
@@ -217,7 +217,7 @@ def _part_names(folder: Path) -> set[str]:
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server is away."""
+    """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server is unreachable."""
     with suppress(FileNotFoundError):
         return if_available(read, otherwise=otherwise)
     return otherwise

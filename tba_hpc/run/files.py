@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 log = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean there is no room."""
+"""Error numbers that mean that a disk or quota is full."""
 
 UNAVAILABLE = frozenset(
     {
@@ -47,7 +47,7 @@ def is_for_room(error: BaseException | None) -> bool:
 
 
 def refused_file(error: OSError) -> str:
-    """Say in a sentence which file has no room, or is not the user's; empty for other errors, or no file."""
+    """Return a sentence about a file without disk space or permission; empty for other errors."""
     name, reason = error.filename2 or error.filename, error.strerror
     if name and error.errno in FULL_DISK:
         return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
@@ -133,7 +133,7 @@ def retry(do: Callable[[], Result], *, seconds: float) -> Result:
 
 
 def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
-    """Return ``do()``, or ``otherwise`` if the disk is full or its server is away just now."""
+    """Return ``do()``, or ``otherwise`` if the disk is full or its server is unreachable at the moment."""
     try:
         return do()
     except OSError as error:

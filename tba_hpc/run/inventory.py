@@ -85,7 +85,7 @@ def inventory(folder: Path, *names: str, known: str = "") -> str:
 
 
 def with_checksum(lines: str) -> str:
-    """Return the content of COMPLETE: the lines below their own checksum."""
+    """Return the content of COMPLETE: a checksum of the lines, then the lines."""
     return f"tba-hpc inventory blake3={_text(blake3(lines.encode()))}\n{lines}"
 
 

@@ -1,4 +1,4 @@
-"""Memory that a process may still take, on its machine and within the limits of its control groups."""
+"""Computes how much memory a process may still allocate on its machine and in its control groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V2 = ("", "memory.max", "memory.current", "inactive_file")
 
 
 def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may take before others must give way; cached files count as free."""
+    """Return the bytes that this process may still allocate; cached files count as free."""
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
 
 

@@ -84,14 +84,14 @@ class MetricsWriter:
                 self._digest(known, None if self._unwritten else self._file.tell())
 
     def _end_if_superseded(self) -> None:
-        """End this process if it was frozen and another took its place, whose records it would mix with."""
+        """End this process if another replaced it while it was frozen, so that their records do not mix."""
         if time.monotonic() - self._last > BEAT_SECONDS:
             with suppress(OSError):
                 end_if_superseded()
         self._last = time.monotonic()
 
     def _write(self) -> None:
-        """Write as much as there is space for; a disk that fills up may take part of a line."""
+        """Write as much as there is space for. On a full disk this may end within a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -138,7 +138,7 @@ class MetricsWriter:
 
 
 def _plain(record: Mapping[str, Value]) -> Record:
-    """Convert a record to the form in which readers of its line get it."""
+    """Convert a record to plain values, as readers of its line get them."""
     values: Mapping[str, Any] = record
     return {
         name: value if type(value) in PLAIN else _plain_value(value)

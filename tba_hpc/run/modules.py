@@ -1,6 +1,6 @@
-"""Copies of the user's code that a config names and that lies beside the config.
+"""Copies the user's code that a config names, if it lies beside the config, into the run.
 
-A run also copies files of that folder that the code names, such as a list of words. Every rank thus finds the
+Files in the same folder that the code names, such as a word list, are copied, too. Every rank thus finds the
 same code on any machine, and later edits change no running job.
 """
 
@@ -21,7 +21,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove
 
 LARGEST_FILE = 64 << 20
-"""Largest size of a file that is copied with the code that names it, bytes."""
+"""Largest size of a file that is copied along with code, bytes."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
@@ -32,13 +32,13 @@ def folder_of(config: Path) -> Path:
 
 
 def use(folder: Path) -> None:
-    """Put a folder, if it exists, first among those where modules and files are looked for."""
+    """Search a folder, if it exists, before all others for modules and files."""
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def use_here() -> None:
-    """Look for modules in the working directory last, as anybody may write in one like /tmp."""
+    """Search the working directory for modules last, because anybody may write in one like /tmp."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
@@ -50,10 +50,10 @@ def find_file(name: str) -> Path | None:
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Replace the run's copy of code by what ``config`` needs of the folder ``beside``.
+    """Replace the run's copy of code by the code that ``config`` needs from the folder ``beside``.
 
-    If the folder has nothing that it needs, the earlier copy stays. A message on stderr says if the run began
-    with other code, and which files are too large to be copied.
+    If that folder has none, the earlier copy stays. A message on stderr says if the code differs from that of
+    the run's beginning, and which files are too large to be copied.
     """
     found, large = needed(config, beside)
     if not found or beside.resolve() == run.modules.resolve():
@@ -81,10 +81,10 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths in a folder that ``config`` needs, and the files that are too large to go with them.
+    """Return the paths in a folder that ``config`` needs, and needed files that are too large to copy.
 
-    It needs the code that it names, what that imports from the folder, and the files that all these name
-    there. Files larger than LARGEST_FILE are too large.
+    They are the modules that the config names, the modules that these import from the folder, and the files
+    in it that any of them names.
     """
     code = set(_named(config, folder))
     files = {file for path in code for file in _files(path, folder)} - code

@@ -1,4 +1,4 @@
-"""Files that a rank leaves for its launcher: its log, a sign that all are at work, and why it ended."""
+"""Files that a rank leaves for its launcher: its log, a mark that all ranks have joined, and why it ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Exit(IntEnum):
     DONE = 0
     """The run is finished, or it was stopped on request."""
     FAILED = 1
-    """Failure that another start may not meet: a peer is missing, an engine died."""
+    """Failure that may not happen again at another start, such as a missing rank or a dead engine."""
     REFUSED = 2
     """Failure that only the user can fix."""
     NO_SLOT = 3
@@ -33,7 +33,7 @@ class Exit(IntEnum):
 
 
 AT_WORK_FILE = "at-work"
-"""Name of the file in an attempt's folder that says that all ranks have come together."""
+"""Name of the file in an attempt's folder that marks that all ranks have joined."""
 
 Kind = Literal["refused", "failed"]
 """Kind of a rank's failure: ``refused`` if only the user can fix it, otherwise ``failed``."""
@@ -50,7 +50,7 @@ def log_file(logs: Path, name: str) -> Path:
 
 
 def redirect_output(run: RunDir, role: Role, index: int) -> None:
-    """Redirect standard output and error to this rank's own log of the attempt."""
+    """Redirect standard output and error to this rank's log of the attempt."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
@@ -73,10 +73,10 @@ def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
 
 
 def note_at_work(run: RunDir) -> None:
-    """Note, as the leading trainer, that all ranks of this attempt have come together."""
+    """As the leading trainer, record that all ranks of this attempt have joined."""
     (run.attempt / AT_WORK_FILE).touch()
 
 
 def at_work(logs: Path) -> bool:
-    """Return whether all ranks of an attempt have come together."""
+    """Return whether all ranks of an attempt have joined."""
     return (logs / AT_WORK_FILE).exists()

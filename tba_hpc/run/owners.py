@@ -55,7 +55,7 @@ _ours: dict[Path, int] = {}
 
 
 class OwnedError(ValueError):
-    """Error raised if another process is at work on a run or name; the message is one sentence."""
+    """Raised if another process owns a run or name; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether the owner is a process that can be signalled from this machine."""
+        """Return whether the owner is a process that can be signalled from this machine."""
         return bool(self.pid) and self.machine == _machine()
 
     def to_json(self) -> str:
@@ -111,12 +111,12 @@ class Owner:
 
 
 UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
-"""Owner of a damaged claim, which counts as long as there are signs of life."""
+"""Owner of a damaged claim, which counts as alive while its file is touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim to a name that counts. file: None if there has been no claim yet."""
+    """The valid claim to a name. file: None if there has been no claim yet."""
 
     name: str
     number: int = 0
@@ -125,20 +125,20 @@ class Claim:
 
 
 def refuse_owned(run: RunDir) -> None:
-    """Raise OwnedError if another process is at work on the run; writes nothing."""
+    """Raise OwnedError if another process owns the run. Writes nothing."""
     claim = _newest(run, LAUNCH)
     if not _is_free(run, claim, Owner.this(os.getpid())):
         raise OwnedError(_sentence(run, claim))
 
 
 def owner_at_work(run: RunDir) -> Owner | None:
-    """Return the owner that is at work on the run, or None; writes nothing."""
+    """Return the run's living owner, or None. Writes nothing."""
     claim = _newest(run, LAUNCH)
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
 def is_abandoned(run: RunDir) -> bool:
-    """Return whether the run's owner is gone; False if there never was one, or if that cannot be told."""
+    """Return whether the run's owner is dead; False if there was none, or if this is unknown."""
     try:
         claim = _newest(run, LAUNCH)
         return claim.file is not None and _is_free(run, claim, Owner.this(os.getpid()))
@@ -178,7 +178,7 @@ def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
 
 
 class Lease:
-    """Claim of this process, with a thread that gives signs of life. number: claim number, never reused."""
+    """Claim of this process, with a thread that touches its file. number: claim number, never reused."""
 
     def __init__(self, file: Path) -> None:
         self.name, self.number = file.stem, _number(file)
@@ -201,7 +201,7 @@ class Lease:
 
 
 def note_ready(name: str) -> None:
-    """Write into this process's claim of ``name`` that the process's engine has loaded weights."""
+    """Record in this process's claim of ``name`` that its engine has loaded weights."""
     end_if_superseded()  # else the claim would be there again
     (mine,) = (mine for mine in _ours if mine.stem == name)
     write_atomic(mine, replace(_read(mine), ready=True).to_json())
@@ -233,7 +233,7 @@ def end_if_superseded() -> None:
 
 
 def _exists(owner: Owner) -> bool:
-    """Tell whether the process of an owner on this machine exists."""
+    """Return whether the process of an owner on this machine exists."""
     return _began(owner.pid) == owner.began
 
 
@@ -330,7 +330,7 @@ def _publish(mine: Path, me: Owner) -> bool:
 
 
 def _newest(run: RunDir, name: str) -> Claim:
-    """Read the claim to a name that counts. On NFS a listing may still show one that was removed."""
+    """Read the valid claim to a name. On NFS a listing may still show one that was removed."""
     give_up = time.monotonic() + SILENT_OWNER_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
         try:
@@ -389,7 +389,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
 
 
 def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
-    """Return whether nobody is at work under a claim."""
+    """Return whether a claim has no living owner."""
     owner = claim.owner
     if not (owner.pid or owner.job):
         return True
@@ -428,7 +428,7 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Return whether the owner was at work in this process's own Slurm job, but cannot be any more.
+    """Return whether the owner belongs to an earlier start of this process's Slurm job, so must be gone.
 
     A requeued job restarts all its processes, and a job starts its ranks in one Slurm step after another. But
     two ``tba run`` or two elastic searchers may be at work in one job at the same time.

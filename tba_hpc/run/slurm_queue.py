@@ -1,4 +1,4 @@
-"""Queries to Slurm, and what squeue and scontrol say about a run's job."""
+"""Queries Slurm, and parses the output of squeue and scontrol about a run's job."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ActiveJob:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether the job has no nodes yet."""
+        """True if the job has no nodes yet."""
         return self.state in QUEUED
 
     def __str__(self) -> str:

@@ -16,13 +16,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HEADER = b"Timeout ("
-"""First words that ``faulthandler`` writes about a late process."""
+"""First bytes that ``faulthandler`` writes about a process that is late."""
 
 THREAD = "Thread 0x"
 """First words of each thread's stack; the main thread's stack is the last."""
 
 WENT_ON = "reached a safe point again"
-"""Words that a rank logs which was late and went on."""
+"""Words in the log of a rank that was late but continued."""
 
 FRAMES = 8
 """Number of innermost frames of the main thread that are reported."""
@@ -59,7 +59,7 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and innermost frames of each rank that has reached no safe point since it was late."""
+    """Yield name and innermost frames of each rank whose log says that it is late and has not continued."""
     for file in sorted(logs.glob("*-[0-9]*.log")):
         _, found, stacks = _tail(file).rpartition(HEADER)
         lines = stacks.decode(errors="replace").splitlines()

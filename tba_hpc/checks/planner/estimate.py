@@ -138,7 +138,7 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 
 
 def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool) -> str:
-    """Say why an engine would not start although all fits; "" if it would. others: bytes of all else."""
+    """Return why an engine would not start although everything fits, or "". others: bytes of all else."""
     generator, longest = work.config.generator, work.config.model.context_length
     heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization
     if heads % ranks:

@@ -58,7 +58,10 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, *, prompt_tokens: float | None = None) -> Workload:
-        """Derive it from a config. prompt_tokens: None means a quarter of the room. Raises ConfigError."""
+        """Derive the work from a config. Raises ConfigError.
+
+        prompt_tokens: mean length of prompts; None: a quarter of the longest possible prompt.
+        """
         longest, options = config.generator.max_tokens, config.task.options
         room = config.model.context_length - longest
         readers = {

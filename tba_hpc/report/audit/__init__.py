@@ -90,7 +90,7 @@ def audit(run: RunDir) -> Audit:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    """Return remarks about what is unusual but not wrong."""
+    """Return remarks about unusual but correct states."""
     over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, so "
     over += "they were not used for training"
     return [

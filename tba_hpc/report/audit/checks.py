@@ -35,7 +35,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A guarantee, the evidence examined, and violations. proven: whether none of these is a proof."""
+    """A guarantee, the evidence examined, and violations. proven: whether their absence is a proof."""
 
     name: str
     evidence: str

@@ -1,4 +1,4 @@
-"""Reads a run directory for the audit, in an order that gives a consistent view of a run under way."""
+"""Reads a run directory for the audit, in an order that gives a consistent view even while it is running."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Evidence:
         return found[0] if found else ""
 
     def passed(self, key: ShardKey) -> bool:
-        """Tell whether a shard is before the cursors of the newest checkpoint."""
+        """Return whether a shard is before the cursors of the newest checkpoint."""
         return key[1] < self.newest.cursors.get(key[0], 0)
 
     @property

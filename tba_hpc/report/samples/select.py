@@ -223,7 +223,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
-    """Rank rows: what is shown first ranks highest, and among equals the newest does."""
+    """Rank rows: the first to be shown ranks highest; among equals it is the newest."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":

@@ -72,7 +72,7 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
 
 
 def facts(sample: Sample) -> str:
-    """Return a line of what is known about a trajectory."""
+    """Return a line with the known facts about a trajectory."""
     oldest, newest = sample.version_oldest, sample.version_newest
     weights = f"step {oldest}" if oldest == newest else f"steps {oldest}–{newest}"
     stale = f", {count(sample.staleness or 0, 'step')} stale"

@@ -85,7 +85,7 @@ class _Follower:
         self.sink: Sink = WandbSink(run, config, project, state) if project else TensorBoardSink(run)
 
     def look(self) -> bool:
-        """Send what is new; return whether the trainer had ended by then."""
+        """Send new records; return whether the trainer had ended by then."""
         self.sink.log(self._news.look())
         write_atomic(self._file, json.dumps({**self._news.state(), **self.sink.state()}))
         return self._news.ended
