@@ -64,7 +64,7 @@ def hold(run: RunDir, start: Callable[..., Tenant]) -> Callable[..., Tenant]:
 
 
 def _hold(told: Connection, path: Path, name: str) -> None:
-    owners.BEAT_SECONDS, owners.LEAVE_SECONDS = 0.05, 0.0
+    owners.BEAT_SECONDS, owners.EARLIER_OWNER_SECONDS = 0.05, 0.0
     try:
         with owned(RunDir(path), name):
             stay(told, "owner")
