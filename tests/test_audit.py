@@ -313,10 +313,10 @@ def newest(run: RunDir) -> Path:
 
 
 def one_of_several(records: list[Record]) -> Record:
-    """A merge in a revision with others."""
+    """The newest merge in a revision with others; an older one may have been taken back by the resume."""
     merges = [record for record in records if record.get("event") == "merged"]
     often = Counter(record["revision"] for record in merges)
-    return next(record for record in merges if often[record["revision"]] > 1)
+    return next(record for record in reversed(merges) if often[record["revision"]] > 1)
 
 
 def count(merge: Record) -> int:
