@@ -52,7 +52,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         process = start(run, searchers=searchers, sent=sent, nth=EVERY + 4)
         while process.is_alive():
             verdicts.append(audit(run))
-            process.join(0.05)
+            process.join(0.2)
         tell_of_every_seal(run)
         copies[name] = RunDir(shutil.copytree(run.path, run.path.with_name(name), symlinks=True))
     return Story(**copies, under_way=verdicts)

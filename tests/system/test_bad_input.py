@@ -31,23 +31,6 @@ def model(tmp_path: Path) -> Path:
     return make_random_model(tmp_path / "model", tied=False)
 
 
-def test_before_anything_is_made(tmp_path: Path, model: Path) -> None:
-    refused(tba("run", "absent.yaml"), "cannot read the config absent.yaml: No such file or directory")
-    refused(tba("run", CONFIG, *settings(train__stps=3)), "unknown config key 'train.stps': did you mean")
-    absent = tmp_path / "no-model"
-    refused(tba("run", CONFIG, *settings(model__path=absent)), f"model.path={absent} does not exist")
-    refused(
-        tba("run", CONFIG, *settings(model__path=model, task__train_file="./no.jsonl")),
-        "task.train_file=./no.jsonl does not exist",
-    )
-    refused(
-        tba("run", CONFIG, *settings(model__path=model, launch__trainers=3)),
-        "train.prompts_per_step=8 cannot be split over launch.trainers=3: use a multiple of that",
-    )
-    refused(tba("report", str(tmp_path)), "is not a run directory")
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_run_directory_of_another_config_or_of_somebody_else(tmp_path: Path, model: Path) -> None:
     common = settings(model__path=model, run__root=tmp_path / "runs")
     folder = tmp_path / "runs" / "quickstart-seed0"
