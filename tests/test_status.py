@@ -204,6 +204,10 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     write(trainer, [{"time": now - 40, "event": "filling", "step": 0, "buffer/size": 312}])
     monitor.update()
     assert plain_line(monitor).endswith("] filling the buffer 312/500")
+    write(trainer, [{"time": now - 40, "event": "filling", "step": 0, "buffer/size": 520}])
+    monitor.update()
+    filled = run_state(monitor).words
+    assert re.fullmatch(r"the buffer is filled, first optimizer step \((40|41|42) s\)", filled), filled
     evaluate(run, "test", 0, (20, 21))
     write(trainer, [step(s, now - 40 + 10 * s, loss=0.25, seconds=10.0) for s in (1, 2, 3)])
     write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
@@ -307,7 +311,7 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (20|21) s\)", words())
     for path, age in ((first, 6), (second, 5)):
         write(path, [{"time": now - age, "event": "engine", "stage": "ready"}])
-    assert words() == "engines are up, waiting for the trainer to load its model"
+    assert re.fullmatch(r"engines are up, waiting for the trainer to load its model \((5|6) s\)", words())
     for path in (first, second):
         write(path, [{"time": now - 20, "event": "engine", "stage": "importing"}])
     write(trainer, [{"time": now - 47, "event": "started", "step": 0}])
@@ -316,7 +320,7 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     write(second, [{"time": now - 10, "event": "engine", "stage": "capturing graphs"}])
     assert words().startswith("engines: 1 of 2 ready (capturing graphs, ")
     write(second, [{"time": now - 5, "event": "engine", "stage": "ready"}])
-    assert words() == "engines are up, first weights on their way"
+    assert re.fullmatch(r"engines are up, first weights, then first completions \((5|6) s\)", words())
     write(first, [search(now, 5, 9.0)])
     assert words() == "first completions, evaluation before training"
     happen(run, now + 1, "failed")

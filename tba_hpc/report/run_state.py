@@ -295,7 +295,11 @@ def _at_work(monitor: RunMonitor) -> RunState:
         case "filling":
             wanted = monitor.config.buffer.initial_completions
             size = int(number(monitor.trainer.latest, "buffer/size", 0))
-            return RunState("filling", f"filling the buffer {min(size, wanted)}/{wanted}")
+            if size < wanted:
+                return RunState("filling", f"filling the buffer {size}/{wanted}")
+            since = number(monitor.trainer.latest, "time", time.time())
+            words = f"the buffer is filled, first optimizer step ({_seconds_since(since)})"
+            return RunState("filling", words)
         case "training":
             return RunState("training", "training")
         case "waiting":
@@ -314,8 +318,9 @@ def _at_work(monitor: RunMonitor) -> RunState:
     up = len(monitor.engines) == monitor.config.launch.searchers
     if not up:
         return RunState("starting", "starting ranks, which import their libraries")
-    rest = "first weights on their way" if phase else "waiting for the trainer to load its model"
-    return RunState("starting", f"engines are up, {rest}")
+    rest = "first weights, then first completions" if phase else "waiting for the trainer to load its model"
+    since = max((digest.reached for digest in monitor.engines.values()), default=time.time())
+    return RunState("starting", f"engines are up, {rest} ({_seconds_since(since)})")
 
 
 def _engines(monitor: RunMonitor) -> str:
@@ -325,8 +330,13 @@ def _engines(monitor: RunMonitor) -> str:
         return ""
     ready = len(monitor.engines) - len(waiting)
     first = min(waiting, key=lambda digest: digest.reached)
-    seconds = max(0.0, time.time() - first.reached)
-    return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds:.0f} s)"
+    seconds = _seconds_since(first.reached)
+    return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds})"
+
+
+def _seconds_since(moment: float) -> str:
+    """Say how long ago a moment was. moment: Unix time, maybe of another node's clock."""
+    return f"{max(0.0, time.time() - moment):.0f} s"
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
