@@ -181,7 +181,7 @@ def test_what_a_resume_would_refuse_is_refused_when_it_is_written(tmp_path: Path
     ):
         require_readable(files, [Stage, Scaler])
     with pytest.raises(
-        StateError, match=r"good.pt was written, but .* holds test_plain_data.Stage; the check"
+        StateError, match=r"good.pt was written, but .* holds test_plain_data.Stage; the previous"
     ):
         require_readable(files, [Scaler])
     files[0].write_bytes(files[0].read_bytes()[:-30])
