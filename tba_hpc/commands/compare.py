@@ -42,7 +42,7 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read runs in any state. Raises ConfigError if there is only one, or a path is no run."""
+    """Read two runs or more, in any state. Raises ConfigError if there is only one, or a path is no run."""
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]

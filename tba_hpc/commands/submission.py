@@ -63,7 +63,7 @@ class Submission:
 
     @property
     def beside(self) -> Path:
-        """Folder of the modules that the config names."""
+        """Folder with the user's code that the config names."""
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
@@ -215,8 +215,8 @@ def script_of(
 ) -> str:
     """Return the batch script of a run. Raises ConfigError.
 
-    after: id of the job that must end first. chained: that job is of the same run. code: a snapshot of the
-    package, once there is a run directory; a container brings its own code.
+    after: id of the job that must end first. chained: whether that job belongs to the same run. code: folder
+    with a snapshot of the package; None before there is a run directory. A container brings its own code.
     """
     if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
         site = site.model_copy(update={"mpi": "none"})

@@ -54,7 +54,7 @@ def find_target(
 def refuse_missing(name: str) -> None:
     """Raise ConfigError if ``name`` does not exist and cannot be a model on a hub.
 
-    Paths cannot, nor can names below ``runs`` or below an existing folder.
+    A path cannot be a model on a hub, nor can a name below ``runs`` or below an existing folder.
     """
     path, first = Path(name), name.partition("/")[0]
     below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())

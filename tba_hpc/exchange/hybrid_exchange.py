@@ -22,7 +22,7 @@ class HybridTrainerExchange:
     """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
     files: exchange that finds only the shards of elastic searchers. has_elastic: returns whether there are
-    any; if not, nothing is copied.
+    elastic searchers; while there are none, weights are not copied to files.
     """
 
     def __init__(

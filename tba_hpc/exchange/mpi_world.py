@@ -147,10 +147,11 @@ class MpiWorld:
     ) -> MpiWorld:
         """Join the world, and check its size and roles against the config. Call it before slow imports.
 
-        deadline: longest wait for another rank, s. work_deadline: the same once all are set up (default:
-        ``deadline``). node_split: returns the ranks that share memory. The environment variable
-        SEARCHERS_FIRST tells whether MPI numbers searchers first. Raises ConfigError for a wrong world, and
-        an ExchangeError that names who has not joined.
+        deadline: longest wait for another rank, s. work_deadline: longest wait once all ranks are set up, s;
+        None: ``deadline``. node_split: function that returns a communicator of the ranks that share memory.
+        The environment variable SEARCHERS_FIRST is "1" if MPI numbers the searchers before the trainers.
+        Raises ConfigError if the size or the role is wrong, and ExchangeError that names ranks that have not
+        joined.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -415,7 +416,10 @@ class NodeMemory:
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
 
     def _open(self) -> tuple[list[WeightFile], np.ndarray]:
-        """Create or open the node's files and its table, TABLE [1]; return both."""
+        """Create the node's files and table, or open those that the node leader creates; return both.
+
+        The table is TABLE [1]. Raises ConfigError if the node's ranks do not share SHARED_MEMORY.
+        """
         name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, TABLE.itemsize]
         if self._node.rank == 0:
             _check_shared_memory(self.layout.nbytes)

@@ -266,7 +266,10 @@ class Ranks:
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
     def deafen(self) -> bool:
-        """Close mpiexec's ports to other machines. Once all ranks are connected, close all; return True."""
+        """Stop mpiexec from accepting connections; return whether all ranks are connected to it.
+
+        Until all are connected, mpiexec still accepts connections from this machine.
+        """
         mpiexec, complete = self.trainers[0].process.pid, False
         with suppress(psutil.NoSuchProcess):
             ports = {port for _, _, port in listeners(mpiexec, loopback=True)}
@@ -331,14 +334,18 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests made by signals. preempted: whether the last was SIGUSR1 or SIGTERM, in a Slurm job."""
+    """Requests that signals have made.
+
+    stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
+    SIGTERM, and this is a Slurm job.
+    """
 
     stop: bool = False
     kill: bool = False
     preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: the first one stops, a SIGINT after it kills."""
+        """Record the request of a signal: the first one asks to stop, and a SIGINT after it to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True

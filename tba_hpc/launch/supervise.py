@@ -1,9 +1,9 @@
 """Decides a batch script's next action: ``job_supervisor.sh`` calls ``tba supervise TURN RUN`` at every turn.
 
-It may run in a container that lacks Slurm's commands. It knows only the files of the run and what the script
-passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start the ranks),
-``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the queue) or
-``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
+The command may run in a container that lacks Slurm's commands. It knows only the files of the run and what
+the script passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start
+the ranks), ``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the
+queue) or ``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
 """
 
 from __future__ import annotations

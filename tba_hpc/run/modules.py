@@ -164,7 +164,10 @@ def _files(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def _words(node: ast.AST) -> str:
-    """Join the strings of a constant, of operands of ``/``, or of a call's arguments to a path."""
+    """Return the path that a syntax node spells; "" if it spells none.
+
+    It is a string constant, or the paths of the operands of ``/`` or of a call's arguments, joined by "/".
+    """
     match node:
         case ast.Constant(value=str() as text):
             return text
