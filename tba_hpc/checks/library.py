@@ -1,6 +1,6 @@
 """Describes the MPI library that a process has loaded.
 
-It must not import mpi4py: a process that has loaded the library describes itself by ``describe``.
+This module must not import mpi4py: a process that has loaded the library calls ``describe``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Sampler:
             self.sync, self._recent = sync, _Draw()
 
     def arrived(self, prompt: int) -> None:
-        """Add a prompt that got trajectories in this sync to both draws."""
+        """Add a prompt that got trajectories in this sync to the draws of all prompts and of recent ones."""
         self._everyone.add(prompt)
         self._recent.add(prompt)
 

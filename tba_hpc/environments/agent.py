@@ -58,7 +58,7 @@ class ProgramSession:
     """The program of one episode. The endpoint calls ``ask``; Conversations calls all other methods.
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
-    continues or begins. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
+    continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
     """
 
     task: Agent
@@ -80,7 +80,7 @@ class ProgramSession:
     _ended: Ended | None = field(default=None, init=False)
 
     def ask(self, body: Body) -> Future[Body]:
-        """Queue a request; return the future of its answer. Both may raise RefusedError.
+        """Queue a request; return the future of its answer. The call and the future may raise RefusedError.
 
         Requests are answered one after another. If the last request is sent again, as clients do after a lost
         connection, it gets the same answer.

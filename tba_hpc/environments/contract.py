@@ -167,7 +167,7 @@ def _arguments(text: str) -> dict[str, str]:
 class Session:
     """One environment during an episode. Methods run the user's code, and raise its exceptions.
 
-    calls, failed_calls: numbers of tool calls so far, and of those that returned an error.
+    calls: number of tool calls so far. failed_calls: number of those that returned an error.
     """
 
     contract: Contract

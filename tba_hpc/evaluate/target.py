@@ -1,6 +1,6 @@
 """Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-It must not load any of them; for a model without a config it only reads the model's config.json.
+This module loads none of them; for a model without a config it only reads the model's config.json.
 """
 
 from __future__ import annotations

@@ -108,7 +108,10 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 class Welcome(msgspec.Struct):
-    """Message of the leader to every rank once all are set up. progress: for searchers."""
+    """Message of the leader to every rank once all ranks are set up.
+
+    progress: progress of the run as bytes, which only searchers need.
+    """
 
     layout: WeightLayout
     bucket_bytes: int
@@ -227,10 +230,11 @@ class MpiWorld:
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
     ) -> None:
-        """Wait for requests. After the deadline raises an ExchangeError that names the ranks they depend on.
+        """Wait for requests. Raises ExchangeError that names the ranks which have not answered in time.
 
-        seconds: by default the deadline at the leader, twice that elsewhere. The leader, who sees most, thus
-        gives up first and names the culprit. pause, longest: first and longest seconds between two checks.
+        seconds: longest wait. By default it is the deadline on the leader, and twice the deadline on other
+        ranks. The leader, who sees most, thus gives up first and names the culprit. pause, longest: first and
+        longest pause between two checks, s.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -249,9 +253,9 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """Wait, as the leader, until every rank is set up, and send it ``progress``.
+        """As the leader, wait for every rank to be set up; send ``progress``; return the node's memory.
 
-        Raises an ExchangeError that names those that are not.
+        Raises ExchangeError that names the ranks that are not set up in time.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
@@ -264,7 +268,7 @@ class MpiWorld:
         return self._at_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
-        """Tell the leader that this rank is set up; receive the weights' layout and the progress."""
+        """Tell the leader that this rank is set up; return the node's memory and the run's progress."""
         hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
         size, what = np.empty(1, np.int64), "did not send the layout of the weights"
         self.wait_for(

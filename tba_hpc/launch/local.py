@@ -100,8 +100,8 @@ FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was in
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the mpiexec beside this interpreter, else the first on ``path`` (default: PATH).
 
-    If ``environment`` names an MPI library: the mpiexec of that one, else the first on ``path``. Raises
-    LaunchError if there is none.
+    If ``environment`` names an MPI library, return the mpiexec of that library, else the first on ``path``.
+    Raises LaunchError if there is no mpiexec.
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
@@ -118,9 +118,9 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
-    """Return mpiexec's own name. Raises LaunchError unless it is Open MPI's.
+    """Return the name and version that mpiexec prints. Raises LaunchError unless it is Open MPI's.
 
-    Others differ in options, signals and ranks.
+    The mpiexec of another library differs in options and in its treatment of signals and ranks.
     """
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
@@ -518,7 +518,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe any other failure: which rank failed, how, and the end of its log."""
+    """Describe a failure for which ``refusal`` has no sentence: the rank, how it failed, its log's end."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:

@@ -46,11 +46,11 @@ class JobState:
     """State of the job as the script passes it.
 
     code: exit status of the ranks that have ended after ``seconds``. failures: failures in a row before that.
-    stop: whether the job was asked to stop. ending: whether Slurm ends it. chained: whether it follows
-    another job of a chain. nodes: how many the job requested. hosts: those of component 0, or of the whole
-    job. others: those of component 1. ascending: all hosts in Slurm's order. answers: hosts that start a
-    process, with prefix "!" if they do not see RUN, "?" if they fail the health check. array_job: for elastic
-    searchers, their own job of the array.
+    stop: whether the job was asked to stop. ending: whether Slurm ends the job. chained: whether the job
+    follows another job of a chain. nodes: number of nodes that the job requested. hosts: hosts of component
+    0, or of the whole job. others: hosts of component 1. ascending: all hosts in Slurm's order. answers:
+    hosts that start a process, with prefix "!" if they do not see RUN, or "?" if they fail the health check.
+    array_job: for elastic searchers, their own job of the array.
     """
 
     run: Path

@@ -123,7 +123,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Return modules and packages of a folder by these names, and all that they import from it."""
+    """Return the modules and packages of a folder with ``names``, and all that these import from it."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
