@@ -42,7 +42,7 @@ from tba_hpc.run.directory import SEARCHERS_FIRST
 log = logging.getLogger(__name__)
 
 Pending = tuple[int, MPI.Request]
-"""A request, and the world rank that it depends on."""
+"""World rank that a message is sent to or received from, and the request of that message."""
 
 
 def library_version() -> str:

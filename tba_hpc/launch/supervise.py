@@ -127,7 +127,8 @@ def say(sentence: str) -> None:
 def begin(job: JobState) -> str:
     """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
-    ``go`` is followed by the name of the job's folder of caches, and by ``tell`` if run.notify is set.
+    Returns ``go`` with the name of the job's folder of caches, and with ``tell`` if run.notify is set.
+    Returns ``exit`` if there is nothing to do.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
@@ -150,9 +151,10 @@ def begin(job: JobState) -> str:
 
 
 def _caches(job: JobState) -> str:
-    """Name of the folder in which engines keep compiled code; the same at each start, on all nodes.
+    """Return the name of the folder in which engines keep compiled code.
 
-    It may lie in /tmp, where everybody can write, and its content is run as code. So its name is random.
+    The name is the same at each start and on all nodes. It is random because the folder may lie in /tmp,
+    where everybody can write, and its content is run as code.
     """
     note = job.mark("caches")
     with suppress(FileExistsError):  # of several jobs the first one chooses the name
