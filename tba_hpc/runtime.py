@@ -249,9 +249,10 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 
 
 def search(run: RunDir, index: int | None) -> None:
-    """Run searcher rank ``index`` (None: MPI's) of ``run`` until the trainer ends the run.
+    """Run a searcher of ``run`` until the trainer ends the run.
 
-    Without index, MPI and launcher the searcher is elastic. Raises NoSlotError if no slot is free.
+    index: number of the searcher; None: the number that MPI gives it. A searcher without an index, MPI or a
+    launcher is elastic. Raises NoSlotError if no slot for an elastic searcher is free.
     """
     config = run.config()
     bound_output()
@@ -271,7 +272,7 @@ def search(run: RunDir, index: int | None) -> None:
 
 
 def _search_for_a_while(run: RunDir, config: Config) -> None:
-    """Join as an elastic searcher; leave when asked to or when the run is finished."""
+    """Search as an elastic searcher until asked to leave or the run is finished. Raises NoSlotError."""
     if run.finished:
         log.info("%s is finished: there is nothing to search for", run.path)
         return
@@ -318,7 +319,7 @@ class SearchParts:
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
-        """Load models and task. Raises ConfigError."""
+        """Load the models and the task of searcher ``index``. Raises ConfigError. seed: for the engine."""
         if file := find_file(config.model.path, "config.json", os.environ):
             hold_to_model(run, config.model.path, file.parent)
         underway = Underway(run, index)
@@ -355,8 +356,9 @@ class SearchParts:
     ) -> Searcher:
         """Build the searcher's loop, ready to run.
 
-        place: this searcher's place among those that evaluate together, and their number. report: takes a
-        part of an evaluation, and the function that writes it.
+        place: index of this searcher among those that evaluate together, and their number. report: function
+        of ``write`` and a part of an evaluation; it calls ``write`` with the part if it is to be kept.
+        weights_in_use: function called each time the engine has loaded weights.
         """
         run, config, section = self.run, self.config, self.config.generator
         first_index, patience = progress.cursors.get(self.index, 0), config.launch.disk_seconds
@@ -401,7 +403,7 @@ class SearchParts:
 
 
 def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
-    """Serve a model by vLLM, as a ports.Serve. Only tasks that call it import vLLM."""
+    """Serve a model by vLLM; see ``ports.Serve``. vLLM is imported only if a task calls this function."""
     from tba_hpc.engine.vllm_victim import VllmVictim
 
     return VllmVictim(*arguments, seed=seed, **keywords)
@@ -445,7 +447,7 @@ def _join(
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
-    """Open the pending shards of the searchers with numbers in ``among``."""
+    """Return a reader of the unmerged shards of the searchers with numbers in ``among``."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
 

@@ -136,7 +136,10 @@ def check_task(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
-    """Run the check. folder: holds the copy of the task's code."""
+    """Run ``task_check.py`` and yield what it reports; nothing if it does not start or takes too long.
+
+    folder: folder with the copy of the task's code.
+    """
     around = {**facts.environment, "CUDA_VISIBLE_DEVICES": ""}
     around["PYTHONPATH"] = f"{folder}:{around.get('PYTHONPATH', '')}".rstrip(":")
     words = [facts.fetched_by] if facts.fetched_by else []

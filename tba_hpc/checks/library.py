@@ -1,6 +1,6 @@
 """Describes the MPI library that a process has loaded.
 
-It must not import mpi4py: a process that has loaded the library describes itself by ``describe``.
+This module must not import mpi4py: a process that has loaded the library calls ``describe``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
 class Library:
     """An MPI library. version: as the library reports it. path: its file.
 
-    own: whether it came with packages of this Python. pmix: whether it has loaded a PMIx, with which ranks
-    under srun find each other.
+    own: whether it is in ``lib`` of this Python environment, where the wheel puts it. pmix: whether the
+    process has loaded PMIx, a library by which ranks find each other under srun.
     """
 
     version: str

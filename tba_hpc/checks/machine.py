@@ -54,7 +54,8 @@ LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
-"""Limits below which a run may end early: checkpoints, shards, two copies of the weights, three processes."""
+"""Amounts below which a run may end early, in bytes except for inodes. A run needs disk for checkpoints,
+inodes for shards, shared memory for two copies of the weights, and memory for three processes."""
 
 
 def check_capacity(facts: Facts) -> Iterator[Finding]:
@@ -331,7 +332,10 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
 
 
 def model_bytes(name: str | None, environment: Mapping[str, str]) -> int:
-    """Return the bytes of a model's weights; 0 if the model is not here."""
+    """Return the bytes of a model's safetensors files; 0 if the model is not on this machine.
+
+    name: a folder or a model on the hub. environment: variables that say where the hub's cache is.
+    """
     config = find_file(name, "config.json", environment) if name else None
     return sum(file.stat().st_size for file in config.parent.glob("*.safetensors")) if config else 0
 

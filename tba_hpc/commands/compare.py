@@ -1,6 +1,6 @@
 """``tba compare``: shows runs side by side: differences of their configs, their results and their curves.
 
-It only reads runs and changes nothing in them.
+The command only reads runs and changes nothing in them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LEFT_OUT = "KL and perplexity are left out: these runs have different references
 class Compared:
     """One of the runs to compare.
 
-    gain: its last score minus that of the first run, with prompts taken as unpaired. None for the first run
-    itself, and if either score is missing or the two measure different scores or tasks.
+    gain: last score of this run minus that of the first run, with prompts taken as unpaired. It is None for
+    the first run, or if a score is missing, or if the runs measure different scores or tasks.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read runs in any state. Raises ConfigError if there is only one, or a path is no run."""
+    """Read two runs or more, in any state. Raises ConfigError if there is only one, or a path is no run."""
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]

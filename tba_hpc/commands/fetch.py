@@ -34,9 +34,10 @@ SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
 
 
 def fetch(config: Config, site: Site | None) -> None:
-    """Fetch all that ``config`` names; print a line each. site: None for the cache of this machine's user.
+    """Download the models and data sets that ``config`` names, and print a line about each.
 
-    Raises ConfigError if something is missing in the end, or if the cache's place is not known.
+    site: site whose hub cache is filled; None for the cache of this machine's user. Raises ConfigError if
+    something is missing in the end, or if the cache's place is not known.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable

@@ -83,7 +83,10 @@ class RunFrames:
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
-    """Build a table. columns: its columns if there are no rows. Raises ModuleNotFoundError without pandas."""
+    """Build a table of ``rows``, or an empty table with ``columns`` if there are none.
+
+    Raises ModuleNotFoundError without pandas.
+    """
     try:
         import pandas
     except ModuleNotFoundError:

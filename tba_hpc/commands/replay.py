@@ -89,8 +89,8 @@ def train_on(
 ) -> bool:
     """Train in this process on recorded shards from the newest checkpoint; return whether it was finished.
 
-    learner: None for DeepSpeed's with one rank. If the shards are used up before the last step, the model is
-    exported as it is. Nobody evaluates it.
+    learner: None for a DeepSpeedLearner with one rank. If the shards are used up before the last step, the
+    model is exported as it is. The model is not evaluated.
     """
     verify_checkpoints(run)
     if learner is None:
@@ -152,7 +152,7 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, RecordedShards]:
-    """Read a run's recording as a replay by ``config`` needs it. Raises ConfigError if that is gone."""
+    """Read what a replay by ``config`` needs of a run's recording. Raises ConfigError if it lacks that."""
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:
         raise ConfigError(

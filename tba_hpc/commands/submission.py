@@ -63,7 +63,7 @@ class Submission:
 
     @property
     def beside(self) -> Path:
-        """Folder of the modules that the config names."""
+        """Folder with the user's code that the config names."""
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
@@ -87,9 +87,10 @@ class Submission:
         return {"gpus_per_node": int(gpus), "cpus_per_node": int(cpus), "hetjob": False}
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
-        """Return the run's config and plan. Ranks follow from the nodes; paths are absolute, for every node.
+        """Return the run's config and its plan on ``site``. Raises ConfigError.
 
-        Raises ConfigError.
+        The numbers of ranks follow from the nodes. Paths in the config are absolute, so that they are valid
+        on every node.
         """
         refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
@@ -101,9 +102,10 @@ class Submission:
 
 
 def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return a config's file and overrides; for a run directory its own file, with its present place.
+    """Return the file of a config and ``overrides``. ``path`` may be a run directory.
 
-    Raises ConfigError if the directory's name is not its run's.
+    For a run directory the file is its frozen config, and the overrides also set run.root to the place where
+    the directory is. Raises ConfigError if the name of the directory is not that of its run.
     """
     if not path.is_dir():
         return path, [*overrides]
@@ -125,7 +127,7 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
-    """Return the shipped file that is used if the user names none; say so on stderr."""
+    """Return the shipped file ``name``, for use if the user names no file; print its path on stderr."""
     file = shipped.files(kind)[name]
     print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
     return file
@@ -215,8 +217,8 @@ def script_of(
 ) -> str:
     """Return the batch script of a run. Raises ConfigError.
 
-    after: id of the job that must end first. chained: that job is of the same run. code: a snapshot of the
-    package, once there is a run directory; a container brings its own code.
+    after: id of the job that must end first. chained: whether that job belongs to the same run. code: folder
+    with a snapshot of the package; None before there is a run directory. A container brings its own code.
     """
     if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
         site = site.model_copy(update={"mpi": "none"})

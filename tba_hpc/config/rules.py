@@ -63,7 +63,8 @@ OWN_DEEPSPEED_SETTINGS = {
     "checkpoint": "the learner, which writes its own checkpoints",
     "zero_optimization.stage": "train.zero_stage",
 }
-"""DeepSpeed settings that train.deepspeed must not contain, each with what decides it instead."""
+"""DeepSpeed settings that train.deepspeed must not contain. The value of each names the config keys, or the
+part of the program, that decide the setting."""
 
 DEEPSPEED_SETTINGS = (
     *("zero_optimization", "aio", "activation_checkpointing", "communication_data_type", "compile"),
@@ -254,7 +255,10 @@ def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``settings``. Raises ValueError for an unknown setting or one that another key decides."""
+    """Return ``settings``, the value of train.deepspeed, unchanged.
+
+    Raises ValueError if a setting is in OWN_DEEPSPEED_SETTINGS, or is not in DEEPSPEED_SETTINGS.
+    """
     for key in flat(settings):
         for name, owner in OWN_DEEPSPEED_SETTINGS.items():
             if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):

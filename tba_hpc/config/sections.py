@@ -355,8 +355,9 @@ class TrainSection(Section):
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum number of tokens per forward and backward pass, at least model.context_length. A group's prompt
     counts once. If a layer lacks full attention, sequences are padded, and padding counts. Larger groups are
-    split and computed twice, so memory does not depend on K. null: tokens with 8 GiB of activations on a GPU
-    (1 GiB on a CPU), at most 32k; or the step's largest group if that is more."""
+    split and computed twice, so memory does not depend on K. null: as many tokens as have 8 GiB of
+    activations on a GPU (1 GiB on a CPU), but at most 32k. If the step's largest group has more tokens, the
+    limit is raised to that group."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
@@ -573,7 +574,7 @@ class Config(Section):
 
     @property
     def queue(self) -> bool:
-        """True if steps use the completions of the oldest weights first, so that none becomes too stale."""
+        """True if the buffer is a queue: steps use the completions of the oldest weights first."""
         return self.buffer.replay_limit is not None and self.exchange.max_staleness is not None
 
     @property

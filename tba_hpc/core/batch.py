@@ -130,7 +130,10 @@ def _packed(
 
 
 def _dealt(tokens_B: np.ndarray, share: np.ndarray, number: int) -> list[np.ndarray]:
-    """Divide groups, given largest first, into ``number`` sets with about equally many tokens."""
+    """Divide groups into ``number`` sets with about equally many tokens; return the indices in each set.
+
+    tokens_B: tokens of every group of the batch. share: indices of the groups to divide, largest group first.
+    """
     sets: list[list[int]] = [[] for _ in range(number)]
     load = np.zeros(number)
     for group in share.tolist():

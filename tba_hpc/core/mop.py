@@ -16,14 +16,15 @@ from tba_hpc.core.live_store import LiveStore, Row
 _REPLAY = int.from_bytes(b"replay")  # keeps this random stream apart from others of the same seed
 
 UNIFORM_MIX = 0.1
-"""Share of the uniform distribution mixed into the softmax over reward."""
+"""Share of the uniform distribution in the probabilities with which a prompt's trajectories are drawn. The
+rest is a softmax of their rewards."""
 
 
 class Sampler:
     """Chooses the trajectories of each step's batch from a store.
 
-    queue: take the oldest first instead of drawing at random. sync: newest sync that added trajectories;
-    these are the "most recent" ones.
+    queue: take the oldest trajectories first instead of drawing at random. sync: number of the newest sync
+    that added trajectories. The trajectories of this sync are the "most recent" ones.
     """
 
     def __init__(self, config: BufferSection, seed: int, store: LiveStore, *, queue: bool) -> None:
@@ -40,7 +41,7 @@ class Sampler:
             self.sync, self._recent = sync, _Draw()
 
     def arrived(self, prompt: int) -> None:
-        """Add a prompt that got trajectories in this sync to both draws."""
+        """Add a prompt that got trajectories in this sync to the draws of all prompts and of recent ones."""
         self._everyone.add(prompt)
         self._recent.add(prompt)
 

@@ -25,9 +25,10 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def skipped(self, prompt_ids: Iterable[int]) -> None:
-        """Note and log a skipped step. Raises ConfigError if it is number MOST_IN_A_ROW in a row.
+        """Count and log a skipped step. Raises ConfigError if MOST_IN_A_ROW steps in a row were skipped.
 
-        prompt_ids: prompts of the groups whose loss is not finite; empty if only the gradient norm is not.
+        prompt_ids: ids of the prompts of groups whose loss is not finite. It is empty if every loss is
+        finite, but the gradient norm is not.
         """
         self.total += 1
         self._in_a_row += 1

@@ -40,7 +40,10 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Submit(Message):
-    """Command to sample ``n`` completions of a prompt, int32 [P]."""
+    """Command to sample ``n`` completions.
+
+    request: number that the answer repeats. prompt: tokens of the prompt, int32 [P].
+    """
 
     request: int
     prompt: bytes
@@ -49,7 +52,10 @@ class Submit(Message):
 
 
 class Load(Message):
-    """Command to load the weights at the end of the file at ``path``. generation: that of the WeightFile."""
+    """Command to load the weights at the end of the file at ``path``.
+
+    version: version of the weights. layout: their WeightLayout as JSON. generation: see WeightFile.
+    """
 
     version: int
     path: str
@@ -104,8 +110,8 @@ class Finished(Message):
     """All K completions of a request as flat arrays with T tokens.
 
     tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 if EOS or
-    a stop string ended the completion. versions: int32 [K, 2], of the oldest and newest weights.
-    top_logprobs: TOP_LOGPROBS [T, C].
+    a stop string ended the completion. versions: int32 [K, 2], of the oldest and newest weights that sampled
+    the completion. top_logprobs: TOP_LOGPROBS [T, C], of the C likeliest tokens; empty unless requested.
     """
 
     request: int

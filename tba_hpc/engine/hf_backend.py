@@ -54,7 +54,10 @@ class HfBackend:
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make one rank's learner; all ranks meet in ``store``. Also raises ExchangeError."""
+        """Make the learner of one trainer rank. All trainer ranks meet in ``store``.
+
+        Raises ConfigError, or ExchangeError that names missing ranks.
+        """
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner(self.config, rank=rank, ranks=ranks, store=store, references=folder_of)

@@ -291,9 +291,10 @@ class VllmGenerator:
         self._finished.append(group)
 
     def _set_aside(self, number: int) -> None:
-        """Sample a request with NaN log-probabilities again, after rebuilding an engine that has CUDA graphs.
+        """Sample request ``number`` again, because it got NaN log-probabilities.
 
-        Raises EngineError if the weights are not finite, or after TRIES.
+        An engine with CUDA graphs is first replaced by one with fewer. Raises EngineError if the newest
+        weights are not finite, or if the request has got NaN log-probabilities TRIES times.
         """
         self.nan_groups += 1
         self._require_numbers()

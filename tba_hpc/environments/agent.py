@@ -58,7 +58,7 @@ class ProgramSession:
     """The program of one episode. The endpoint calls ``ask``; Conversations calls all other methods.
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
-    continues or begins. calls, failed_calls: numbers of tool calls so far, and of malformed ones.
+    continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
     """
 
     task: Agent
@@ -80,7 +80,7 @@ class ProgramSession:
     _ended: Ended | None = field(default=None, init=False)
 
     def ask(self, body: Body) -> Future[Body]:
-        """Queue a request; return the future of its answer. Both may raise RefusedError.
+        """Queue a request; return the future of its answer. The call and the future may raise RefusedError.
 
         Requests are answered one after another. If the last request is sent again, as clients do after a lost
         connection, it gets the same answer.
@@ -119,8 +119,9 @@ class ProgramSession:
     def act(self, text: str, **count: Any) -> Reaction:
         """Answer the last request with the model's turn, ``text``, and wait for the next request.
 
-        Returns the messages that the next request adds to ``sequence``, and whether the program has ended
-        instead. count: cut, prompt_tokens and tokens, see ``completion``. Raises TimeoutError.
+        Returns the messages that the next request adds to ``sequence``, and False. If the program ends
+        without another request, returns no messages, and True. Raises TimeoutError if neither happens in
+        time. count: the keyword arguments of ``completion``.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
@@ -278,7 +279,10 @@ class Agent(Conversational):
         super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Start an endpoint; return a generator of whole conversations that uses ``generator`` for turns."""
+        """Start the endpoint; return a generator of whole conversations.
+
+        generator: samples the model's turns. tokenizer: of the same model; it has the chat template.
+        """
         from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
 
         self.endpoint = Endpoint()

@@ -167,7 +167,7 @@ def _arguments(text: str) -> dict[str, str]:
 class Session:
     """One environment during an episode. Methods run the user's code, and raise its exceptions.
 
-    calls, failed_calls: numbers of tool calls so far, and of those that returned an error.
+    calls: number of tool calls so far. failed_calls: number of those that returned an error.
     """
 
     contract: Contract
@@ -185,9 +185,10 @@ class Session:
         return None if text is None else str(text)
 
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
-        """Answer the model's turn, ``text``. Returns new messages, and whether the episode is over.
+        """Answer the model's turn, ``text``: run the tools that it calls, or else the environment's ``step``.
 
-        messages: the whole conversation, for ``step``.
+        Returns the new messages, and whether the episode is over. messages: the whole conversation, which
+        ``step`` is given.
         """
         if self.contract.tools and (calls := parse_calls(text)):
             end = time.monotonic() + self.contract.seconds / 2

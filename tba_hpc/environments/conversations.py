@@ -66,7 +66,7 @@ class Conversation:
 
     @property
     def group(self) -> Group:
-        """The group. All completions must be there."""
+        """The finished group. Every episode must have added its completion."""
         completions = tuple(self.completions[place] for place in range(self.request.n))
         return Group(self.request, completions, self.versions)
 

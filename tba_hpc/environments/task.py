@@ -2,8 +2,8 @@
 
     {"prompt": "Buy three apples.", "budget": 5}
 
-``prompt`` is a text or a list of messages. An environment's ``reset`` gets the fields that it has arguments
-for.
+``prompt`` is a text or a list of messages. The environment's ``reset`` gets the fields of the row for
+which it has arguments.
 """
 
 from __future__ import annotations

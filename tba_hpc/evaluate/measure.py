@@ -166,7 +166,7 @@ def samplings(
 ) -> tuple[Sampling, Sampling]:
     """Return the sampling parameters of a run's evaluations, and those of several samples per prompt.
 
-    temperature: of the several samples; None: as in training.
+    temperature: temperature of the several samples; None: that of training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
@@ -267,7 +267,11 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
 
 
 def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
-    """Return the share of correct completions as ``name``; with several per prompt, pass@1, 2, 4, … N."""
+    """Return a task's estimates by name, given which of N completions per prompt are correct.
+
+    With N = 1 it is the share of correct completions, under ``name``. Otherwise they are pass@k for k = 1, 2,
+    4, … up to N.
+    """
     if correct_PN.shape[1] == 1:
         return {name: wilson(int(correct_PN.sum()), correct_PN.size)}
     found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])

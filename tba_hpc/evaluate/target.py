@@ -1,6 +1,6 @@
 """Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-It must not load any of them; for a model without a config it only reads the model's config.json.
+This module loads none of them; for a model without a config it only reads the model's config.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_target(
 def refuse_missing(name: str) -> None:
     """Raise ConfigError if ``name`` does not exist and cannot be a model on a hub.
 
-    Paths cannot, nor can names below ``runs`` or below an existing folder.
+    A path cannot be a model on a hub, nor can a name below ``runs`` or below an existing folder.
     """
     path, first = Path(name), name.partition("/")[0]
     below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())

@@ -67,7 +67,7 @@ MOST_WAITING = 4
 MANIFEST_CHECK_SECONDS = 0.1
 """Minimum interval at which a searcher reads ``latest.json``, s. Metadata servers are slow and shared.
 
-The pause grows to a fiftieth of the time since the last change, at most tenfold.
+The interval grows to a fiftieth of the time since the last change, but at most tenfold.
 """
 
 STOP, HELD = "stop-", "held-"

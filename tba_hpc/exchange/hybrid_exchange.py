@@ -22,7 +22,7 @@ class HybridTrainerExchange:
     """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
     files: exchange that finds only the shards of elastic searchers. has_elastic: returns whether there are
-    any; if not, nothing is copied.
+    elastic searchers; while there are none, weights are not copied to files.
     """
 
     def __init__(
@@ -42,7 +42,10 @@ class HybridTrainerExchange:
         return started
 
     def gather(self) -> bool:
-        """Start a round on both sides. Returns False during a round, or until newer weights are copied."""
+        """Start a round without weights on both sides, to fetch shards.
+
+        Returns False if a side is still in a round, or if elastic searchers lack the newest weights.
+        """
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
         return all(started) and (self._passed_on is self._newest or not self._has_elastic())
@@ -65,7 +68,7 @@ class HybridTrainerExchange:
         self._world.close()
 
     def _pass_on(self) -> None:
-        """Begin to copy the newest weights to files, if not yet done. With a slow disk some are skipped."""
+        """Begin to copy the newest weights to files, if not yet done. On a slow disk some are skipped."""
         if self._closed or not self._files.idle:
             return
         found = self._world.arrived()

@@ -327,7 +327,7 @@ class _Peer:
         """Offer the weights that have arrived to the main thread."""
 
     def _handed_over(self) -> None:
-        """Record that the shards of the round have been sent."""
+        """Record that the leader has fetched this rank's shards of the round."""
 
     def _is_free(self) -> bool:
         """Return whether newer weights may be shown to the main thread."""

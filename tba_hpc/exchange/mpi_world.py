@@ -42,7 +42,7 @@ from tba_hpc.run.directory import SEARCHERS_FIRST
 log = logging.getLogger(__name__)
 
 Pending = tuple[int, MPI.Request]
-"""A request, and the world rank that it depends on."""
+"""World rank that a message is sent to or received from, and the request of that message."""
 
 
 def library_version() -> str:
@@ -108,7 +108,10 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 class Welcome(msgspec.Struct):
-    """Message of the leader to every rank once all are set up. progress: for searchers."""
+    """Message of the leader to every rank once all ranks are set up.
+
+    progress: progress of the run as bytes, which only searchers need.
+    """
 
     layout: WeightLayout
     bucket_bytes: int
@@ -147,10 +150,11 @@ class MpiWorld:
     ) -> MpiWorld:
         """Join the world, and check its size and roles against the config. Call it before slow imports.
 
-        deadline: longest wait for another rank, s. work_deadline: the same once all are set up (default:
-        ``deadline``). node_split: returns the ranks that share memory. The environment variable
-        SEARCHERS_FIRST tells whether MPI numbers searchers first. Raises ConfigError for a wrong world, and
-        an ExchangeError that names who has not joined.
+        deadline: longest wait for another rank, s. work_deadline: longest wait once all ranks are set up, s;
+        None: ``deadline``. node_split: function that returns a communicator of the ranks that share memory.
+        The environment variable SEARCHERS_FIRST is "1" if MPI numbers the searchers before the trainers.
+        Raises ConfigError if the size or the role is wrong, and ExchangeError that names ranks that have not
+        joined.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -226,10 +230,11 @@ class MpiWorld:
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
     ) -> None:
-        """Wait for requests. After the deadline raises an ExchangeError that names the ranks they depend on.
+        """Wait for requests. Raises ExchangeError that names the ranks which have not answered in time.
 
-        seconds: by default the deadline at the leader, twice that elsewhere. The leader, who sees most, thus
-        gives up first and names the culprit. pause, longest: first and longest seconds between two checks.
+        seconds: longest wait. By default it is the deadline on the leader, and twice the deadline on other
+        ranks. The leader, who sees most, thus gives up first and names the culprit. pause, longest: first and
+        longest pause between two checks, s.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -248,9 +253,9 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """Wait, as the leader, until every rank is set up, and send it ``progress``.
+        """As the leader, wait for every rank to be set up; send ``progress``; return the node's memory.
 
-        Raises an ExchangeError that names those that are not.
+        Raises ExchangeError that names the ranks that are not set up in time.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
@@ -263,7 +268,7 @@ class MpiWorld:
         return self._at_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
-        """Tell the leader that this rank is set up; receive the weights' layout and the progress."""
+        """Tell the leader that this rank is set up; return the node's memory and the run's progress."""
         hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
         size, what = np.empty(1, np.int64), "did not send the layout of the weights"
         self.wait_for(
@@ -415,7 +420,10 @@ class NodeMemory:
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
 
     def _open(self) -> tuple[list[WeightFile], np.ndarray]:
-        """Create or open the node's files and its table, TABLE [1]; return both."""
+        """Create the node's files and table, or open those that the node leader creates; return both.
+
+        The table is TABLE [1]. Raises ConfigError if the node's ranks do not share SHARED_MEMORY.
+        """
         name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, TABLE.itemsize]
         if self._node.rank == 0:
             _check_shared_memory(self.layout.nbytes)

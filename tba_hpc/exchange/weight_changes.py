@@ -62,7 +62,10 @@ class DeltaMemory:
         return changes
 
     def keep(self, changes: np.ndarray | None) -> None:
-        """Store the incoming weights as the last ones. changes: None if they were published whole."""
+        """Make the incoming weights the last ones; ``incoming`` is another array afterwards.
+
+        changes: the changes that were published; None if the weights were published whole.
+        """
         if self._last is not None:
             self._sizes = [] if changes is None else [*(self._sizes or ()), len(changes)]
             self.incoming, self._last = self._last, self.incoming

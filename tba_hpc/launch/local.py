@@ -100,8 +100,8 @@ FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was in
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the mpiexec beside this interpreter, else the first on ``path`` (default: PATH).
 
-    If ``environment`` names an MPI library: the mpiexec of that one, else the first on ``path``. Raises
-    LaunchError if there is none.
+    If ``environment`` names an MPI library, return the mpiexec of that library, else the first on ``path``.
+    Raises LaunchError if there is no mpiexec.
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
@@ -118,9 +118,9 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
-    """Return mpiexec's own name. Raises LaunchError unless it is Open MPI's.
+    """Return the name and version that mpiexec prints. Raises LaunchError unless it is Open MPI's.
 
-    Others differ in options, signals and ranks.
+    The mpiexec of another library differs in options and in its treatment of signals and ranks.
     """
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
@@ -266,7 +266,10 @@ class Ranks:
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
     def deafen(self) -> bool:
-        """Close mpiexec's ports to other machines. Once all ranks are connected, close all; return True."""
+        """Stop mpiexec from accepting connections; return whether all ranks are connected to it.
+
+        Until all are connected, mpiexec still accepts connections from this machine.
+        """
         mpiexec, complete = self.trainers[0].process.pid, False
         with suppress(psutil.NoSuchProcess):
             ports = {port for _, _, port in listeners(mpiexec, loopback=True)}
@@ -331,14 +334,18 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests made by signals. preempted: whether the last was SIGUSR1 or SIGTERM, in a Slurm job."""
+    """Requests that signals have made.
+
+    stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
+    SIGTERM, and this is a Slurm job.
+    """
 
     stop: bool = False
     kill: bool = False
     preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: the first one stops, a SIGINT after it kills."""
+        """Record the request of a signal: the first one asks to stop, and a SIGINT after it to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
@@ -511,7 +518,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe any other failure: which rank failed, how, and the end of its log."""
+    """Describe a failure for which ``refusal`` has no sentence: the rank, how it failed, its log's end."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:

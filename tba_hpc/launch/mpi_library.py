@@ -1,7 +1,7 @@
 """Choice of the MPI library that ranks load: the wheel's beside Python, the site's, or a named one.
 
-mpi4py's wheel decides at its import, by an environment variable that must be set before Python starts.
-``checks/library.py`` finds out which library was loaded.
+mpi4py's wheel chooses the library when it is imported. It reads an environment variable, which must be set
+before Python starts. ``checks/library.py`` finds out which library was loaded.
 """
 
 from __future__ import annotations

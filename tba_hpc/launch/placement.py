@@ -88,7 +88,7 @@ class Placement:
 
     @classmethod
     def alone(cls, config: Config, index: int) -> Placement:
-        """Place an elastic searcher; its GPUs follow those of earlier ranks of its Slurm step."""
+        """Place the elastic searcher ``index``; its GPUs follow those of earlier ranks of its Slurm step."""
         gpus = config.generator.tensor_parallel
         return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
 

@@ -1,9 +1,9 @@
 """Decides a batch script's next action: ``job_supervisor.sh`` calls ``tba supervise TURN RUN`` at every turn.
 
-It may run in a container that lacks Slurm's commands. It knows only the files of the run and what the script
-passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start the ranks),
-``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the queue) or
-``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
+The command may run in a container that lacks Slurm's commands. It knows only the files of the run and what
+the script passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start
+the ranks), ``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the
+queue) or ``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class JobState:
     """State of the job as the script passes it.
 
     code: exit status of the ranks that have ended after ``seconds``. failures: failures in a row before that.
-    stop: whether the job was asked to stop. ending: whether Slurm ends it. chained: whether it follows
-    another job of a chain. nodes: how many the job requested. hosts: those of component 0, or of the whole
-    job. others: those of component 1. ascending: all hosts in Slurm's order. answers: hosts that start a
-    process, with prefix "!" if they do not see RUN, "?" if they fail the health check. array_job: for elastic
-    searchers, their own job of the array.
+    stop: whether the job was asked to stop. ending: whether Slurm ends the job. chained: whether the job
+    follows another job of a chain. nodes: number of nodes that the job requested. hosts: hosts of component
+    0, or of the whole job. others: hosts of component 1. ascending: all hosts in Slurm's order. answers:
+    hosts that start a process, with prefix "!" if they do not see RUN, or "?" if they fail the health check.
+    array_job: for elastic searchers, their own job of the array.
     """
 
     run: Path
@@ -127,7 +127,8 @@ def say(sentence: str) -> None:
 def begin(job: JobState) -> str:
     """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
 
-    ``go`` is followed by the name of the job's folder of caches, and by ``tell`` if run.notify is set.
+    Returns ``go`` with the name of the job's folder of caches, and with ``tell`` if run.notify is set.
+    Returns ``exit`` if there is nothing to do.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
@@ -150,9 +151,10 @@ def begin(job: JobState) -> str:
 
 
 def _caches(job: JobState) -> str:
-    """Name of the folder in which engines keep compiled code; the same at each start, on all nodes.
+    """Return the name of the folder in which engines keep compiled code.
 
-    It may lie in /tmp, where everybody can write, and its content is run as code. So its name is random.
+    The name is the same at each start and on all nodes. It is random because the folder may lie in /tmp,
+    where everybody can write, and its content is run as code.
     """
     note = job.mark("caches")
     with suppress(FileExistsError):  # of several jobs the first one chooses the name

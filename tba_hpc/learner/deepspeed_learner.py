@@ -228,7 +228,11 @@ class DeepSpeedLearner:
     # --- The other ranks ---
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Execute the leader's commands until it closes the group. Raises ExchangeError if it is gone."""
+        """Execute the leader's commands until the leader closes the group.
+
+        slot: function that returns the memory for the next weights; None if this rank writes none.
+        Raises ExchangeError if the leader is gone.
+        """
         while (command := self._group.receive()).name != "close":
             with self._group.together():
                 self._execute(command, slot)

@@ -141,7 +141,10 @@ class HfReference:
 
     @contextmanager
     def on_device(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
-        """Yield the policy of ``step`` on a trainer rank's device; outside the block it is in host memory."""
+        """Yield the policy of ``step`` with its tensors on a trainer rank's device.
+
+        After the block its tensors are in host memory again.
+        """
         if step != self.step:
             self.load(step)
         if device.type == "cuda":

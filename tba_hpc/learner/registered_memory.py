@@ -25,11 +25,14 @@ PORTABLE = 1
 """Flag cudaHostRegisterPortable, which registers memory for all devices."""
 
 MAPS_KEPT = 2
-"""Number of maps that are kept, because a node's weights alternate between two files."""
+"""Number of weight files that stay mapped, because a node's weights alternate between two files."""
 
 
 class RegisteredMemory:
-    """Pages that this process has registered. cudart: CUDA runtime; None: torch's, if there is a GPU."""
+    """Memory that this process has registered with CUDA, so that copies are fast.
+
+    cudart: CUDA runtime; None: that of torch, if there is a GPU.
+    """
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart: Any = cudart or (torch.cuda.cudart() if torch.cuda.is_available() else None)

@@ -271,5 +271,5 @@ class ElasticStay:
 
 
 def _split(launch: LaunchSection) -> tuple[int, int]:
-    """Return the numbers of searchers and of slots, which decide the requests of each slot."""
+    """Return the numbers of searchers and of elastic slots. Together they decide each slot's requests."""
     return launch.searchers, launch.elastic

@@ -60,7 +60,10 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict trajectories that the next step must not learn from, as one revision if there are any."""
+        """Evict the trajectories that the next step must not learn from.
+
+        The evictions make one revision of the buffer. If there are none, ``state`` is returned unchanged.
+        """
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
             return state

@@ -367,7 +367,7 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Load the newest requested reference; older ones may be deleted already."""
+        """Load the reference that was requested last; the files of earlier ones may be deleted already."""
         step = self._wanted
         if self._reference and self._reference.step != step:
             self._reference.load(step)

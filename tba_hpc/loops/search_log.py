@@ -22,7 +22,7 @@ class Sums:
     asked: int = 0
     """Number of groups that the task scored."""
     reward_seconds: float = 0.0
-    """Time that the task took, s."""
+    """Time that the task took to score the groups, s."""
     rejected: int = 0
     """Completions set aside because their reward is not finite, or because the task's code raised."""
     seal_seconds: float = 0.0
@@ -42,12 +42,12 @@ class Sums:
     failed_calls: int = 0
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
-    """The summands of the reward, by name."""
+    """Sums of the summands of the reward, by name."""
 
     # Over their sampled tokens, unless the request was tempered
     own: int = 0
     logprob: float = 0.0
-    """log π_behaviour, nats."""
+    """Sum of log π_behaviour over sampled tokens, nats."""
     compared: int = 0
     """Completions with a reference."""
     kl: float = 0.0
@@ -76,7 +76,7 @@ class Sums:
         *,
         tempered: bool = False,
     ) -> Sums:
-        """Sums of one group of at least one completion.
+        """Return the sums of one group of at least one completion.
 
         ref_logprobs: float32 [T] per completion; None without a reference model. parts: summands of the
         rewards, by name. tempered: whether the group was sampled at a random temperature, so that its

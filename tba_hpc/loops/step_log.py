@@ -80,9 +80,9 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """Update and return the share of time spent waiting; None during warm-up.
+        """Update and return the share of time since warm-up that was not spent in the learner, or None.
 
-        wall, learning: duration of the step, and of its part in the learner, s.
+        wall: duration of the step, s. learning: duration of its part in the learner, s.
         """
         self._steps += 1
         if self._steps <= WARMUP_STEPS:

@@ -35,8 +35,8 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): mean over rows of −A·log π_θ.
 
     A is R minus the mean R of the others in the group. R = r − β·log(π_behaviour/π_ref) includes the KL
-    penalty of the policy that sampled. On on-policy data the expected gradient is that of −(E[r] − β·KL),
-    K/(K−1) times that of trajectory balance. Nothing corrects for the age of the data.
+    penalty of the policy that sampled. On on-policy data the expected gradient is that of −(E[r] − β·KL). It
+    is K/(K−1) times the expected gradient of trajectory balance. Nothing corrects for the age of the data.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """

@@ -40,7 +40,10 @@ def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:
 
 
 def _with_others(logprob_BKLC: Tensor) -> Tensor:
-    """Append the log of the other tokens' total probability, [B, K, L, C + 1], in float32 or float64."""
+    """Append the log-probability of all other tokens together to those of the C likeliest tokens.
+
+    The result is [B, K, L, C + 1], in float64 if the input is, and otherwise in float32.
+    """
     logprob_BKLC = logprob_BKLC.to(torch.promote_types(logprob_BKLC.dtype, torch.float32))
     others = 1 - logprob_BKLC.exp().sum(3, keepdim=True)
     return torch.cat([logprob_BKLC, others.clamp(min=LEAST_MASS).log()], 3)

@@ -39,13 +39,13 @@ from tba_hpc.run.pruning import prune
 log = logging.getLogger(__name__)
 
 BUFFER_FILE = "buffer.h5"
-"""The replay buffer inside a checkpoint."""
+"""Name of the file of the replay buffer inside a checkpoint."""
 
 PROMPTS_FILE = "prompts.h5"
-"""The completed requests, beside the buffer."""
+"""Name of the file of completed requests inside a checkpoint."""
 
 STATE_FILE = "state.json"
-"""The TrainerState, beside the buffer."""
+"""Name of the file of the TrainerState inside a checkpoint."""
 
 DAMAGED = "damaged-"
 """Prefix of the name of a checkpoint that was set aside."""

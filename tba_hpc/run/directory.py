@@ -58,7 +58,7 @@ KEPT_ATTEMPTS = 16
 
 
 class _Below:
-    """Descriptor of the path with a given name in a run's directory."""
+    """Attribute of RunDir (a Python descriptor): the path of ``name`` in the run's directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -195,7 +195,7 @@ class RunDir:
             return 0
 
     def _identify(self) -> None:
-        """Give the run its number, before it makes anything that must contain the number."""
+        """Write the run's identity, unless there is one, or the run has produced something without it."""
         if not self.identity and self.came_to_nothing:
             write_atomic(self.identity_file, f"{1 + secrets.randbits(IDENTITY_BITS):x}\n")
 

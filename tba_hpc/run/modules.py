@@ -123,7 +123,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Return modules and packages of a folder by these names, and all that they import from it."""
+    """Return the modules and packages of a folder with ``names``, and all that these import from it."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
@@ -164,7 +164,10 @@ def _files(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def _words(node: ast.AST) -> str:
-    """Join the strings of a constant, of operands of ``/``, or of a call's arguments to a path."""
+    """Return the path that a syntax node spells; "" if it spells none.
+
+    It is a string constant, or the paths of the operands of ``/`` or of a call's arguments, joined by "/".
+    """
     match node:
         case ast.Constant(value=str() as text):
             return text

@@ -59,7 +59,11 @@ def redirect_output(run: RunDir, role: Role, index: int) -> None:
 
 
 def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -> None:
-    """Write the sentence that the launcher shows to the user. A ``refused`` rank is not started again."""
+    """Write a rank's note, ``sentence``, which the launcher shows to the user.
+
+    kind: with ``refused`` the launcher does not start the rank again. If the note cannot be written, it is
+    printed on stderr.
+    """
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
     except OSError as error:  # the note may be about a full disk

@@ -20,20 +20,22 @@ from tba_hpc.run.notes import rank_name
 log = logging.getLogger(__name__)
 
 HEAD = 256
-"""Bytes at the beginning of the file for the call under way. Lines for earlier ends follow."""
+"""Number of bytes at the beginning of the file that hold the call under way. After them comes a line for each
+earlier end of the process in a call."""
 
 MOST_BYTES = 1 << 16
 """Most bytes of the file that are read."""
 
 MOST_ENDS = 2
-"""Number of ends of the process in one call at which the run ends."""
+"""Number of times that the process may end in the same call; at this number the run ends."""
 
 
 class Underway:
-    """The file of a searcher. The log names the calls in which the searcher ended before.
+    """The file in which a searcher names the call under way.
 
-    ends: by call, the attempts that ended in it. Raises ConfigError if one call has MOST_ENDS of them. The
-    file then begins anew, because somebody must start the run again.
+    ends: for each call in which the searcher has ended, the names of the attempts in which it did so. The
+    constructor logs a warning for each of these calls. It raises ConfigError if the searcher has ended in one
+    of them MOST_ENDS times. It then also empties the file, because the user has to start the run again.
     """
 
     def __init__(self, run: RunDir, searcher: int) -> None:
@@ -54,7 +56,7 @@ class Underway:
 
     @contextmanager
     def __call__(self, call: str) -> Iterator[None]:
-        """Note a call of the task while it is made."""
+        """Keep ``call`` in the file as the call under way while the block runs."""
         self._note(f"{self._attempt} {call}")
         yield
         self._note("")
@@ -62,7 +64,7 @@ class Underway:
             self._write(self.ends)
 
     def close(self) -> None:
-        """Note nothing more: the process ends, or is asked to."""
+        """Clear the call under way, and keep no later one, because the process is about to end."""
         if self._open:
             self._note("")
             self._open = False

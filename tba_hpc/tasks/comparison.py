@@ -30,7 +30,8 @@ NAME = re.compile(
     rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""What may stand before = as the name of a value: letters, sums of letters, or words, but no number."""
+"""Pattern of the text before "=" that only names a value: letters, sums of letters, or words. It may contain
+digits only as indices and exponents."""
 
 SYMBOL = re.compile(
     rf"(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))\s*(?:_\s*(?:\w|\{{\w*\}})|\^\{{-1\}})*\s*(?:\(.*\))?"

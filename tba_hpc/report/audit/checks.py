@@ -143,7 +143,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Yield contradictions between a merge and the searcher, the file or the buffer."""
+    """Yield contradictions between a merge and the shard's seal, the shard's file, or the buffer's counts."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:

@@ -209,6 +209,6 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def until_eof(seconds: float) -> bool:
-    """Wait ``seconds`` for the end of this process's input; return whether it has not come."""
+    """Wait up to ``seconds`` for the end of standard input. Returns False at its end, otherwise True."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return not (ready and not os.read(sys.stdin.fileno(), 1))
