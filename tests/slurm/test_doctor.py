@@ -252,7 +252,7 @@ def test_elastic_jobs_are_checked_before_submission(
     weights.rename(tmp_path / "elsewhere")
     refused = lend("--nodes", "1")
     assert refused.returncode == 2 and "nothing whole of model.path=org/model is in" in refused.stderr
-    assert f"type: tba fetch {run.config_file} --site {tmp_path}/site.yaml" in refused.stderr
+    assert f"type: tba fetch {run.path} --site {tmp_path}/site.yaml" in refused.stderr
     (tmp_path / "elsewhere").rename(weights)
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
     try:
