@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tenants import Tenant, stay, tenants
+from children import Child, children, stay
 from test_hdf5_shards import scored
 
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse_config
@@ -99,9 +99,9 @@ def test_which_searchers_are_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Tenant]]:
+def start() -> Iterator[Callable[..., Child]]:
     """Starts a process at work on a function of this file."""
-    with tenants() as make:
+    with children() as make:
         yield make
 
 
@@ -115,7 +115,7 @@ def _take_a_place(told: Connection, path: Path) -> None:
 
 
 def test_rivals_get_a_slot_each_and_a_dead_ones_slot_is_taken(
-    run: RunDir, start: Callable[..., Tenant]
+    run: RunDir, start: Callable[..., Child]
 ) -> None:
     rivals = [start(_take_a_place, run.path) for _ in range(6)]
     answers = [rival.said() for rival in rivals]
@@ -523,9 +523,7 @@ def test_only_the_evaluating_searcher_gets_weights_to_evaluate(run: RunDir) -> N
 # --- The end ---
 
 
-def test_a_stop_before_the_work_begins_gives_the_place_back(
-    run: RunDir, start: Callable[..., Tenant]
-) -> None:
+def test_a_stop_before_the_work_begins_gives_the_place_back(run: RunDir, start: Callable[..., Child]) -> None:
     searcher = start(_begin, run.path)
     assert searcher.said() == "starting"
     searcher.send(signal.SIGUSR1)

@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 import pytest
-from tenants import stay, tenants
+from children import children, stay
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, local, mpi_library
@@ -356,7 +356,7 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path)
     (tmp_path / "tba-notes").mkdir()
-    with tenants() as start:
+    with children() as start:
         holders = [start(_hold_memory, tmp_path) for _ in range(2)]
         dead, alive = (Path(holder.said()) for holder in holders)
         (dead / "segment").touch()

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tenants import Tenant, stay, tenants
+from children import Child, children, stay
 from test_hdf5_shards import scored
 
 from tba_hpc.config import ConfigError, parse_config
@@ -51,14 +51,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Tenant]]:
+def start() -> Iterator[Callable[..., Child]]:
     """Starts a process at work on a function of this file."""
-    with tenants() as make:
+    with children() as make:
         yield make
 
 
 @pytest.fixture
-def hold(run: RunDir, start: Callable[..., Tenant]) -> Callable[..., Tenant]:
+def hold(run: RunDir, start: Callable[..., Child]) -> Callable[..., Child]:
     """Starts a process that owns the run, or a rank's name, until the test lets it go."""
     return lambda name=LAUNCH, **options: start(_hold, run.path, name, **options)
 
@@ -101,7 +101,7 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 @pytest.mark.parametrize("name", [LAUNCH, "searcher-0003"])
 def test_a_second_process_is_refused_until_the_first_is_gone(
-    run: RunDir, hold: Callable[..., Tenant], name: str
+    run: RunDir, hold: Callable[..., Child], name: str
 ) -> None:
     first = hold(name)
     assert first.said() == "owner"
@@ -121,7 +121,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(
     assert [path.stat().st_mode & 0o077 for path in (run.owners, *run.owners.iterdir())] == [0, 0]
 
 
-def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir, hold: Callable[..., Tenant]) -> None:
+def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir, hold: Callable[..., Child]) -> None:
     """Each round is between six starts at once, the second after a kill: with one of them the run goes on."""
     for _ in range(2):
         holders = [hold() for _ in range(6)]
@@ -135,7 +135,7 @@ def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir, hold: Call
     assert len([*run.owners.iterdir()]) == 1
 
 
-def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir, hold: Callable[..., Tenant]) -> None:
+def test_a_rank_waits_for_one_that_its_dead_launcher_left(run: RunDir, hold: Callable[..., Child]) -> None:
     first = hold("searcher-0000")
     assert first.said() == "owner"
     killer = threading.Timer(1, first.send, (signal.SIGKILL,))
@@ -150,7 +150,7 @@ def test_a_process_number_used_again_is_not_the_owner(run: RunDir) -> None:
     assert is_free(run)
 
 
-def test_a_copied_claim_names_nobody(run: RunDir, hold: Callable[..., Tenant]) -> None:
+def test_a_copied_claim_names_nobody(run: RunDir, hold: Callable[..., Child]) -> None:
     """Its owner is at work on the run that was copied."""
     assert hold().said() == "owner"
     copy = RunDir(shutil.copytree(run.path, run.path.with_name("copy") / run.path.name))
@@ -291,16 +291,16 @@ class Merging(threading.Thread):
                     self.run_dir.shard_file(3, index).unlink()
 
 
-def let_in(tenant: Tenant) -> Tenant:
+def let_in(child: Child) -> Child:
     """Let a sealer claim its name; returns it as an owner."""
-    tenant.tell("come in")
-    assert tenant.said() == "owner"
-    return tenant
+    child.tell("come in")
+    assert child.said() == "owner"
+    return child
 
 
 @pytest.mark.parametrize("stderr", ["open", "closed", "broken"])
 def test_a_frozen_searcher_never_acknowledges_what_its_successor_makes_again(
-    run: RunDir, start: Callable[..., Tenant], stderr: str
+    run: RunDir, start: Callable[..., Child], stderr: str
 ) -> None:
     """Frozen at any moment for longer than its lease, it goes on alone, and ends if it has a successor."""
     random, trainer, acknowledged = Random(stderr), Merging(run), run.path / "acknowledged"
@@ -331,7 +331,7 @@ def test_a_frozen_searcher_never_acknowledges_what_its_successor_makes_again(
     assert set(trainer.merged.values()) == {1}, "doubled"
 
 
-def test_a_rank_of_an_earlier_attempt_ends(run: RunDir, hold: Callable[..., Tenant]) -> None:
+def test_a_rank_of_an_earlier_attempt_ends(run: RunDir, hold: Callable[..., Child]) -> None:
     """As one whose launcher died with its node, in a run that has fewer ranks now."""
     attempt = run.begin_attempt().name
     rank = hold("searcher-0003", environment={ATTEMPT: attempt})
@@ -343,7 +343,7 @@ def test_a_rank_of_an_earlier_attempt_ends(run: RunDir, hold: Callable[..., Tena
 
 
 def test_a_frozen_launcher_ends_even_if_its_standard_error_is_full(
-    run: RunDir, start: Callable[..., Tenant]
+    run: RunDir, start: Callable[..., Child]
 ) -> None:
     holder = start(_hold_without_stderr, run.path)
     assert holder.said() == "owner"
@@ -458,7 +458,7 @@ def test_a_rank_that_the_run_does_not_have_is_refused(run: RunDir) -> None:
 
 
 def test_a_rank_that_was_frozen_writes_no_record_beside_its_successor(
-    tmp_path: Path, start: Callable[..., Tenant]
+    tmp_path: Path, start: Callable[..., Child]
 ) -> None:
     rank = start(_record, tmp_path)
     assert rank.said() == "ready"

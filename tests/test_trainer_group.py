@@ -11,8 +11,8 @@ from socket import socket
 
 import numpy as np
 import pytest
+from children import children
 from forks import RANKS
-from tenants import tenants
 
 from tba_hpc.config import ConfigError
 from tba_hpc.learner.folder_store import FolderStore
@@ -28,7 +28,7 @@ def test_connections_of_strangers_cost_no_descriptor(tmp_path: Path, ranks: int)
     """Twice as many at every port as a rank may have descriptors; then the group still works."""
     if why := unprotected(mpiexec=False):
         pytest.skip(f"this system does not allow it: {why}")
-    with tenants() as start:
+    with children() as start:
         group = [start(_be_a_rank, tmp_path, rank, ranks, server=RANKS) for rank in range(ranks)]
         assert [rank.said() for rank in group] == ["ready"] * ranks
         ports = [place for rank in group for _, *place in listeners(rank.pid, loopback=True)]

@@ -122,20 +122,31 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
     """Random weights, float32."""
     torch.manual_seed(recipe.seed)
-    config = LlamaConfig(
+    return LlamaForCausalLM(shape(tokenizer))
+
+
+def shape(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    width: int = WIDTH,
+    inner: int = 2 * WIDTH,
+    layers: int = LAYERS,
+    context: int = CONTEXT,
+) -> LlamaConfig:
+    """A Llama with this tokenizer's special tokens. inner: hidden width of the MLP."""
+    return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // HEAD,
-        num_key_value_heads=WIDTH // HEAD,
-        max_position_embeddings=CONTEXT,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=width // HEAD,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
     )
-    return LlamaForCausalLM(config)
 
 
 def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem:

@@ -1,4 +1,4 @@
-"""What a user submits to Slurm: a run, its nodes and site; and the batch script for it."""
+"""A job that a user submits to Slurm, with its run, nodes and site; and its batch script."""
 
 from __future__ import annotations
 

@@ -429,8 +429,7 @@ data are nearly as useful as fresh data."""
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """How weights and shards travel. mpi: in one MPI world of the run's ranks. files: by a shared file
-    system."""
+    """Transport of weights and shards. mpi: one MPI world of the run's ranks. files: a shared file system."""
     sync_every: Count = 2
     """k, the number of optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)

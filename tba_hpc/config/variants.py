@@ -254,19 +254,19 @@ class NoDuplicates(Section):
 
 class EqualDuplicates(Section):
     name: Literal["equal"] = "equal"
-    """Of equal completions, keep the newest."""
+    """Keep the newest of equal completions."""
 
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions within a small edit distance, keep the one with the highest reward."""
+    """Keep the completion with the highest reward of those within a small edit distance."""
     limit: float = Field(0.25, gt=0, le=0.5)
     """Edit distance below which completions are duplicates, as a share of the sum of their lengths."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Of completions with similar embeddings, keep the one with the highest reward."""
+    """Keep the completion with the highest reward of those with similar embeddings."""
     limit: float = Field(0.4, ge=0, lt=1)
     """Cosine similarity above which completions are duplicates."""
     model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"

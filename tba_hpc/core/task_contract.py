@@ -23,7 +23,7 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Of each kind of failure, the first and then one in this many are logged."""
+"""Interval of logged failures: of each kind the first is logged, then one in this many."""
 
 
 def class_name(task: Task) -> str:

@@ -253,7 +253,7 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """As the leader, wait for every rank to be set up; send ``progress``; return the node's memory.
+        """Wait, as the leader, until every rank is set up; send ``progress``; return the node's memory.
 
         Raises ExchangeError that names the ranks that are not set up in time.
         """

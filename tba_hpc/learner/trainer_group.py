@@ -118,7 +118,7 @@ class TrainerGroup:
         return self.ranks == 1
 
     def send(self, command: Command) -> None:
-        """As the leader, send a command to all followers. Raises ExchangeError if one of them is gone."""
+        """Send a command, as the leader, to all followers. Raises ExchangeError if one of them is gone."""
         if self._alone:
             return
         data = command.to_bytes()
@@ -127,7 +127,7 @@ class TrainerGroup:
             self._broadcast(data)
 
     def receive(self) -> Command:
-        """As a follower, wait for the leader's next command. Raises ExchangeError if the leader is gone."""
+        """Wait, as a follower, for the leader's next command. Raises ExchangeError if the leader is gone."""
         with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
             (size,) = SIZE.unpack(self._broadcast(bytes(SIZE.size)))
             return Command.from_bytes(self._broadcast(bytes(size)))

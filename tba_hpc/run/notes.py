@@ -77,7 +77,7 @@ def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
 
 
 def note_at_work(run: RunDir) -> None:
-    """As the leading trainer, record that all ranks of this attempt have joined."""
+    """Record that all ranks of this attempt have joined; called by the leading trainer."""
     (run.attempt / AT_WORK_FILE).touch()
 
 

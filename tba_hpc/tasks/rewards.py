@@ -176,7 +176,7 @@ class Function:
 
 
 CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
-"""What Python says of a call that does not fit the parameters of a function."""
+"""Pattern of the TypeError by which Python refuses a call with the wrong arguments."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

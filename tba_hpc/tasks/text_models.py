@@ -43,7 +43,7 @@ class TextModel(ABC):
     WANTED: ClassVar[str]
     """Kind of model that a folder or hub name must hold, for errors."""
     SPECIAL_TOKENS: ClassVar[bool] = True
-    """Whether the tokenizer must add special tokens. Rendered chats contain them already."""
+    """True if the tokenizer must add special tokens. Rendered chats contain them already."""
 
     def __init__(self, path: str, *, batch: int, key: str) -> None:
         self.name = f"{key}={path}"

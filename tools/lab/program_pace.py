@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from make_tiny_model import EOS_ID, HEAD, PAD_ID, make_tokenizer, publish
-from transformers import LlamaConfig, LlamaForCausalLM
+from make_tiny_model import make_tokenizer, publish, shape
+from transformers import LlamaForCausalLM
 
 from tba_hpc.config import Config, TaskSection
 from tba_hpc.config.loading import parse_config
@@ -84,18 +84,7 @@ def make_model(folder: Path, width: int, layers: int) -> None:
     """A Llama of random weights."""
     tokenizer = make_tokenizer(["Go on."])
     tokenizer.chat_template = TEMPLATE
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD,
-        num_key_value_heads=width // HEAD,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
+    config = shape(tokenizer, width=width, inner=4 * width, layers=layers, context=2048)
     publish(LlamaForCausalLM(config), tokenizer, {}, folder)
 
 

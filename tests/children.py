@@ -1,4 +1,4 @@
-"""Processes of a test that own something of a run and say so, forked because an interpreter starts slowly."""
+"""Child processes of a test, which speak with it; forks, because an interpreter starts slowly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from fork_server import Server
 
-SERVER = Server("tenants", ("pytest", "tba_hpc.exchange.hdf5_shards", "tba_hpc.loops.elastic"), {})
+SERVER = Server("children", ("pytest", "tba_hpc.exchange.hdf5_shards", "tba_hpc.loops.elastic"), {})
 
 PATIENCE = 120.0
 """Seconds that a test waits for what such a process says, and for its end, on a busy machine."""
 
 
-class Tenant:
+class Child:
     """A process at work on ``target(told, *arguments)``, where ``told`` is its end of a connection.
 
     environment: variables that it has besides this process's own. server: with what it needs imported.
@@ -73,19 +73,19 @@ class Tenant:
 
 
 @contextmanager
-def tenants() -> Iterator[Callable[..., Tenant]]:
-    """Make tenants that are killed in the end, frozen ones too."""
-    made: list[Tenant] = []
+def children() -> Iterator[Callable[..., Child]]:
+    """Make children that are killed in the end, frozen ones too."""
+    made: list[Child] = []
 
-    def make(target: Callable[..., None], *arguments: object, **options: Any) -> Tenant:
-        made.append(Tenant(target, *arguments, **options))
+    def make(target: Callable[..., None], *arguments: object, **options: Any) -> Child:
+        made.append(Child(target, *arguments, **options))
         return made[-1]
 
     try:
         yield make
     finally:
-        for tenant in made:
-            tenant.kill()
+        for child in made:
+            child.kill()
 
 
 def stay(told: Connection, sentence: object) -> None:
