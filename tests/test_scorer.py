@@ -20,7 +20,7 @@ from test_loops import TABLE, OneShot, answers, make_config, make_searcher
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import EngineError
-from tba_hpc.core.types import Completion, Group, Prompt
+from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_shard
 from tba_hpc.loops.scorer import Judged, Scorer
 from tba_hpc.loops.search_log import Sums
@@ -380,6 +380,23 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
         sums = sum((scored.sums for scored in scorer.finished()), sums)
     scorer.close()
     assert sums.compared == compared and bool(sums.own) == bool(compared)
+
+
+@pytest.mark.parametrize("step", [BEHAVIOUR, 0])
+def test_without_a_model_the_sampler_is_the_reference_or_the_trainer_scores_it(
+    tmp_path: Path, step: int
+) -> None:
+    run, task = RunDir.create(make_config(tmp_path)), TabularTask(TABLE)
+    scorer = Scorer(task, None, ShardWriter(run, 0), seal_seconds=60)
+    scorer.refer_to(step)
+    for group in answers("train", 0, task.prompts("train")):
+        scorer.submit(group)
+    scorer.close()
+    (path,) = run.shard_files().values()
+    found = read_shard(path).trajectories
+    assert (found.record["reference"] == step).all()
+    expected = found.logprobs if step == BEHAVIOUR else np.full_like(found.logprobs, np.nan)
+    np.testing.assert_array_equal(found.ref_logprobs, expected)
 
 
 class Unjudged(TabularTask):
