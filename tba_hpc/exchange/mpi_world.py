@@ -366,7 +366,7 @@ class NodeMemory:
             return True
         now = time.monotonic()
         self._crowded = self._crowded or now
-        self._refuse_readers(now - self._crowded)
+        self._refuse_readers(now - self._crowded, spare_is_read=spare_is_read)
         if spare_is_read or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
         self._map_anew()
@@ -383,15 +383,19 @@ class NodeMemory:
             return True
         return False
 
-    def _refuse_readers(self, seconds: float) -> None:
+    def _refuse_readers(self, seconds: float, *, spare_is_read: bool) -> None:
         """Raise ExchangeError if readers have delayed the next write for too long."""
         longest = READ_DEADLINES * self._world.deadline
-        if seconds > longest:
-            raise ExchangeError(
-                f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and there is no "
-                "memory for newer ones beside them: it hangs, or evaluates for longer; see the logs of the "
-                f"ranks there, and free some of {SHARED_MEMORY} or raise launch.timeout_seconds"
-            )
+        if seconds <= longest:
+            return
+        why, remedy = "there is no memory for newer ones beside them", f"free some of {SHARED_MEMORY} or "
+        if spare_is_read:
+            why, remedy = "another rank there has read older ones", ""
+        raise ExchangeError(
+            f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and {why}: it hangs, "
+            f"or evaluates for longer; see the logs of the ranks there, and {remedy}raise "
+            "launch.timeout_seconds"
+        )
 
     def spread(self, write: int) -> None:
         """Copy the weights from the trainers' nodes, where they were written, into this node's slot."""

@@ -92,8 +92,9 @@ class Searcher:
         if self.evaluator.busy:
             return
         update = self.exchange.poll()
-        if update is None or self.stop_asked():
+        if update is None:
             return
+        # After a stop request, too: the trainer's last round ends only when old weights are released.
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication
@@ -101,7 +102,7 @@ class Searcher:
         self._budget_end = math.inf if end is None else end
         self._ending = publication.final
         self.scorer.refer_to(publication.reference)
-        if publication.evaluate is None:
+        if publication.evaluate is None or self.stop_asked():
             return
         if part := self.evaluator.start(publication.evaluate, publication.version):
             self.report(part)

@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -17,10 +19,10 @@ from mpi4py import MPI
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import Progress
-from tba_hpc.core.types import Publication, WeightLayout
+from tba_hpc.core.types import Group, Publication, WeightLayout, WeightUpdate
 from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
 from tba_hpc.exchange.mpi_world import MpiWorld
-from tba_hpc.run.directory import SEARCHERS_FIRST
+from tba_hpc.run.directory import SEARCHERS_FIRST, RunDir
 
 SEARCHERS = 2
 FIRST = SEARCHERS if os.environ.get(SEARCHERS_FIRST) == "1" else 0
@@ -144,6 +146,49 @@ def slow_evaluation() -> None:
         time.sleep(0.01)
 
 
+def stops_during_loads() -> None:
+    """Searchers are asked to stop while each still loads, and so holds, another of the older weights."""
+    from lab.tabular import TabularGenerator
+    from lab.tabular_learner import TabularLearner
+    from test_loops import TABLE, make_config, make_searcher
+
+    class Slow(TabularGenerator):
+        """Holds the weights that it loads, as vLLM's generator does; one version takes it three seconds."""
+
+        def load(self, update: WeightUpdate) -> None:
+            """Begin to load."""
+            super().load(update)
+            self._held = update
+            slow = update.publication.version == SEARCHERS - RANK
+            self._ready, self.loading = time.monotonic() + (3.0 if slow else 0.0), True
+
+        def step(self) -> list[Group]:
+            """End a load that has lasted long enough."""
+            self.loading = self.loading and time.monotonic() < self._ready
+            return super().step()
+
+    world = join()
+    if RANK == 0:
+        exchange = open_trainer(world, TabularLearner(TABLE).layout)
+        for version in range(3):
+            while not exchange.publish(Publication(version=version), lambda out: out.fill(0)):
+                time.sleep(0.01)
+            time.sleep(0.5)  # searchers that can begin to load it do
+        exchange.close()
+        print("closed", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as root:
+        config, began = make_config(Path(root)), time.monotonic()
+        searcher = make_searcher(
+            config,
+            RunDir.create(config),
+            MpiSearcherExchange(world),
+            generator=Slow(TABLE),
+            stop_asked=lambda: time.monotonic() - began > 2.5,
+        )
+        searcher.run()
+
+
 def large_weights() -> None:
     """80 MB of bf16 in buckets of 1 MB between three one-rank nodes."""
     layout = WeightLayout.of([(f"layer{i}", (1024, 1 << 12)) for i in range(10)], "BF16")
@@ -187,7 +232,7 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         *(wrong_size, wrong_role, never_joins, never_connects, trainer_never_connects, stops_answering),
-        *(main_thread_hangs, slow_evaluation, large_weights, describes_itself),
+        *(main_thread_hangs, slow_evaluation, stops_during_loads, large_weights, describes_itself),
     )
 }
 

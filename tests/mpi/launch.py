@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PYTHONPATH": os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+        filter(None, [str(TESTS), str(TESTS.with_name("tools")), os.environ.get("PYTHONPATH")])
     ),
 }
 

@@ -87,6 +87,12 @@ def test_a_long_evaluation_is_no_fault() -> None:
     assert seconds > 8, "two evaluations of two deadlines each"
 
 
+def test_a_stop_during_loads_ends_the_last_round() -> None:
+    """Weights may not be overwritten while they are read: two old versions held for good would block it."""
+    outcome, _ = world("stops_during_loads")
+    assert outcome.code == 0 and "closed" in outcome.output, outcome.output
+
+
 def test_many_buckets_between_nodes_where_mpi_numbers_searchers_first() -> None:
     outcome, _ = world("large_weights", **SEARCHERS_FIRST)
     assert outcome.code == 0, outcome.output

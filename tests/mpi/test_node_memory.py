@@ -87,6 +87,18 @@ try:
 except ExchangeError as error:
     print(error)
 assert 0.5 * mpi_world.READ_DEADLINES <= time.monotonic() - began < 10
+
+mpi_world.shutil.disk_usage = usage
+del reader
+assert memory.has_room(3)
+older = memory.reader(1)
+assert memory.has_room(3)
+reader = memory.reader(1)
+try:
+    while not memory.has_room(3):
+        time.sleep(0.01)
+except ExchangeError as error:
+    print(error)
 """
 
 
@@ -97,6 +109,7 @@ def test_readers_are_waited_for_with_an_end_if_there_is_no_memory_beside_them() 
     )
     assert done.returncode == 0, done.stderr
     assert "has read old weights for 2 s, and there is no memory for newer ones" in done.stdout
+    assert "has read old weights for 2 s, and another rank there has read older ones: it h" in done.stdout
 
 
 @pytest.mark.mpi
