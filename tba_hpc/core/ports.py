@@ -104,7 +104,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 class Task(ABC):
     """A set of prompts and the rewards of completions.
 
-    The first three methods are required. A user's class need not derive from this one:
+    The first three methods are required. No task's class need derive from this one:
     ``task_contract.with_defaults`` adds the other methods.
 
     score_name: name of the share of prompts answered correctly. evaluation_temperature: sampling temperature

@@ -65,6 +65,7 @@ def at(schedule: Schedule, step: int) -> float:
 def reference(config: TrainSection, step: int) -> int:
     """Return the optimizer step of the reference policy at ``step``, 0 for the initial one, or BEHAVIOUR.
 
+    It is BEHAVIOUR if searchers record the sampler's log-probabilities (``behaviour`` and ``lagged``).
     If the reference is reset every ρ steps (TBA′), step ρ is the first to use the policy made by ρ steps. The
     last evaluation uses the reference of the last step.
     """

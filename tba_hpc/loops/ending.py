@@ -34,8 +34,10 @@ def end_run(
 
     finished: whether the last step was taken. If a stop is requested now, a resume only repeats this ending.
     The run is marked as finished once nothing is left to train or to evaluate. If it is killed between that
-    and the report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive from now on
-    stay on disk, unmerged. Raises ExchangeError if the last evaluation does not arrive.
+    and the report, the next ``tba run`` or ``tba report`` writes the report. After a stop the launcher does.
+    Shards that arrive from now on stay on disk, unmerged.
+
+    Raises ExchangeError if the last evaluation does not arrive.
     """
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")

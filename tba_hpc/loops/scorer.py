@@ -1,7 +1,7 @@
 """Computes rewards and reference log-probabilities and seals shards, in a thread, during generation.
 
-Everything here happens in one worker thread, in the order of submission, so that neither a slow reward nor an
-fsync stops the engine. The task's code runs in another thread, for which the worker waits.
+Everything but the task's own code happens in one worker thread, in the order of submission, so that neither a
+slow reward nor an fsync stops the engine. The task's code runs in another thread, for which the worker waits.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class Scorer:
     The next call raises ConfigError after ``most_rejected`` consecutive groups of which nothing is left, or
     answers that cannot be judged. It does so at once if the task violates ports.Task or keeps hanging.
 
-    reference: None if searchers hold no model of it. Trajectories then record the sampler's log-probabilities
-    if that is the reference, and otherwise NaN, which the trainer replaces. underway: records which call is
-    being made. temperature: sampling temperature of requests that are not tempered; None: no request is
-    tempered.
+    reference: None if searchers hold no model of it. Trajectories then record NaN if the trainer computes the
+    reference's log-probabilities, and otherwise the sampler's, with reference BEHAVIOUR. underway: records
+    which call is being made. temperature: sampling temperature of requests that are not tempered; None: no
+    request is tempered.
     """
 
     def __init__(

@@ -102,6 +102,9 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Writes checkpoints of a run, and keeps the newest ``keep`` complete ones.
 
+    A checkpoint holds the learner's files, of which each trainer rank writes its part; the buffer; the
+    completed requests; and the trainer's state.
+
     write_arrays: writes arrays to a file and makes it durable. kept_share: share of the shards no longer
     needed that is kept, see ``pruning.prune``.
     """
