@@ -174,28 +174,38 @@ def commands_page() -> str:
             groups.setdefault(str(command.rich_help_panel), []).append(command)
     parts = [
         "# Every command",
-        "`tba COMMAND --help` says the same. `--set a.b=value` overrides one key of the config and may be "
-        "repeated; `--json` prints JSON.",
+        "`tba COMMAND --help` says the same. CONFIG is a YAML file or the name of a shipped one, RUN a run "
+        "directory, MODEL a folder or hub name. `--site` names the cluster: a site file, or a shipped one's name. "
+        "`--set a.b=value` overrides one key of the config and may be repeated; `--json` prints JSON.",
     ]
     for group, commands in groups.items():
         parts += [f"## {group}", *(_command(command) for command in commands)]
     return "\n\n".join(parts) + "\n"
 
 
-SHARED = {"overrides": "`--set a.b=value`", "as_json": "`--json`"}
+SHARED = {"site": "`--site <path>`", "overrides": "`--set a.b=value`", "as_json": "`--json`"}
 """Options of many commands, which the head of the page explains."""
+TOLD = {"RUN", "CONFIG", "CONFIG|RUN", "RUN|MODEL", "RUN RUN …"}
+"""Arguments that the head of the page explains."""
 
 
 def _command(command: TyperCommand) -> str:
     context = typer.Context(command)
     arguments = [one.metavar or one.name for one in command.params if one.param_type_name == "argument"]
-    told = [one for one in command.params if (one.metavar, one.param_type_name) != ("RUN", "argument")]
+    told = [one for one in command.params if one.metavar not in TOLD or one.param_type_name == "option"]
     records = [one.get_help_record(context) for one in told if one.name not in SHARED]
-    rows = [f"- `{record[0]}`: {record[1]}" for record in records if record]
+    rows = [
+        f"- `{names}`: {meaning.removesuffix('  [required]')}" for names, meaning in filter(None, records)
+    ]
     if shared := [SHARED[str(one.name)] for one in told if one.name in SHARED]:
         rows.append(f"- {', '.join(shared)}")
     heading = " ".join(["### tba", str(command.name), *map(str, arguments)])
-    return "\n\n".join([heading, command.help or "", "\n".join(rows)]).replace("``", "`").rstrip()
+    return (
+        "\n\n".join([heading, command.help or "", "\n".join(rows)])
+        .replace("``", "`")
+        .replace(" range>", ">")
+        .rstrip()
+    )
 
 
 def coming_from_page() -> str:
