@@ -217,8 +217,8 @@ class GeneratorSection(Section):
     """Strings, including special tokens, that end a completion in training and evaluation. The completion
     contains the whole token that completes the string; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 16
-    """Concurrent prompts in a searcher's engine. Times completions_per_prompt, these are its concurrent
-    completions, of which 250 to 500 keep a GPU busy."""
+    """Concurrent prompts in a searcher's engine. Multiplied by completions_per_prompt, this is the number of
+    concurrent completions; 250 to 500 keep a GPU busy."""
     kv_cache_mb: MayChange[Count | None] = None
     """KV cache on each GPU of the engine, MiB: set it if other ranks start on the same GPU. null: what
     gpu_memory_utilization leaves when the engine starts."""
@@ -229,7 +229,7 @@ class GeneratorSection(Section):
     """GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
     """Keep the KV cache of unfinished completions when weights change. This is faster, but later tokens
-    attend to keys and values of older weights."""
+    attend to keys and values of older weights. Recorded log-probabilities reflect that."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
@@ -241,8 +241,8 @@ class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m, the probability that a group's completions are from the most recent sync."""
     capacity_per_prompt: MayChange[Count] = 100
-    """Maximum number of trajectories per prompt; the oldest are evicted first. If unset, in a queue (see
-    replay_limit) as capacity."""
+    """Maximum number of trajectories per prompt; the oldest are evicted first. In a queue (see replay_limit)
+    the default is capacity."""
     capacity: MayChange[Count] = 100_000
     """Maximum number of trajectories; the oldest are evicted first. A queue needs room for
     (exchange.max_staleness + 1) · train.prompts_per_step groups."""
@@ -256,9 +256,10 @@ class BufferSection(Section):
     """Rule by which completions of a prompt are duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
     """Number of steps that may learn from a trajectory before it is evicted; null: no limit. The rest of its
-    prompt's trajectories leave, too, if they are too few for a group. With exchange.max_staleness this makes
-    the buffer a queue: completions of the oldest weights are used first, most_on_policy is ignored, and a
-    step waits for unfinished completions that would otherwise become too stale."""
+    prompt's trajectories leave, too, if they are too few for a group; the trainer waits while too few prompts
+    remain for a step. With exchange.max_staleness this makes the buffer a queue: completions of the oldest
+    weights are used first, most_on_policy is ignored, and a step waits for unfinished completions that would
+    otherwise become too stale."""
 
     @property
     def deduplicate(self) -> bool:
@@ -426,15 +427,15 @@ class ExchangeSection(Section):
     sync_every: Count = 2
     """k, the number of optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)
-    """Maximum number of steps between the weights that sample a trajectory and those that learn from it, for
-    which trainer and searchers wait. 0: on-policy. null: no bound, as in TBA. If unset: null, but with
-    buffer.replay_limit=1 the larger of 8 and 2k − 1."""
+    """Maximum number of steps between the weights that sample a trajectory and those that learn from it.
+    Trainer and searchers wait for each other to respect it. 0: on-policy. null: no bound, as in TBA. If
+    unset: null, but with buffer.replay_limit=1 the larger of 8 and 2k − 1."""
     seal_seconds: MayChange[Positive] = 2.0
     """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
     multiplied by searchers/64."""
     keep_shards: MayChange[Share] = 0.0
     """Share of merged shards kept in RUN/kept for ``tba samples``, evenly over the run. ``tba replay`` needs
-    1."""
+    all of them (1)."""
 
 
 class CheckpointSection(Section):

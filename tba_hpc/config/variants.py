@@ -69,8 +69,8 @@ class TrajectoryBalance(ObjectiveSection):
     log_z: LogZ = "behaviour"
     """Policy whose log-probabilities enter the estimate of log Z. behaviour: the sampling weights, so that a
     group's completions cannot become less likely together on old data. policy: the current weights (the
-    paper's equation 7), for fresh data. none: no KL term; a mismatch between engine and learner then acts
-    like a reward."""
+    paper's equation 7), for fresh or mostly replayed data. none: no KL term; a mismatch between engine and
+    learner then acts like a reward."""
 
 
 class TbaPrime(ObjectiveSection):

@@ -135,8 +135,8 @@ class Site(Section):
     """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
     choose, and MPI's TCP listens on all interfaces, in a one-node job on none."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run first on the first node, such as ``module use /my/modules`` or ``conda activate
-    …``; their exports reach all ranks."""
+    """Shell lines that run first on the first node, such as ``module use /my/modules`` or ``source
+    /opt/conda/etc/profile.d/conda.sh``; their exports reach all ranks."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in order."""
     venv: str | None = None
