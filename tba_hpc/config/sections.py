@@ -61,12 +61,11 @@ class NotifySection(Section):
     """Command that runs for each message, without a shell. The message is its last argument; the variable
     TBA_EVENT is start, alert, silence or end."""
     webhook_variable: MayChange[Variable | None] = None
-    """Environment variable that holds the address of a webhook, for example of Slack or Mattermost. Each
-    message is sent as a POST of {"text": message}. The address is a secret and is never stored."""
+    """Environment variable that holds the address of a webhook, such as Slack's, which gets a POST of
+    {"text": message}. The address is never stored."""
     heartbeat_variable: MayChange[Variable | None] = None
-    """Environment variable that holds an address of a monitoring service such as healthchecks.io. The run
-    requests it (GET) while it works. The service raises an alarm when requests stop, which a dead node cannot
-    do itself."""
+    """Environment variable that holds an address of a service such as healthchecks.io. The run requests it
+    (GET) while it works; when requests stop, the service raises an alarm."""
     heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
     """Pause between two heartbeat requests, s."""
 
@@ -113,11 +112,11 @@ class ModelSection(Section):
     score_centering and for objectives that need samples of the policy they train (oapl and the policy
     gradients), else 1."""
     fp32_head: bool = True
-    """Compute logits of bfloat16 models in float32 in learner, reference and engine, so that their
-    log-probabilities agree more closely."""
+    """Compute logits of bfloat16 models in float32, so that log-probabilities of learner, reference and
+    engine agree more closely."""
     compile: MayChange[bool | None] = None
-    """Compile the layers of policy and reference with torch into fewer, larger kernels, which takes some
-    seconds at the first step. null: only on GPUs, and not with ZeRO-3, which does not allow it."""
+    """Compile the layers of policy and reference with torch, which takes some seconds at the first step.
+    null: on GPUs, except with ZeRO-3, which does not allow it."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
 
@@ -138,8 +137,7 @@ class RewardSection(Section):
     endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command that runs once per completion, without a shell. ``python`` is the run's interpreter, and files
-    are looked up like modules. The program's resources are limited, but not its access to files and network
-    (docs/own-task.md)."""
+    are looked up like modules. It is confined in its resources only (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
     model: str | None = None
@@ -175,8 +173,8 @@ class TaskSection(Section):
     test_file: UserPath | None = None
     """JSONL with held-out problems. null: the task's own source, or a part of train_file."""
     special_tokens: bool = False
-    """Include special tokens, such as answer tags, in the text that rewards, judges, programs, environments
-    and samples see. An end-of-sequence token at the end is always left out."""
+    """Include special tokens, such as answer tags, in the text that rewards, environments and samples see. An
+    end-of-sequence token at the end is always left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -206,8 +204,8 @@ class GeneratorSection(Section):
     temperature: Positive = 0.7
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Probability mass of nucleus sampling. Below 1 some completions are never sampled, so objectives lose
-    their guarantee."""
+    """Probability mass of nucleus sampling. Below 1 objectives lose their guarantee, since some completions
+    are never sampled."""
     tempered_range: tuple[float, float] | None = None
     """Range [low, high] from which half of the training requests draw their temperature uniformly. null: all
     use ``temperature``."""
@@ -217,13 +215,13 @@ class GeneratorSection(Section):
     """Minimum completion length in training, in tokens."""
     stop: tuple[Text, ...] = ()
     """Strings, including special tokens, that end a completion in training and evaluation. The completion
-    contains the string and the whole token that completes it; no end-of-sequence token follows."""
+    contains the whole token that completes the string; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 16
     """Concurrent prompts in a searcher's engine. Multiplied by completions_per_prompt, this is the number of
     concurrent completions; 250 to 500 keep a GPU busy."""
     kv_cache_mb: MayChange[Count | None] = None
-    """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine
-    starts. Set it if other ranks start on the same GPU."""
+    """KV cache on each GPU of the engine, MiB: set it if other ranks start on the same GPU. null: what
+    gpu_memory_utilization leaves when the engine starts."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
     """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb.
     Leave room for the reference."""
@@ -231,37 +229,37 @@ class GeneratorSection(Section):
     """GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
     """Keep the KV cache of unfinished completions when weights change. This is faster, but later tokens
-    attend to keys and values of older weights. Recorded versions and log-probabilities reflect that."""
+    attend to keys and values of older weights. Recorded log-probabilities reflect that."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
-    """Additional vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``.
-    Arguments that other keys set are refused. ``tba plan`` ignores this key."""
+    """Additional vLLM EngineArgs, such as ``quantization: fp8``. Arguments that other keys set are refused.
+    ``tba plan`` ignores this key."""
 
 
 class BufferSection(Section):
     most_on_policy: Share = 0.5
     """m, the probability that a group's completions are from the most recent sync."""
     capacity_per_prompt: MayChange[Count] = 100
-    """Maximum number of trajectories per prompt; the oldest are evicted first. If unset, a queue (see
-    replay_limit) uses the value of capacity."""
+    """Maximum number of trajectories per prompt; the oldest are evicted first. In a queue (see replay_limit)
+    the default is capacity."""
     capacity: MayChange[Count] = 100_000
-    """Maximum number of trajectories in total; the oldest are evicted first. A queue needs room for
+    """Maximum number of trajectories; the oldest are evicted first. A queue needs room for
     (exchange.max_staleness + 1) · train.prompts_per_step groups."""
     reward_temperature: Positive | None = 1.0
     """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: draw them
     uniformly, the default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
     initial_completions: Count = 500
-    """Number of completions in the buffer before the first step, unless exchange.max_staleness is set. At
-    most capacity_per_prompt times the number of training prompts."""
+    """Completions in the buffer before the first step, unless exchange.max_staleness is set. At most
+    capacity_per_prompt times the number of training prompts."""
     duplicates: Duplicates = EqualDuplicates()
     """Rule by which completions of a prompt are duplicates. If unset: none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Number of steps that may learn from a trajectory before it is evicted. If too few trajectories of its
-    prompt remain for a group, they are evicted, too. The trainer waits while too few prompts remain for a
-    step. Together with exchange.max_staleness this makes the buffer a queue: completions of the oldest
-    weights are used first, and most_on_policy is ignored. A step then waits for unfinished completions that
-    would otherwise become too stale. null: no limit."""
+    """Number of steps that may learn from a trajectory before it is evicted; null: no limit. The rest of its
+    prompt's trajectories leave, too, if they are too few for a group; the trainer waits while too few prompts
+    remain for a step. With exchange.max_staleness this makes the buffer a queue: completions of the oldest
+    weights are used first, most_on_policy is ignored, and a step waits for unfinished completions that would
+    otherwise become too stale."""
 
     @property
     def deduplicate(self) -> bool:
@@ -287,8 +285,8 @@ class LearningRate(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
     decay: MayChange[tuple[int, int] | None] = None
-    """First and last step of the decay, such as [400, 1000]. The rate is constant before it; the run may end
-    during it. null: from the end of the warm-up to train.steps."""
+    """First and last step of the decay, such as [400, 1000]; the run may end during it. null: from the end of
+    the warm-up to train.steps."""
 
     @model_validator(mode="before")
     @classmethod
@@ -330,24 +328,23 @@ class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
     """The loss: trajectory balance, TBA′, OAPL, a policy gradient, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Limit on the influence of stale data: weights on each token's gradient, which leave TB's optimum the
-    same. If unset: taper with trajectory_balance and tba_prime, else none. Not available for objectives that
-    bound stale data themselves."""
+    """Weights on each token's gradient, which limit the influence of stale data and leave TB's optimum the
+    same. If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound
+    stale data themselves."""
     score_centering: int = Field(0, ge=0)
     """Number k of recorded tokens for score centering (arXiv 2609.20807), such as 32; 0: off. It subtracts
-    from each token's score ∇log π_θ the mean score under the sampling policy. Old data of constant advantage
-    then have no effect on average. The sampling policy's k likeliest tokens are recorded at each position,
-    which takes 6·k bytes per completion token. All other tokens count as one. Not available for objectives
-    that bound stale data themselves."""
+    from each token's score ∇log π_θ the mean score under the sampling policy, so that old data of constant
+    advantage have no effect on average. Recording that policy's k likeliest tokens takes 6·k bytes per
+    completion token; all others count as one. Not for objectives that bound stale data themselves."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
     """Divisor of a completion's summed token losses: none (sum), its length (completion_tokens), the batch's
-    mean length (batch_tokens) or generator.max_tokens (max_tokens). null: as published, which is
-    completion_tokens for GRPO, else sum."""
+    mean length (batch_tokens) or generator.max_tokens (max_tokens). null: completion_tokens for GRPO, else
+    sum, as published."""
     steps: MayChange[Count] = 1000
-    """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to any step
-    not yet passed. A decaying learning rate then follows the new length."""
+    """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to a step not
+    yet passed; a decaying learning rate follows."""
     prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
@@ -355,20 +352,17 @@ class TrainSection(Section):
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum number of tokens per forward and backward pass, at least model.context_length. A group's prompt
     counts once. If a layer lacks full attention, sequences are padded, and padding counts. Larger groups are
-    split and computed twice, so memory does not depend on K. null: as many tokens as have 8 GiB of
-    activations on a GPU (1 GiB on a CPU), but at most 32k. If the step's largest group has more tokens, the
-    limit is raised to that group."""
+    split and computed twice. null: as many tokens as have 8 GiB of activations on a GPU (1 GiB on a CPU), at
+    most 32k, but at least the step's largest group."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
-    """β of the target policy π* ∝ π_ref·exp(r/β). It is a number, or a schedule of values by step such as
+    """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
     {0: 1.0, 128: 0.05}, linear between them and constant after the last."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher value makes it flatter. A number or a
-    schedule."""
+    """T in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): the higher, the flatter. A number or a schedule."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher value gives the reference less weight. A
-    number or a schedule."""
+    """γ in the same target: the higher, the less the reference weighs. A number or a schedule."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
@@ -376,15 +370,15 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO stage of DeepSpeed: it shards the optimizer state over trainer ranks (1), also gradients (2), also
-    weights (3)."""
+    """ZeRO stage of DeepSpeed, which shards over trainer ranks the optimizer state (1), also gradients (2),
+    also weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: less memory, more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
         default_factory=dict
     )
-    """Additional DeepSpeed settings. Those that other keys set are refused. {zero_optimization:
-    {offload_optimizer: {device: cpu}}} keeps AdamW's state and the master weights in host memory."""
+    """Additional DeepSpeed settings; those that other keys set are refused. {zero_optimization:
+    {offload_optimizer: {device: cpu}}} keeps AdamW's state and master weights in host memory."""
 
     @property
     def searcher_has_reference(self) -> bool:
@@ -440,7 +434,7 @@ class ExchangeSection(Section):
     """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
     multiplied by searchers/64."""
     keep_shards: MayChange[Share] = 0.0
-    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. ``tba replay`` needs
+    """Share of merged shards kept in RUN/kept for ``tba samples``, evenly over the run. ``tba replay`` needs
     all of them (1)."""
 
 
@@ -464,8 +458,8 @@ class TrackSection(Section):
     """Trackers, fed by a separate process on the leading trainer's node; see also ``tba track``."""
 
     wandb: MayChange[Text | None] = None
-    """Weights & Biases project. All resumes log to the same W&B run. WANDB_ENTITY, WANDB_RUN_GROUP and
-    WANDB_MODE=offline work as usual. null: none."""
+    """Weights & Biases project; null: none. All resumes log to the same W&B run, and W&B's environment
+    variables work as usual."""
     tensorboard: MayChange[bool] = False
     """Write event files to RUN/track/tensorboard."""
 
@@ -489,12 +483,12 @@ class LaunchSection(Section):
     searchers: MayChange[Ranks] = 1
     """Searcher ranks, one engine each, that start and end with the trainer. 0: only elastic searchers."""
     elastic: MayChange[Ranks] = 0
-    """Slots for elastic searchers, which join and leave at any time by ``tba search RUN`` on any machine that
-    sees the run directory. The prompts of an empty slot wait."""
+    """Slots for elastic searchers, which ``tba search RUN`` starts at any time on any machine that sees the
+    run directory. The prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Maximum wait for another rank, s; then the run ends and names that rank. Ranks and engines have three
-    times as long to start. Elastic searchers wait six times as long for a queued trainer. After half this
-    time, a silent engine is replaced, a full disk ends the run, and a reward's call is abandoned."""
+    """Maximum wait for another rank, s; then the run ends and names it. Starts may take three times as long,
+    and elastic searchers wait six times as long for a queued trainer. After half this time a silent engine is
+    replaced, a full disk ends the run, and a reward's call is abandoned."""
 
     @property
     def start_seconds(self) -> float:

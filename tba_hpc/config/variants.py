@@ -67,9 +67,9 @@ class TrajectoryBalance(ObjectiveSection):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """TB: the squared VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the sampling weights, so that
-    a group's completions cannot become less likely together on old data. policy: the current weights, as in
-    the paper's equation 7, for fresh or mostly replayed data. none: no KL term; a mismatch between engine and
+    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the sampling weights, so that a
+    group's completions cannot become less likely together on old data. policy: the current weights (the
+    paper's equation 7), for fresh or mostly replayed data. none: no KL term; a mismatch between engine and
     learner then acts like a reward."""
 
 
@@ -95,8 +95,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """Amount added to the baseline, in units of the reward. A negative value gives successes more weight than
-    failures, which helps on stale data (AsymRE)."""
+    """Amount added to the baseline, in units of the reward. Below 0 successes weigh more than failures, which
+    helps on stale data (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -109,9 +109,9 @@ class ClippedTokens(PolicyGradient):
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
-    """Limit of M2PO's mask, which replaces the clip, nats² (M2PO: .04). It acts on tokens that have moved in
-    the direction of their advantage. Those with the largest log-ratios are masked until the mean square of
-    the rest is at most this limit. null: clip."""
+    """Limit of M2PO's mask, nats² (M2PO: .04), instead of the clip. Of the tokens that have moved in the
+    direction of their advantage, it masks those with the largest log-ratios until the mean square of the rest
+    is at most this limit. null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -129,8 +129,8 @@ class DrGrpo(ClippedTokens, Shifted):
 class DecoupledPpo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Dr. GRPO, clipped around the policy of the previous step and weighted by the ratio of that policy to
-    the sampling policy. The previous policy is interpolated as in A-3PO."""
+    """Dr. GRPO, clipped around the previous step's policy, which is interpolated as in A-3PO, and weighted by
+    that policy's ratio to the sampling policy."""
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
 
@@ -211,9 +211,8 @@ class ModelReference(Section):
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Role that computes log π_ref. searcher: scores every completion when it is generated. trainer: scores a
-    completion when it first enters a batch, with a copy of the model in host memory; searchers then hold no
-    second model and log no KL."""
+    """Role that computes log π_ref. searcher: when a completion is generated. trainer: when it first enters a
+    batch, with a copy of the model in host memory; searchers then hold no second model and log no KL."""
 
 
 class FrozenReference(ModelReference):

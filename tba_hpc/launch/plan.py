@@ -115,7 +115,7 @@ class Site(Section):
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     """Wall time of a job; a run that needs more requeues itself."""
     signal_seconds: int = Field(300, ge=2 * REQUEUE_SECONDS)
-    """Seconds before the end of the wall time at which the run is asked to checkpoint. 30 of them are
+    """Seconds before the end of the wall time at which the run is asked to checkpoint; 30 of them are
     reserved for the requeue. Slurm may ask 60 s earlier."""
     requeue: bool = True
     """Let jobs requeue themselves; if false, submit again to resume."""
@@ -133,10 +133,10 @@ class Site(Section):
     """Additional ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
     network_interface: str | None = None
     """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
-    choose, and MPI's TCP listens on all interfaces (none in a one-node job)."""
+    choose, and MPI's TCP listens on all interfaces, in a one-node job on none."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run first on the first node, such as ``module use /my/modules``, ``source
-    /opt/conda/etc/profile.d/conda.sh``, or proxies; their exports reach all ranks."""
+    """Shell lines that run first on the first node, such as ``module use /my/modules`` or ``source
+    /opt/conda/etc/profile.d/conda.sh``; their exports reach all ranks."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in order."""
     venv: str | None = None
@@ -147,7 +147,7 @@ class Site(Section):
         default_factory=dict
     )
     """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where it must be
-    set (else write ``${NAME:-}``). VLLM_CACHE_ROOT and the like move compile caches out of /tmp."""
+    set (else write ``${NAME:-}``)."""
     relaunches: int = Field(3, ge=0)
     """Restarts in a row without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()

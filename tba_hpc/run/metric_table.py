@@ -27,7 +27,7 @@ STEP = {
     "train/loss": _curve("objective's", "loss over the batch"),
     "train/grad_norm": _curve("", "global norm of the gradient before clipping"),
     "train/skipped_steps": _curve(
-        "count, so far", "steps skipped because loss or gradient norm was not finite; these log neither"
+        "count, so far", "steps skipped, since loss or gradient norm was not finite; these log neither"
     ),
     "train/log_ratio": _curve(
         "nats per completion", "mean of log π_θ − p·log π_ref over the batch; on replayed data this is no KL"
@@ -42,39 +42,37 @@ STEP = {
         "become less likely",
     ),
     "train/ess": _curve(
-        "share", "effective sample size of π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
+        "share", "effective sample size of w = π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
     ),
     "train/clip_share": _curve(
         "share", "the batch's tokens (or completions) on which the objective's clip, cap or mask acts"
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
-    "train/length": _curve("tokens", "mean number of sampled tokens per completion of the batch"),
+    "train/length": _curve("tokens", "sampled tokens per completion, mean of the batch"),
     "train/environment_share": _curve("share", "the completions' tokens that an environment wrote"),
     "train/replay_ratio": _curve(
         "steps", "steps that have learned from a trajectory, this one included; mean over the batch"
     ),
     "train/engine_gap": _curve(
         "nats per token",
-        "mean of |log π_engine − log π_learner| over completions of exactly this step's weights, if any",
+        "mean of |log π_engine − log π_learner| over completions of this step's weights, if any",
     ),
     "train/residual": Metric("objective's", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
     "train/log_z": Metric("nats", "estimated log Z, mean over groups"),
-    "train/value": Metric("reward", "V̂ of the completions' requests, mean over completions (OAPL)"),
+    "train/value": Metric("reward", "V̂, mean over completions (OAPL)"),
     "train/reward": _curve("reward", "mean reward of the batch"),
     "train/learning_rate": _curve("", "learning rate of the step"),
     "train/beta": _curve("", "KL coefficient of the step, β·T"),
-    "train/reference_power": Metric("", "p = 1/(γ·T), power of the reference in the step's target policy"),
+    "train/reference_power": Metric("", "p = 1/(γ·T), power of the reference in the target policy"),
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "part of it inside ``learner.step``"),
     "time/reference_seconds": Metric("s", "part of it for the reference, if the trainer computes it"),
     "sync/version": Metric("step", "the last weights published"),
-    "sync/publish_stall_seconds": _curve("s", "stall of the loop in this step's publish, if there was one"),
-    "sync/late": Metric(
-        "count, so far", "publishes postponed because the previous one was still in progress"
-    ),
+    "sync/publish_stall_seconds": _curve("s", "stall of the loop in this step's publish, if any"),
+    "sync/late": Metric("count, so far", "publishes postponed, since the previous one was still in progress"),
     "sync/publishes": Metric("count, so far", "publishes"),
     "buffer/size": _curve("count", "trajectories in the replay buffer"),
     "buffer/prompts": Metric("count", "distinct prompts in it"),
@@ -85,7 +83,7 @@ STEP = {
         "steps", "mean of step − version of the weights that sampled a completion's first token"
     ),
     "staleness/max": _curve("steps", "the batch's maximum"),
-    "staleness/end": _curve("steps", "mean for the last token instead: in a conversation, the last turn's"),
+    "staleness/end": _curve("steps", "the same for the last token: in a conversation, the last turn's"),
 }
 """The trainer's record of an optimizer step."""
 
@@ -100,18 +98,16 @@ SEARCH = {
     "search/truncated_share": _curve("share", "completions cut off by the token limit"),
     "search/kl": _curve(
         "nats per completion",
-        "mean of log π_behaviour − log π_ref over completions not tempered (generator.tempered_range): an "
-        "estimate of KL(π‖π_ref); absent if searchers hold no reference",
+        "mean of log π_behaviour − log π_ref over completions not tempered (generator.tempered_range), which "
+        "estimates KL(π‖π_ref); absent if searchers hold no reference",
     ),
     "search/entropy": _curve(
         "nats per token", "mean of −log π_behaviour over the tokens of completions not tempered"
     ),
     "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
-    "search/length": _curve("tokens", "mean number of sampled tokens per fresh completion"),
+    "search/length": _curve("tokens", "sampled tokens per fresh completion, mean"),
     "search/environment_share": _curve("share", "their tokens that an environment wrote"),
-    "search/turns": _curve(
-        "turns", "mean turns of the policy per fresh completion: 1 without an environment"
-    ),
+    "search/turns": _curve("turns", "turns per fresh completion, mean: 1 without an environment"),
     "search/failed_calls": _curve("share", "their tool calls whose result begins with ``error:``"),
     "search/engine_gap": _curve(
         "nats per token", "as train/engine_gap, on some answers of an evaluation; often absent"
@@ -126,7 +122,7 @@ SEARCH = {
     "search/pending_shards": Metric("count", "shards sent but not yet merged"),
     "search/recompute_share": Metric(
         "share, so far",
-        "tokens that the engine computed again after a load of weights (generator.keep_kv: false), of all",
+        "tokens computed again after a load of weights (generator.keep_kv: false), of all",
     ),
     "search/rebuilds": Metric("count, so far", "engines rebuilt after a failure"),
     "search/nan_groups": Metric("count, so far", "groups sampled again: a log-probability was no number"),
@@ -143,7 +139,7 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "it begins from the checkpoint of ``step``; earlier records of later steps no longer count",
     "filling": "it waits for the first completions",
-    "waiting": "it waits for a shard: none for 50 steps (5 syncs if longer) or since a resume; once a wait",
+    "waiting": "it waits for a shard: none for 50 steps (5 syncs if longer) or since a resume",
     "reset": "the policy became the reference",
     "merged": "a shard entered the buffer: see the fields below",
     "evicted": "trajectories left for age, reference or reuse (buffer.replay_limit): ``evicted``",
@@ -171,9 +167,9 @@ FIELDS = {
     "sync": "version of the last weights published before the merge",
     "searcher, shard": "the shard's searcher and index",
     "trajectories, tokens": "how many the shard has (tokens of completions)",
-    "request_ids": "the requests that it answers or sets aside: positions in the run's prompt sequence",
+    "request_ids": "requests that it answers or sets aside: positions in the prompt sequence",
     "added, duplicates, evicted": "what the buffer did with them, as increments of buffer/…",
-    "again, answered": "trajectories dropped since an earlier shard answered their request; these requests",
+    "again, answered": "trajectories dropped since an earlier shard answered their request; those requests",
     "fault": "what is wrong",
     "place, searchers": "an elastic searcher's place in the prompt sequence, and how many there are",
 }
