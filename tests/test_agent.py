@@ -399,20 +399,25 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
 # --- What costs an episode ---
 
 BAD = {
-    "asks for nothing": ("print(1)", "ended with status 0 before its first request"),
-    "dies": ("ask(user('Go.')); raise SystemExit('I give up')", r"status 1 \(I give up\)"),
+    "asks for nothing": ("print(1)", "my_agent.py ended with status 0 before its first request$"),
+    "is killed": ("ask(user('Go.')); os.kill(os.getpid(), 9)", "SIGKILL and no reward: its last line was ''"),
+    "dies": ("ask(user('Go.')); raise SystemExit('I give up')", "status 1 and no reward: I give up"),
     "cannot start": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
     "hangs": ("ask(user('Go.')); time.sleep(60)", "took more than step_seconds"),
     "hangs at once": ("time.sleep(60)", "took more than step_seconds"),
     "floods": ("ask(user('Go.'))\nwhile True: print('x' * 1000)", "File too large"),
     "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
-    "says no number": ("ask(user('Go.')); print('well')", "no reward as the last line"),
+    "says no number": ("ask(user('Go.')); print('well')", "status 0 and no reward: its last line was 'well'"),
     "takes another way": ("ask(user('Go.'), temperature=0.5)", "status 1"),
     "has another beginning": (
         "ask(user(f'Go. {os.getpid()}')); print(1)",
         "differs from that of earlier episodes",
     ),
     "has a wrong key": ("ask(user('Go.'), key='x')", "401"),
+    "uses OpenAI's other API": (
+        "import openai; openai.OpenAI().responses.create(model='policy', input='Go.')",
+        "404 - there are only chat/completions and models",
+    ),
 }
 
 
@@ -430,6 +435,7 @@ def test_a_program_that_fails_costs_its_episode(
     assert np.isnan(rewards).sum() == (1 if how == "has another beginning" else 2)  # the second to begin
     errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert any(re.search(reason, error) for error in errors), errors
+    assert re.search(reason, group.completions[-1].fault) or how == "has another beginning"
     assert made.play(prompt=1).completions[0].reward == 1.0
 
 
@@ -477,7 +483,8 @@ def test_a_stranger_gets_nothing_and_costs_nothing(stage: Callable[..., Stage]) 
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
             caller = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
             caller.request(method, path, b"{" * 10_000 if method == "POST" else None, head)
-            assert caller.getresponse().status == 401
+            response = caller.getresponse()
+            assert response.status == 401 and b"no open episode has this key" in response.read()
             caller.close()
     assert made.play().completions[0].reward == 1.0
 

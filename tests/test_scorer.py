@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     with pytest.raises(ConfigError, match=sentence):
         search(tmp_path, task, limit=7)
     assert task.groups >= 7
+
+
+def test_the_end_of_a_searcher_names_why_environments_failed(tmp_path: Path) -> None:
+    run, task = (
+        RunDir.create(make_config(tmp_path)),
+        Faulty(lambda _prompt, rewards, _: [math.nan] * len(rewards)),
+    )
+    scorer = Scorer(task, None, ShardWriter(run, 0), seal_seconds=60, most_rejected=2)
+    for group in answers("train", 0, task.prompts("train")[:2]):
+        shut = tuple(replace(one, fault="the shop is shut") for one in group.completions)
+        scorer.submit(replace(group, completions=shut))
+    with pytest.raises(ConfigError, match=r"in a row, at last .* not finite \(the shop is shut\): fix its"):
+        scorer.close()
 
 
 class Mute(BaseException):

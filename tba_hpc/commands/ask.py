@@ -37,13 +37,14 @@ class Reply:
     """An answer.
 
     truncated: whether a limit ended it. tokens: number of tokens, with the end. failed: whether its
-    environment failed.
+    environment failed. fault: why it failed.
     """
 
     text: str
     truncated: bool
     tokens: int
     failed: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def ask(
 
 def _reply(text: str, answer: Completion) -> Reply:
     failed = answer.reward is not None and math.isnan(answer.reward)
-    return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed)
+    return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault)
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
@@ -176,7 +177,8 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
     console = Terminal()
     console.print(Text(asked.prompt.strip("\n"), style="dim"))
     for reply in asked.replies:
-        end = " […its environment failed]" if reply.failed else " […cut off]" if reply.truncated else ""
+        fault = f" […its environment failed: {reply.fault}]"
+        end = fault if reply.failed else " […cut off]" if reply.truncated else ""
         text = f"{reply.text.strip()}{end}".strip() or "(no text: the model ended at once)"
         console.print(Padding(Text(text), (0, 0, 0, 2)))
     console.print(Text(_how(asked), style="dim"))

@@ -194,7 +194,7 @@ class Completion:
     completion; "turns" is the limit task.options.max_turns. reward: given by the environment, NaN if it
     failed. calls, failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest
     tokens at each position, meaningless at the environment's tokens; None if C is 0. last_turn: tokens of the
-    last sampled turn, int32; None: all tokens.
+    last sampled turn, int32; None: all tokens. fault: why the environment failed.
     """
 
     tokens: np.ndarray
@@ -205,6 +205,7 @@ class Completion:
     failed_calls: int = 0
     top_logprobs: np.ndarray | None = None
     last_turn: np.ndarray | None = None
+    fault: str = ""
 
     @property
     def action_T(self) -> np.ndarray:

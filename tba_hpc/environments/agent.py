@@ -11,10 +11,11 @@ output is the reward, unless task.reward is set.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import secrets
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -40,17 +41,17 @@ from tba_hpc.tasks.rewards import Fields
 if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
-Tools = list[dict[str, Any]]
-"""Schemas of a request's tools."""
-
 PROGRAM_CHECK_SECONDS = 0.02
 """Interval of checks whether a program has ended, s."""
+
+SPARE_SECONDS = 5.0
+"""Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
 """Error for requests after a limit has been reached."""
 
-SPARE_SECONDS = 5.0
-"""Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
+Tools = list[dict[str, Any]]
+"""Schemas of a request's tools."""
 
 
 @dataclass(slots=True)
@@ -59,41 +60,35 @@ class ProgramSession:
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
     continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
+    one_at_a_time: held while a request is read and answered.
     """
 
     task: Agent
     request: Request
     row: Fields
-    asked: ChatRequest | None = field(default=None, init=False)
-    sequence: int = field(default=0, init=False)
-    calls: int = field(default=0, init=False)
-    failed_calls: int = field(default=0, init=False)
-    _answer: Future[Body] = field(default_factory=Future, init=False)
-    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict, init=False)  # by sequence
-    _newest: tuple[ChatRequest, Future[Body]] | None = field(default=None, init=False)
-    _waiting: queue.SimpleQueue[tuple[ChatRequest, Future[Body]]] = field(
-        default_factory=queue.SimpleQueue, init=False
-    )
-    _key: str = field(default_factory=secrets.token_urlsafe, init=False)
-    _over: str = field(default="", init=False)
-    _program: Confined | None = field(default=None, init=False)
-    _ended: Ended | None = field(default=None, init=False)
+    asked: ChatRequest | None = None
+    sequence: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _answer: Future[Body] = field(default_factory=Future)
+    _arrived: threading.Event = field(default_factory=threading.Event)
+    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # by sequence
+    _key: str = field(default_factory=secrets.token_urlsafe)
+    _over: str = ""
+    _program: Confined | None = None
 
-    def ask(self, body: Body) -> Future[Body]:
-        """Queue a request; return the future of its answer. The call and the future may raise RefusedError.
+    async def ask(self, asked: ChatRequest) -> Body:
+        """Wait for the answer to a request, and return it. Raises RefusedError.
 
-        Requests are answered one after another. If the last request is sent again, as clients do after a lost
-        connection, it gets the same answer.
+        If the last request is sent again, as clients do after a lost connection, it gets the same answer.
         """
-        asked = ChatRequest.of(body, self.request.sampling, train=self.request.split == "train")
-        if self._newest is None or asked != self._newest[0]:
-            if self._waiting.qsize() >= self.task.max_turns:
-                raise RefusedError(LIMIT)
-            self._newest = asked, Future()
-            self._waiting.put(self._newest)
-        if self._over:
-            self._refuse(self._over)
-        return self._newest[1]
+        if asked != self.asked:
+            self.asked, self._answer = asked, Future()
+            self._arrived.set()
+            if self._over:
+                self._refuse(self._over)
+        return await asyncio.wrap_future(self._answer)
 
     def open(self) -> tuple[list[Message], Tools]:
         """Start the program; return the messages and tools of its first request.
@@ -108,12 +103,12 @@ class ProgramSession:
             seconds=self.task.seconds * (self.task.max_turns + 1),
             memory_mb=self.task.memory_mb,
             variables={"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": self._key},
-            start=endpoint.call,
         )
         added = self._next()
-        if not self.asked:
-            self.end()
-            raise ProgramError(f"{self._ending} before its first request")
+        if not added and (ended := self.end()):
+            why = f"status {ended.status} before its first request: {ended.last_error}"
+            raise ProgramError(f"{self.task.command} ended with {why.rstrip(': ')}")
+        assert self.asked
         return added, self.asked.tools
 
     def act(self, text: str, **count: Any) -> Reaction:
@@ -145,34 +140,29 @@ class ProgramSession:
         self._refuse(LIMIT)
         with suppress(subprocess.TimeoutExpired):
             self._program.process.wait(self.task.seconds)
-        self.end()
-        assert self._ended
-        if self._ended.status == 0 and not self.task.own_reward:
+        ended = self.end()
+        assert ended
+        if ended.status == 0 and not self.task.own_reward:
             return None
-        with suppress(ValueError, TypeError, RecursionError):
-            if self._ended.status == 0:
-                return float(json.loads(self._ended.said.strip().rpartition("\n")[2]))
-        if cut:
-            return 0.0 if self.task.own_reward else None
-        raise ProgramError(f"{self._ending} and no reward as the last line of its output")
+        try:
+            return ended.reward(self.task.command)
+        except ProgramError:
+            if not cut:
+                raise
+        return 0.0 if self.task.own_reward else None
 
-    def end(self) -> None:
-        """Kill the program, and refuse all requests that wait for an answer."""
+    def end(self) -> Ended | None:
+        """Kill the program, and refuse further requests; return its result unless an earlier call did."""
         self.task.endpoint.sessions.pop(self._key, None)
         self._refuse("the episode is over")
         program, self._program = self._program, None
-        if program:
-            self._ended = program.end()
+        return program.end() if program else None
 
     def _refuse(self, why: str) -> None:
+        """Refuse the request that waits for an answer, and all that follow."""
         self._over = self._over or why
-        answers = [self._answer]
-        with suppress(queue.Empty):
-            while True:
-                answers.append(self._waiting.get_nowait()[1])
-        for answer in answers:
-            with suppress(InvalidStateError):
-                answer.set_exception(RefusedError(self._over))
+        with suppress(InvalidStateError):  # there is none
+            self._answer.set_exception(RefusedError(self._over))
 
     def _next(self) -> list[Message]:
         """Wait for the next request or the program's end; return the messages that the request adds.
@@ -184,31 +174,26 @@ class ProgramSession:
         deadline = time.monotonic() + self.task.seconds
         while time.monotonic() < deadline:
             running = self._program.process.poll() is None
-            with suppress(queue.Empty):
-                self.asked, self._answer = self._waiting.get(timeout=PROGRAM_CHECK_SECONDS if running else 0)
-                return self._added(self.asked)
+            if self._arrived.wait(PROGRAM_CHECK_SECONDS if running else 0):
+                self._arrived.clear()
+                return self._added()
             if not running:
                 return []
         self.end()
-        raise TimeoutError(f"{self.task.words[0]} took more than step_seconds={self.task.seconds:g}")
+        limit = f"step_seconds={self.task.seconds:g}"
+        raise TimeoutError(f"{self.task.command} took more than {limit} to its next request or its end")
 
-    def _added(self, asked: ChatRequest) -> list[Message]:
-        messages = asked.plain
+    def _added(self) -> list[Message]:
+        assert self.asked
+        tools, messages = self.asked.tools, self.asked.plain
         repeats = {
             len(known): sequence
-            for sequence, (tools, known) in self._known.items()
-            if tools == asked.tools and known == messages[: len(known)] != messages
+            for sequence, (described, known) in self._known.items()
+            if described == tools and known == messages[: len(known)] != messages
         }
         most = max(repeats, default=0)
         self.sequence = repeats.get(most, len(self._known))
         return messages[most:]
-
-    @property
-    def _ending(self) -> str:
-        """Description of how the program ended, for errors."""
-        assert self._ended
-        why = f" ({self._ended.last_error})" if self._ended.last_error else ""
-        return f"{self.task.words[0]} ended with status {self._ended.status}{why}"
 
 
 class Programs(Conversations):
@@ -225,7 +210,7 @@ class Programs(Conversations):
         sampling, asked = super()._sampling(episode), episode.session.asked
         most = min(sampling.max_tokens, asked.max_tokens, asked.max_completion_tokens)
         least = min(sampling.min_tokens, most)
-        return replace(sampling, max_tokens=most, min_tokens=least, stop=asked.stops)
+        return replace(sampling, max_tokens=most, min_tokens=least, stop=tuple(asked.stop))
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> partial[Reaction]:
         tokens = len(turn.tokens)
@@ -246,7 +231,8 @@ class Programs(Conversations):
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         in_background(episode.session.end)
-        super()._fail(episode, error)
+        own = isinstance(error, ProgramError | TimeoutError | ValueError)  # its sentence says all
+        super()._fail(episode, error.with_traceback(None) if own else error)
 
 
 class Agent(Conversational):
@@ -274,6 +260,7 @@ class Agent(Conversational):
         time from the program's start, or from an answer, to its next request or its end.
         """
         self.own_reward = not reward
+        self.command = " ".join(command)
         self.words = [find_word("task.options.command", word) for word in command]
         self.memory_mb = memory_mb
         super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import in_words
 from tba_hpc.core.ports import Generator, Message
 from tba_hpc.core.task_contract import Failures, class_name
 from tba_hpc.core.types import (
@@ -263,7 +264,9 @@ class Conversations:
     def _end(self, episode: Episode, finish: FinishReason) -> None:
         self._work(episode, episode.session.reward, partial(self._close, finish=finish))
 
-    def _close(self, episode: Episode, reward: float | None, finish: FinishReason = "stop") -> None:
+    def _close(
+        self, episode: Episode, reward: float | None, finish: FinishReason = "stop", fault: str = ""
+    ) -> None:
         """Complete an episode, and its group if this was the last episode."""
         whole = episode.whole
         in_order = np.argsort(episode.sequences, kind="stable").tolist()
@@ -278,6 +281,7 @@ class Conversations:
             failed_calls=episode.session.failed_calls,
             top_logprobs=top,
             last_turn=episode.tokens[-1],
+            fault=fault,
         )
         self._open -= 1
         if len(whole.completions) == whole.request.n:
@@ -293,7 +297,7 @@ class Conversations:
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
             episode.whole.versions[episode.place] = self._loaded  # assigns it to the right evaluation
-        self._close(episode, math.nan)
+        self._close(episode, math.nan, fault=in_words(error))
 
 
 # --- Threads ---

@@ -12,28 +12,39 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from tba_hpc.environments.protocol import MODEL, Body
+from tba_hpc.environments.protocol import MODEL, Body, ChatRequest, RefusedError
 from tba_hpc.run.listeners import owner
 
 if TYPE_CHECKING:
     from tba_hpc.environments.agent import ProgramSession
 
-T = TypeVar("T")
-
 LARGEST_BODY = 16 << 20
 """Largest size of a request, bytes."""
 
 OPEN_FILES = 1 << 16
-"""Limit on file descriptors that a searcher sets, if its own is lower and may be raised."""
+"""Limit on file descriptors, of which a running program takes three, unless a searcher's own is higher."""
 
-CALL_SECONDS = 60.0
-"""Longest wait for a call in the server's thread, s."""
+CLOSE_SECONDS = 5.0
+"""Longest wait for the server to end, s."""
+
+
+class OwnListener(socket.socket):
+    """Listening socket that closes connections of other users unread."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept the next connection. Raises ConnectionAbortedError, as asyncio expects, if it is closed."""
+        connection, address = super().accept()
+        with suppress(OSError):  # perhaps no descriptor is free
+            if owner(connection) in (None, os.getuid()):
+                return connection, address
+        connection.close()
+        raise ConnectionAbortedError
 
 
 class Endpoint:
@@ -45,67 +56,28 @@ class Endpoint:
     def __init__(self) -> None:
         self.sessions: dict[str, ProgramSession] = {}
         now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(now, min(most, OPEN_FILES))  # a running program takes three
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, OPEN_FILES)), most))
+        listener = OwnListener()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_explain])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
         self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(self._serve())
-        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        options = {"sock": listener, "loop": self._loop, "handle_signals": False, "shutdown_timeout": 1.0}
+        options |= {"access_log": None, "print": None}
+        self._thread = threading.Thread(
+            target=web.run_app, args=(app,), kwargs=options, daemon=True, name="endpoint"
+        )
         self._thread.start()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the server's thread, which lives as long as the server; return its result.
-
-        Raises TimeoutError or RuntimeError if the server is being closed.
-        """
-
-        async def called() -> T:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(CALL_SECONDS)
 
     def close(self) -> None:
         """End all sessions and the server."""
         for session in list(self.sessions.values()):
             session.end()
-        self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(5)
-
-    def _run(self) -> None:
-        try:
-            with suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._serving)
-        finally:
-            self._loop.close()  # so that ``call`` fails instead of waiting forever
-
-    async def _serve(self) -> None:
-        app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        assert runner.server
-        try:
-            while True:
-                await self._accept(runner.server)
-        finally:
-            self._listener.close()
-            await runner.cleanup()
-
-    async def _accept(self, server: web.Server) -> None:
-        """Accept the next connection, and close it unless it is from this user."""
-        connection = None
-        try:
-            connection, _ = await self._loop.sock_accept(self._listener)
-            if owner(connection) in (None, os.getuid()):
-                await self._loop.connect_accepted_socket(server, connection)
-                return
-        except OSError:
-            await asyncio.sleep(0.1)  # perhaps no descriptor is free
-        if connection:
-            connection.close()
+        self._loop.call_soon_threadsafe(_leave)
+        self._thread.join(CLOSE_SECONDS)
 
     def _session(self, request: web.Request) -> ProgramSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -120,26 +92,40 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise ValueError("the body is not a JSON object")
-            answer = await asyncio.wrap_future(session.ask(body))
-        except (ValueError, LookupError, RecursionError) as error:  # the last: charset unknown, JSON too deep
-            fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-            return web.json_response({"error": fault}, status=400)
-        return await _stream(request, body, answer) if body.get("stream") else web.json_response(answer)
+        async with session.one_at_a_time:
+            asked = ChatRequest.of(await request.read(), session.request)
+            answer = await session.ask(asked)
+        return await _stream(request, asked, answer) if asked.stream else web.json_response(answer)
 
 
-async def _stream(request: web.Request, body: Body, answer: Body) -> web.StreamResponse:
+@web.middleware
+async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a request that is refused with an error as OpenAI's clients show it."""
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        status, why = 400, str(error)
+    except web.HTTPNotFound as error:
+        status, why = error.status, "there are only chat/completions and models"
+    except web.HTTPException as error:
+        status, why = error.status, str(error.text)
+    fault = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": fault}, status=status)
+
+
+def _leave() -> None:
+    raise web.GracefulExit
+
+
+async def _stream(request: web.Request, asked: ChatRequest, answer: Body) -> web.StreamResponse:
     """Send an answer as a stream: the whole message in one chunk, then the usage if requested."""
     (choice,) = answer["choices"]
-    message = choice["message"]
-    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]
-    delta = {**message, "tool_calls": calls} if calls else message
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
     chunk = {**answer, "object": "chat.completion.chunk", "usage": None}
     chunks = [{**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]}]
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if asked.stream_options.get("include_usage"):
         chunks.append({**chunk, "choices": [], "usage": answer["usage"]})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)

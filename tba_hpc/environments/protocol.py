@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
 
 from tba_hpc.core.ports import Message
-from tba_hpc.core.types import Sampling
+from tba_hpc.core.types import Request
 from tba_hpc.environments.chat import CALL, Call, parse_calls
 
 Body = Mapping[str, Any]
@@ -25,9 +25,23 @@ Body = Mapping[str, Any]
 MODEL = "policy"
 """Name of the only model."""
 
+
+def _joined(content: Any) -> str:
+    """Return a message's text, which may be in parts. Raises ValueError if a part is not a text."""
+    parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
+    texts = [text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise ValueError("the model reads only text")
+    return "".join(texts)
+
+
+Text = Annotated[str, BeforeValidator(_joined)]
 Limit = Annotated[int, Field(ge=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
-Stop = Annotated[str, Field(min_length=1)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 Arguments = Annotated[Json[dict[str, Any]] | dict[str, Any] | str, Field(union_mode="left_to_right")]
 
 
@@ -46,27 +60,20 @@ class ToolCall(BaseModel):
     function: Function
 
 
-class Part(BaseModel):
-    text: str
-
-
 class ChatMessage(BaseModel):
     """A message, with the keys that chat templates use; all others are ignored."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: Text = ""
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
 
     @property
     def plain(self) -> Message:
-        """The message with its parts joined. The model's text is stripped, because some clients strip it."""
-        parts = self.content if isinstance(self.content, list) else [Part(text=self.content or "")]
-        text = "".join(part.text for part in parts)
-        return self.model_dump(exclude_none=True) | {
-            "content": text.strip() if self.role == "assistant" else text
-        }
+        """The message for a template. The model's text is stripped, because some clients strip it."""
+        own = {"content": self.content.strip()} if self.role == "assistant" else {}
+        return self.model_dump(exclude_none=True) | own
 
 
 class ChatRequest(BaseModel):
@@ -78,7 +85,7 @@ class ChatRequest(BaseModel):
     tools: list[dict[str, Any]] = []
     max_tokens: Limit = sys.maxsize
     max_completion_tokens: Limit = sys.maxsize
-    stop: Stop | list[Stop] = []
+    stop: Stops = []
     temperature: float | None = None
     top_p: float | None = None
     n: Literal[1] = 1
@@ -95,32 +102,33 @@ class ChatRequest(BaseModel):
     store: Any = None
 
     @classmethod
-    def of(cls, body: Body, sampling: Sampling, *, train: bool) -> ChatRequest:
-        """Parse a request. Raises RefusedError if it is malformed, or contradicts ``sampling``.
+    def of(cls, body: bytes, request: Request) -> ChatRequest:
+        """Parse a request for a turn of an episode of ``request``. Raises RefusedError.
 
-        train: whether the split is for training. In evaluations temperature and top_p are ignored, because a
-        program may give those of training.
+        In evaluations temperature and top_p are ignored, because a program may give those of training.
         """
         try:
-            asked = cls.model_validate({key: value for key, value in body.items() if value is not None})
+            asked = cls.model_validate_json(body)
         except ValidationError as error:
             first = error.errors()[0]
-            raise RefusedError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        for key in ("temperature", "top_p"):
-            given, own = getattr(asked, key), getattr(sampling, key)
-            if train and given not in (None, own):
+            where = ".".join(map(str, first["loc"])) or "body"
+            raise RefusedError(f"{where}: {first['msg']}: change it, or leave it out") from None
+        for key in ("temperature", "top_p") if request.split == "train" else ():
+            given, own = getattr(asked, key), getattr(request.sampling, key)
+            if given not in (None, own):
                 raise RefusedError(f"{key}={given:g}, but the run samples with {own:g}: leave it out")
         return asked
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        given = body.items() if isinstance(body, dict) else ()
+        return {key: value for key, value in given if value is not None}
 
     @property
     def plain(self) -> list[Message]:
         """All messages; see ``ChatMessage.plain``."""
         return [message.plain for message in self.messages]
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Strings that end the turn."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def message_of(text: str, asked: ChatRequest, number: int) -> tuple[Message, int]:
@@ -128,7 +136,7 @@ def message_of(text: str, asked: ChatRequest, number: int) -> tuple[Message, int
 
     asked: the request that the turn answers. number: number of earlier tool calls in the episode.
     """
-    for stop in asked.stops:
+    for stop in asked.stop:
         text = text.partition(stop)[0]
     thought, _, said = text.rpartition("</think>")
     found = parse_calls(said) if asked.tools and asked.tool_choice == "auto" else []

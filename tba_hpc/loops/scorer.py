@@ -315,7 +315,9 @@ class Scorer:
         if rejected < total:
             self._no_reward.in_a_row = 0
         if rejected:
-            what = _end_of(error) if error else f"gave {rejected} of {total} that are not finite"
+            faults = [f" ({one.fault})" for one in group.completions if one.fault]
+            what = f"gave {rejected} of {total} that are not finite{''.join(faults[:1])}"
+            what = _end_of(error) if error else what
             self._no_reward.note(f"{call}{which} {what}", error, counts=rejected == total)
         return rewards, parts
 

@@ -21,27 +21,35 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.run.background import Worker
 from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
 """Most bytes of any file that a program writes, including its output."""
 
+LARGEST_LINE = 1 << 16
+"""Most bytes at the end of a program's error output that are read."""
+
 OPEN_FILES = 64
 """Most files that a program may have open."""
 
+START_SECONDS = 60.0
+"""Longest wait for a program's process, s."""
+
 QUOTED = 200
-"""Number of bytes at the end of a program's error output that an error quotes."""
+"""Most characters of a program's last line that an error quotes."""
 
 # Limits are set in a separate program, because code between fork and exec may hang in a process with threads.
-# The kernel kills it together with the thread that waits for it, as in run.signals.die_with.
+# The kernel kills it together with the thread that starts it, as in run.signals.die_with.
 LIMITER = """
 import ctypes, os, resource, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -73,14 +81,14 @@ for folder in glob.glob(glob.escape(sys.argv[1]) + "*"):
 """
 
 
-Process = subprocess.Popen[bytes]
+Process = subprocess.Popen[Any]
 
 
 class Keeper:
     """Helper process that kills this process's programs and their children once this process has ended.
 
     It finds them by the TMPDIR in their environment, and removes their folders. It starts with the first
-    program.
+    program, as does a thread that starts programs, because the kernel kills each together with this thread.
     """
 
     def __init__(self) -> None:
@@ -89,15 +97,20 @@ class Keeper:
         self._prefix = f"tba-program-{secrets.token_hex(8)}-"
 
     def prefix(self) -> str:
-        """Start the helper unless it runs; return the prefix of the names of programs' folders."""
+        """Start helper and thread unless they run; return the prefix of the names of programs' folders."""
         with self._lock:
             if self._process is None:
+                self._starter = Worker("programs")
                 words = [sys.executable, "-I", "-S", "-c", KEEPER, f"{tempfile.gettempdir()}/{self._prefix}"]
                 quiet = subprocess.DEVNULL
                 self._process = subprocess.Popen(
                     words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
                 )
         return self._prefix
+
+    def start(self, words: Sequence[str], **options: Any) -> Process:
+        """Start a program in the thread; ``options`` are those of Popen. ``prefix`` must have been called."""
+        return self._starter.submit(partial(subprocess.Popen, words, **options)).result(START_SECONDS)
 
 
 _keeper = Keeper()
@@ -131,15 +144,7 @@ class Program:
         ended = run_confined(self._words, text, seconds=section.seconds, memory_mb=section.memory_mb)
         if ended.status < 0:
             return math.nan if section.when_killed is None else section.when_killed
-        last = ended.said.strip().rpartition("\n")[2]
-        try:
-            if ended.status == 0:
-                return float(last)
-        except ValueError:
-            pass
-        why = ended.last_error or f"its last line was {last[:QUOTED]!r}"
-        status = ended.status
-        raise ProgramError(f"{self._key}: {self._words[0]} ended with status {status} and no reward: {why}")
+        return ended.reward(f"{self._key}: {self._words[0]}")
 
 
 class Ended(NamedTuple):
@@ -152,13 +157,22 @@ class Ended(NamedTuple):
     said: str
     last_error: str
 
+    def reward(self, name: str) -> float:
+        """Return the number in the last line of the output. Raises ProgramError, which calls it ``name``."""
+        last = self.said.strip().rpartition("\n")[2]
+        with suppress(ValueError):
+            if self.status == 0:
+                return float(last)
+        how = f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
+        why = self.last_error or f"its last line was {last[:QUOTED]!r}"
+        raise ProgramError(f"{name} ended with {how} and no reward: {why}")
+
 
 class Confined:
     """A running program with ``text`` as its input, within the limits that the module describes.
 
     seconds: limit on the processor time of each of its processes. variables: additional environment
-    variables. start: function that calls its argument to start the program. The kernel ends the program when
-    the thread that made this call ends.
+    variables.
     """
 
     def __init__(
@@ -169,7 +183,6 @@ class Confined:
         seconds: float,
         memory_mb: int,
         variables: Mapping[str, str] | None = None,
-        start: Callable[[Callable[[], Process]], Process] = lambda call: call(),
     ) -> None:
         limits = (os.getpid(), memory_mb << 20, math.ceil(seconds) + 1, LARGEST_FILE, OPEN_FILES)
         limiter = [sys.executable, "-I", "-S", "-c", LIMITER, *map(str, limits)]
@@ -180,16 +193,14 @@ class Confined:
                 tempfile.TemporaryDirectory(prefix=_keeper.prefix(), ignore_cleanup_errors=True)
             )
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            self.process = start(
-                lambda: subprocess.Popen(
-                    [*limiter, *words],
-                    stdin=asked,
-                    stdout=self._said,
-                    stderr=self._errors,
-                    cwd=folder,
-                    env=_environment(folder) | dict(variables or {}),
-                    start_new_session=True,
-                )
+            self.process = _keeper.start(
+                [*limiter, *words],
+                stdin=asked,
+                stdout=self._said,
+                stderr=self._errors,
+                cwd=folder,
+                env=_environment(folder) | dict(variables or {}),
+                start_new_session=True,
             )
             self._files = files.pop_all()
 
@@ -199,7 +210,7 @@ class Confined:
         kill_session(self.process.pid)
         self.process.wait()
         with self._files:
-            last_error = _end_of(self._errors, QUOTED).strip().rpartition("\n")[2]
+            last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)
 
