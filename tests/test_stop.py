@@ -5,8 +5,10 @@ Of Slurm jobs: slurm/test_commands.py.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from typed import tba
 from tba_hpc.launch import LaunchError, stop
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.owners import Owner
+from tba_hpc.run.owners import Owner, take_lease
 from tests.test_local_launch import Launched, alive, config_of, wait_until
 
 
@@ -59,6 +61,23 @@ def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
     run.mark_finished()
     assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished"
     assert not list(run.owners.glob("*")), "a question leaves nothing behind"
+
+
+def test_elastic_searchers_that_keep_their_nodes_are_named(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lone = take_lease(run, ["searcher-1000"])
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    of_job = [take_lease(run, [f"searcher-{place}"]) for place in (1001, 1002)]
+    leases = [lease for lease in (lone, *of_job) if lease]
+    ends = f"scancel 13; kill -USR1 {os.getpid()} (on {socket.gethostname()})"
+    said = f"; 3 elastic searchers will wait for that on nodes of their own; to end them: {ends}"
+    assert stop.stop(run).endswith(f"to resume it: tba run {run.path}{said}")
+    run.mark_finished()
+    assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished", "they leave by themselves"
+    for lease in leases:
+        lease.release()
+    assert len(leases) == 3
 
 
 def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Launched]) -> None:

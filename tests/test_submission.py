@@ -116,6 +116,10 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
     assert f"source {quote(f'{code}/launch/job_supervisor.sh')}" in text
     assert script(submission, make=True) == text, "after a requeue"
+    without = tmp_path / "cpu.yaml"
+    without.write_text("{gpus_per_node: 0, ranks_per_node: 3}")
+    text = script(replace(submission, site=without, run_root=tmp_path / "of-cpus"))
+    assert "TRAINERS=1\nSEARCHERS=2\n" in text and "--gres" not in text, "as the site says"
 
 
 def test_ranks_that_exchange_files_need_no_mpi() -> None:

@@ -68,7 +68,10 @@ class Submission:
 
     def load_site(self) -> Site:
         """Load the site file with the changes of this submission. Raises ConfigError."""
-        site = load_site(self.site, **({"time": self.time} if self.time else {}), **self._given)
+        time = {"time": self.time} if self.time else {}
+        site = load_site(self.site, **time)
+        if self.here:
+            site = load_site(self.site, **time, **_given(site))
         options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
         changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
         if self.here:
@@ -77,14 +80,6 @@ class Submission:
             # In a job with whole nodes (--exclusive) a step gets only the GPUs that it asks for.
             changes["srun_arguments"] = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
         return site.model_copy(update=changes)
-
-    @property
-    def _given(self) -> dict[str, object]:
-        """Site keys that this job's own nodes determine; they override the site file."""
-        if not self.here:
-            return {}
-        gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
-        return {"gpus_per_node": int(gpus), "cpus_per_node": int(cpus), "hetjob": False}
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
         """Return the run's config and its plan on ``site``. Raises ConfigError.
@@ -99,6 +94,16 @@ class Submission:
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
         return load_anchored(path, [*overrides, *split.overrides]), split
+
+
+def _given(site: Site) -> dict[str, object]:
+    """Return site keys that this job's own nodes determine. With ``gpus_per_node: 0`` no rank gets a GPU."""
+    gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
+    return {
+        "gpus_per_node": int(gpus) if site.gpus_per_node else 0,
+        "cpus_per_node": int(cpus),
+        "hetjob": False,
+    }
 
 
 def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:

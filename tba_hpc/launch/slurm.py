@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -188,6 +189,6 @@ def refuse_active(run: RunDir) -> None:
     """Raise SubmitError if a job of the run is queued or running."""
     if job := active_job(run):
         raise SubmitError(
-            f"job {job.number} of this run is {job.state.lower()} already: let it finish "
-            f"('squeue --job {job.number}'), or cancel it first: scancel {job.number}"
+            f"job {job.number} of this run is {job.state.lower()} already: let it finish, or end it first: "
+            f"{shlex.join(['tba', 'stop', str(run.path), '--wait', '600'])}"
         )

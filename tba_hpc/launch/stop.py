@@ -13,11 +13,12 @@ from contextlib import suppress
 
 import psutil
 
+from tba_hpc.core.wording import count
 from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.owners import Owner, keeps_open, owner_at_work
+from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
 LAUNCHER_END_SECONDS = 10.0
@@ -43,7 +44,7 @@ def stop(run: RunDir) -> str:
         case owner:
             _refuse_stranger(run, owner)
             _signal(owner, signal.SIGUSR1)
-            return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}"
+            return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}{_staying(run)}"
 
 
 def cancel(run: RunDir) -> str:
@@ -58,7 +59,8 @@ def cancel(run: RunDir) -> str:
             _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
-    return f"{said}; nothing sealed is lost, and it resumes from its last checkpoint: {_again(run)}"
+    resumed = f"it resumes from its last checkpoint: {_again(run)}{_staying(run)}"
+    return f"{said}; nothing sealed is lost, and {resumed}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:
@@ -97,7 +99,7 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
 
 
 def _nobody(run: RunDir) -> str:
-    done = "it is finished" if run.finished else f"to resume it: {_again(run)}"
+    done = "it is finished" if run.finished else f"to resume it: {_again(run)}{_staying(run)}"
     return f"nobody is at work on {run.path}; {done}"
 
 
@@ -107,11 +109,24 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
     jobs = _of_chain(run, job)
     if job.waiting:
         ask("scancel", "--state=PENDING", *jobs)
-        return f"job {job.number} was waiting in the queue, and is cancelled; to resume: {_again(run)}"
+        then = f"to resume: {_again(run)}{_staying(run)}"
+        return f"job {job.number} was waiting in the queue, and is cancelled; {then}"
     if jobs[1:]:
         ask("scancel", *jobs[1:])
     ask("scancel", "--batch", "--signal=USR1", job.number)
-    return f"job {job.number} is asked to checkpoint and end, not to requeue; to resume then: {_again(run)}"
+    then = f"to resume then: {_again(run)}{_staying(run)}"
+    return f"job {job.number} is asked to checkpoint and end, not to requeue; {then}"
+
+
+def _staying(run: RunDir) -> str:
+    """Name the elastic searchers, which keep their nodes, and how to end them; empty if there are none."""
+    names = {file.stem for file in run.owners.glob("searcher-*.*")}
+    there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
+    jobs = sorted({owner.job for owner in there if owner.job}, key=int)
+    ends = [shlex.join(["scancel", *jobs])] if jobs else []
+    ends += [f"kill -USR1 {owner.pid} (on {owner.host})" for owner in there if not owner.job]
+    who = count(len(there), "elastic searcher")
+    return f"; {who} will wait for that on nodes of their own; to end them: {'; '.join(ends)}" if ends else ""
 
 
 def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:

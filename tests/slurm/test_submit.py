@@ -187,7 +187,9 @@ def test_mpich_speaks_pmi2(cluster: Cluster, tmp_path: Path, mpich: Path) -> Non
 def test_a_run_has_one_job_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
-    with pytest.raises(slurm.SubmitError, match=f"job {job} of this run is .* already.*scancel"):
+    with pytest.raises(
+        slurm.SubmitError, match=f"job {job} of this run is .* already.*tba stop .*--wait 600"
+    ):
         slurm.submit(run, script)
     _working(cluster, run, 1)
     with pytest.raises(slurm.SubmitError, match="is running already"):
