@@ -213,6 +213,10 @@ class MpiWorld:
         """Send ``message`` to every other rank; an ExchangeError names those that do not take it."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
+    def is_called(self, tag: Tag) -> bool:
+        """Return whether a message of the leader has arrived that nobody has received yet."""
+        return self.comm.Iprobe(self._place(LEADER), tag)
+
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
