@@ -96,7 +96,7 @@ class Searcher:
         update = self.exchange.poll()
         if update is None:
             return
-        # After a stop request, too: the trainer learns of it in a round, which waits for readers of old weights.
+        # After a stop request, too: the trainer learns of it in a round, and old weights may delay that.
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication

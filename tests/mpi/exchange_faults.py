@@ -211,6 +211,19 @@ def ends_during_evaluation() -> None:
         time.sleep(0.01)
 
 
+def hangs_after_the_end() -> None:
+    """Searcher 1 has heard of the end, and goes on with something else."""
+    world = join()
+    if RANK == 0:
+        open_trainer(world, LAYOUT).close()
+    else:
+        exchange = MpiSearcherExchange(world)
+        while not exchange.closed:
+            time.sleep(0.01)
+        time.sleep(60 if RANK == 2 else 0)
+    world.leave()
+
+
 def large_weights() -> None:
     """80 MB of bf16 in buckets of 1 MB between three one-rank nodes."""
     layout = WeightLayout.of([(f"layer{i}", (1024, 1 << 12)) for i in range(10)], "BF16")
@@ -254,8 +267,8 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         *(wrong_size, wrong_role, never_joins, never_connects, trainer_never_connects, stops_answering),
-        *(main_thread_hangs, slow_evaluation, stops_during_loads, ends_during_evaluation, large_weights),
-        describes_itself,
+        *(main_thread_hangs, slow_evaluation, stops_during_loads, ends_during_evaluation),
+        *(hangs_after_the_end, large_weights, describes_itself),
     )
 }
 

@@ -55,6 +55,10 @@ def world(case: str, ranks: int = 3, **environment: str) -> tuple[Outcome, float
             r"searcher 1 \(world rank 2 on \S+\) did not confirm round \d+ within 2 s: its main thread or "
             "its engine hangs; see its log",
         ),
+        (
+            "hangs_after_the_end",
+            r"searcher 1 \(world rank 2 on \S+\) did not end with the run within 4 s: its process or",
+        ),
     ],
 )
 def test_a_missing_peer_is_named_within_the_deadline(case: str, sentence: str) -> None:
