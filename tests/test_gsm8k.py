@@ -74,6 +74,10 @@ def test_the_final_number_rule(text: str, number: str | None) -> None:
     [
         ("#### 3.5", "3.5"),
         ("It is\n#### $7/2.", "7/2"),
+        ("#### .5", ".5"),
+        ("#### $.75$.", ".75"),
+        ("It costs about .5", ".5"),
+        ("It is so... 5.", "5"),
         (r"Half of seven:" + "\n" + r"\boxed{\frac{7}{2}}" + "\n", r"\boxed{\frac{7}{2}}"),
     ],
 )

@@ -626,6 +626,27 @@ def test_a_searcher_leaves_its_evaluation_when_the_trainer_ends_the_run(tmp_path
     assert exchange.polled and find_evaluation(run, "test", 12) is None
 
 
+def test_it_leaves_its_evaluation_even_if_newer_weights_wait(tmp_path: Path) -> None:
+    """Weights are not taken during an evaluation, and only the trainer's process was asked to stop."""
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    exchange = FileSearcherExchange(run.weights, 0, attempt="first", deadline=240)
+    searcher = make_searcher(config, run, exchange, generator=Endless(TABLE))
+    leader = parts.file_exchange()
+    thread = threading.Thread(target=searcher.run, daemon=True)
+    for publication in (Publication(version=0, evaluate="test"), Publication(version=2)):
+        while not leader.publish(publication, parts.learner.write_weights):
+            time.sleep(0.01)
+        if publication.evaluate:
+            thread.start()
+            while not searcher.evaluator.busy:
+                time.sleep(0.01)
+    leader.close()
+    thread.join(20)
+    assert not thread.is_alive() and find_evaluation(run, "test", 0) is None
+
+
 @pytest.mark.parametrize("version", [7, 12])
 def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
     version: int, tmp_path: Path
@@ -830,10 +851,12 @@ class OneShot:
         return len(self.offered)
 
     @property
-    def closed(self) -> bool:
+    def ended(self) -> bool:
         """Whether enough has come."""
         enough = sum(len(shard.trajectories) for shard in self.offered) >= self.wanted
         return self.polled and self.closes and enough
+
+    closed = ended
 
 
 def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> None:

@@ -596,6 +596,13 @@ def test_a_program_gets_row_and_words_and_nothing_of_our_environment(
     assert program(own, text)(answers) == [1 + 15 + 3, 2 + 3]
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_program_that_floods_its_output_costs_one_completion(own: Path, stream: str) -> None:
+    text = f"n = len(row['completion'])\nprint('x' * (n << 20), file=sys.{stream}); print(n)"
+    answers: list[Any] = [({}, "a"), ({}, "a" * 40), ({}, "aa")]
+    assert program(own, text, when_killed=-1.0)(answers) == [1, -1, 2]
+
+
 def test_a_program_that_runs_too_long_or_dies_is_killed_with_its_session(own: Path) -> None:
     pid = own / "pid"
     text = "import subprocess\nchild = subprocess.Popen(['sleep', '600'], process_group=0)\n"

@@ -413,6 +413,28 @@ def test_without_a_model_the_sampler_is_the_reference_or_the_trainer_scores_it(
     np.testing.assert_array_equal(found.ref_logprobs, expected)
 
 
+def test_the_end_of_a_run_does_not_wait_for_every_slow_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was scored in time is sealed; nothing is noted of the rest, which a resume samples again."""
+
+    def slow(_prompt: Prompt, rewards: list[float], _groups: int) -> list[float]:
+        time.sleep(0.2)
+        return rewards
+
+    monkeypatch.setattr("tba_hpc.loops.scorer.CLOSING_SECONDS", 1.0)
+    run, task = RunDir.create(make_config(tmp_path)), Faulty(slow)
+    scorer = Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60)
+    groups = answers("train", 0, task.prompts("train")) * 15
+    for number, group in enumerate(groups):
+        scorer.submit(replace(group, request=replace(group.request, id=number)))
+    began = time.monotonic()
+    results = scorer.close()
+    assert time.monotonic() - began < 6, "12 s of rewards wait"
+    (shard,) = [one.shard for one in results if one.shard]
+    assert 0 < len(shard.request_ids) == task.groups < 30
+
+
 class Unjudged(TabularTask):
     """All answers are right, but it cannot judge what answers some prompts."""
 

@@ -408,6 +408,10 @@ class SearcherExchange(Protocol):
         """Number of shards offered and not yet merged, which limits how far a searcher runs ahead."""
 
     @property
+    def ended(self) -> bool:
+        """True once the trainer has ended the run, even if ``poll`` has yet to return the last weights."""
+
+    @property
     def closed(self) -> bool:
         """True once the trainer has ended the run and ``poll`` has returned the last weights."""
 

@@ -455,9 +455,13 @@ class FileSearcherExchange:
         return len(self._offered)
 
     @property
-    def closed(self) -> bool:
+    def ended(self) -> bool:
         self._look()
-        return self._ended and self._next_entry() is None
+        return self._ended
+
+    @property
+    def closed(self) -> bool:
+        return self.ended and self._next_entry() is None
 
     @property
     def _has_started(self) -> bool:
@@ -567,8 +571,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
     @property
     def closed(self) -> bool:
         """True if this searcher must leave, or if the run is finished."""
-        self._look()
-        return self._ended
+        return self.ended
 
     @property
     def _has_started(self) -> bool:

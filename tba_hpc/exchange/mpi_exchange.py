@@ -17,7 +17,8 @@ confirms round n − 1 only when nobody reads write n − 2 any more. If a rank 
 or with a slow engine, the spare file takes the place of that file. So nobody reads what is overwritten.
 
 A round with weights to evaluate is confirmed only once the main thread has taken them, so that no newer ones
-can replace them. A searcher that is slow to confirm delays the next round, never the trainer's steps.
+can replace them. A searcher that is slow to confirm delays the next round, and the others are
+told to wait for it. It delays neither the trainer's steps nor the end, whose header need not wait for it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Purpose(IntEnum):
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
     END = 3  # peers stop serving rounds
+    WAIT = 4  # another rank has yet to confirm the last round
 
 
 class Status(IntEnum):
@@ -143,6 +145,7 @@ class MpiTrainerExchange:
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
+        self._closing = self._ended = False
         log.info(
             "exchange: %d ranks on %d nodes, %.1f MB of weights",
             *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
@@ -186,9 +189,10 @@ class MpiTrainerExchange:
         return self._stop_requested
 
     def close(self) -> None:
+        """End the run; a present round waits for no evaluation, and for nobody who still reads weights."""
+        self._closing = True
         self._thread.wait()
-        end = self._header(Purpose.END)
-        self._thread.start(partial(self._world.send_all, end, Tag.HEADER, "did not take its leave"))
+        self._thread.start(self._end)
         self._thread.wait()
 
     def _start(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
@@ -200,6 +204,7 @@ class MpiTrainerExchange:
         """Run one whole round; ``written`` first waits for weights that are still being written."""
         if written:
             written()
+        self._rounds += 1
         self._world.send_all(
             self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
@@ -213,7 +218,6 @@ class MpiTrainerExchange:
         self._confirmed()
 
     def _header(self, purpose: Purpose) -> np.ndarray:
-        self._rounds += 1
         published = self._published if purpose is Purpose.PUBLISH else None
         # HEADER has no room for lease_ends; elastic searchers read them from a manifest instead.
         text = msgspec.json.encode(replace(published, lease_ends={})) if published else b""
@@ -233,9 +237,15 @@ class MpiTrainerExchange:
 
     def _confirmed(self) -> None:
         """Wait for every rank to confirm the round. A rank that reports BUSY gets a new deadline."""
-        waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
+        told = time.monotonic()
+        waiting_since = dict.fromkeys(self._world.peers, told)
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since or not self._memory.has_room(self._writes):
+        while waiting_since or not (self._ended or self._memory.has_room(self._writes)):
+            if self._closing:
+                self._end()
+            elif time.monotonic() - told > self._world.deadline:
+                told = time.monotonic()
+                self._let_wait([rank for rank in self._world.peers if rank not in waiting_since])
             for rank, (status, (_, request)) in list(answers.items()):
                 if not request.Test():
                     continue
@@ -246,6 +256,18 @@ class MpiTrainerExchange:
                     answers[rank], waiting_since[rank] = self._next_status(rank), time.monotonic()
             self._refuse_silence(waiting_since)
             time.sleep(LONGEST_PAUSE)
+
+    def _let_wait(self, ranks: list[int]) -> None:
+        """Tell ranks that have confirmed the round that it goes on, or they would miss the next one."""
+        wait = self._header(Purpose.WAIT)
+        sends = [self._world.send(wait, rank, Tag.HEADER) for rank in ranks]
+        self._world.wait_for(sends, f"did not take word that round {self._rounds} goes on")
+
+    def _end(self) -> None:
+        """Tell every rank, once, that the run is over."""
+        if not self._ended:
+            self._ended = True
+            self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
 
     def _next_status(self, rank: int) -> tuple[np.ndarray, Pending]:
         status = np.empty(1, np.int64)
@@ -275,6 +297,8 @@ class _Peer:
     def _serve(self) -> None:
         """Take part in the leader's rounds until the last."""
         while (header := self._next_header())["purpose"] != Purpose.END:
+            if header["purpose"] == Purpose.WAIT:
+                continue
             self._transfer(header)
             self._until_free(int(header["write"]) + 1)
             self._send_status(Status.CONFIRMED)
@@ -303,9 +327,12 @@ class _Peer:
         self._handed_over()
 
     def _until_free(self, write: int) -> None:
-        """Wait until the next weights may be written; meanwhile report to the leader that this rank lives."""
+        """Wait until the next weights may be written; meanwhile report to the leader that this rank lives.
+
+        If the leader ends the run, no more weights follow.
+        """
         reported = time.monotonic()
-        while not (self._is_free() and self._memory.has_room(write)):
+        while not (self._world.is_called(Tag.HEADER) or (self._is_free() and self._memory.has_room(write))):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()
             if self._last_call > reported and now - reported > self._world.deadline / 4:
@@ -393,10 +420,14 @@ class MpiSearcherExchange(_Peer):
             return len(self._offered) + self._in_transit
 
     @property
-    def closed(self) -> bool:
+    def ended(self) -> bool:
         self._called()
+        return self._thread.finished
+
+    @property
+    def closed(self) -> bool:
         with self._lock:
-            return self._thread.finished and self._unseen is None
+            return self.ended and self._unseen is None
 
     def _called(self) -> None:
         self._holding = False

@@ -79,6 +79,9 @@ READ_DEADLINES = IDLE_DEADLINES - 2
 """Number of deadlines that readers have to release weights if there is no memory for the spare file. After
 them the leader gives up and names their node, before other ranks give up waiting for its next round."""
 
+END_DEADLINES = 2
+"""Number of deadlines that ranks have, once the run is over, to score and seal what they hold."""
+
 
 class Tag(IntEnum):
     """Kinds of point-to-point messages."""
@@ -90,6 +93,7 @@ class Tag(IntEnum):
     SHARD = 5
     ARRIVED = 6
     STATUS = 7
+    LEAVE = 8
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -213,6 +217,10 @@ class MpiWorld:
         """Send ``message`` to every other rank; an ExchangeError names those that do not take it."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
+    def is_called(self, tag: Tag) -> bool:
+        """Return whether a message of the leader has arrived that nobody has received yet."""
+        return self.comm.Iprobe(self._place(LEADER), tag)
+
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
@@ -284,6 +292,21 @@ class MpiWorld:
         memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory
+
+    def leave(self) -> None:
+        """Wait until all ranks have ended their work, before MPI's own end, which has no deadline.
+
+        Raises ExchangeError that names ranks which still work.
+        """
+        done, what = np.array([self.rank]), "did not end with the run"
+        longest = END_DEADLINES * self.deadline
+        if self.rank == LEADER:
+            told = [self.receive(done.copy(), rank, Tag.LEAVE) for rank in self.peers]
+            self.wait_for(told, what, seconds=longest, pause=LONGEST_PAUSE)
+            self.send_all(done, Tag.LEAVE, what)
+        else:
+            messages = self.send(done, LEADER, Tag.LEAVE), self.receive(done.copy(), LEADER, Tag.LEAVE)
+            self.wait_for(messages, what, seconds=2 * longest, pause=LONGEST_PAUSE)
 
     def _meet(self) -> tuple[str, ...]:
         """Exchange and return the host names of all ranks."""

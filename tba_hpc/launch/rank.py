@@ -55,6 +55,8 @@ def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
         with explained(partial(write_note, run, role, placement.index)):
             placement.choose_gpus()
             yield config, placement
+            if placement.mpi:
+                placement.mpi.leave()
 
 
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:

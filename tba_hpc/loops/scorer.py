@@ -52,6 +52,9 @@ ANSWERS_AT_ONCE = 16
 MOST_REJECTED = 10
 """Number of consecutive groups without a usable reward, or of unjudged answers, at which a searcher ends."""
 
+CLOSING_SECONDS = 30.0
+"""Time at the end of a run in which waiting groups are still scored, s. A resume samples the others again."""
+
 LARGEST = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward, as shards hold float32. Larger ones are set aside as not finite."""
 
@@ -170,6 +173,7 @@ class Scorer:
         self._answers: deque[Group] = deque()
         self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
+        self._end = math.inf  # time after which the task is not called any more, on the monotonic clock
 
     def submit(self, group: Group) -> None:
         """Queue a finished training group. Groups that wait are scored together."""
@@ -241,7 +245,8 @@ class Scorer:
             self._underway.close()
 
     def close(self) -> list[Scored]:
-        """Score and seal all remaining groups, without judging answers. No other call may follow."""
+        """Score remaining groups for up to CLOSING_SECONDS and a call, and seal them. No call may follow."""
+        self._end = time.monotonic() + CLOSING_SECONDS
         self._do(self._seal)
         results = self._take(lambda: True)
         self._worker.close(LEAVING_SECONDS)
@@ -260,7 +265,7 @@ class Scorer:
     def _score(self, unscored: deque[Group]) -> Scored:
         """Score the waiting groups, and append them to the open shard."""
         groups = [unscored.popleft() for _ in range(min(len(unscored), BACKLOG))]
-        rewarded = [self._reward(group) for group in groups]
+        rewarded = [self._reward(group) for group in groups if time.monotonic() < self._end]
         kept = [one for one in rewarded if one.rewards]
         rows = self._logprobs_of([one.group for one in kept])
         sums = sum((one.sums for one in rewarded), Sums())
@@ -326,6 +331,8 @@ class Scorer:
         return rewards, checked_parts(self._task, len(rewards))
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
+        if time.monotonic() > self._end:
+            return []
         rows = zip(answers, self._verdicts(answers), self._ref_logprobs(answers), strict=True)
         return [Judged(answer, right, reward, logprob) for answer, (right, reward), logprob in rows]
 

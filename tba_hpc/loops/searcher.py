@@ -73,6 +73,8 @@ class Searcher:
             self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
+            if self.exchange.ended:  # a trainer that is late stops alone
+                self.evaluator.abandon()
             self._note_stage()
             if time.monotonic() - self._logged >= self.log_seconds:
                 self._log()
@@ -94,7 +96,7 @@ class Searcher:
         update = self.exchange.poll()
         if update is None:
             return
-        # After a stop request, too: the trainer's last round ends only when old weights are released.
+        # After a stop request, too: the trainer learns of it in a round, and old weights may delay that.
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication

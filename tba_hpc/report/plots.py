@@ -263,7 +263,8 @@ def _throughput(ax: Axes, data: RunData) -> bool:
         _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(rates)} searchers")
     else:
         for (index, (x, y)), color in zip(known.items(), (BLUE, ORANGE, GREEN, ROSE), strict=False):
-            _trend(ax, x, y, color, f"searcher {index}")
+            # Four whole names of elastic searchers would be wider than the figure.
+            _trend(ax, x, y, color, f"searcher {index}" if color == BLUE else f"{index}")
     _counts(ax)
     ax.set_xlabel("minute")
     return bool(known)

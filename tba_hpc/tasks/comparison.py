@@ -277,13 +277,15 @@ def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -
 
 
 def _same_quantity(given: str, gold: str) -> bool:
-    """Compare two values, and their units if both have one. 28 % equals 28, and also 0.28."""
+    """Compare two values, and their units if both have one. 28 % equals 28 and 0.28, but no 28 cm."""
     mine, theirs = quantity(given), quantity(gold)
     if mine.value != theirs.value and _are_times(mine.value, theirs.value):
         return False
     if mine.unit and theirs.unit and mine.unit != theirs.unit:
         return False
     if mine.percent != theirs.percent:
+        if mine.unit or theirs.unit:
+            return False
         hundredth = (mine if mine.percent else theirs).value
         bare = (theirs if mine.percent else mine).value
         return _same_value(hundredth, bare) or _same_value(rf"\frac{{{hundredth}}}{{100}}", bare)

@@ -31,6 +31,7 @@ SYMBOLS = {
     **{character: f"\\{command} " for character, command in COMMANDS.items()},
     **dict.fromkeys(DASHES, "-"),
     **dict.fromkeys(NARROW, " "),
+    "\u2044": "/",  # the fraction slash
     **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{
         "½": r"\frac{1}{2}",

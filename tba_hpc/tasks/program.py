@@ -148,7 +148,9 @@ class Program:
 
 
 class Ended(NamedTuple):
-    """Result of a program. status: exit status, negative if it was killed. said: its output.
+    """Result of a program. said: its output.
+
+    status: exit status, negative if it was killed, or if its output reached LARGEST_FILE.
 
     last_error: last line of its error output.
     """
@@ -210,6 +212,8 @@ class Confined:
         kill_session(self.process.pid)
         self.process.wait()
         with self._files:
+            if LARGEST_FILE in (os.fstat(one.fileno()).st_size for one in (self._said, self._errors)):
+                status = -signal.SIGXFSZ  # as the kernel does, but Python ignores that signal
             last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)

@@ -138,6 +138,11 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(re.sub(r"[\\$€£,]", "", numbers[-1]))
 
 
+def _trimmed(text: str, ends: str) -> str:
+    """Strip periods and the characters ``ends`` from both ends, but not the point of a number such as .5."""
+    return re.sub(rf"^[{ends}.]+(?!\d)|^[{ends}]+", "", text.rstrip(f"{ends}.")).lstrip(ends)
+
+
 def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
@@ -147,11 +152,11 @@ def final_expression(text: str) -> str:
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
-    found = line.strip().strip("$.")
+    found = _trimmed(line.strip(), "$")
     if BOX.search(line) or not PROSE.search(re.sub(r"\\text\s*\{[^{}]*\}", "", line)):
         return found
     formulas = [one or other for one, other in INLINE.findall(line)]
-    runs = formulas or [run.strip(" *.,") for run in RUN.findall(notation.characters(line))]
+    runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(notation.characters(line))]
     return "" if marker and len(runs) > 1 else runs[-1] if runs else found
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Group, Publication, WeightLayout, WeightUpdate
 from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
@@ -124,11 +124,11 @@ def main_thread_hangs() -> None:
 
 
 def slow_evaluation() -> None:
-    """Searcher 1 evaluates for longer than the deadline, but lives: nobody gives up."""
+    """Searcher 1 evaluates for longer than others wait for a round, but lives: nobody gives up."""
     world = join()
     if RANK == 0:
         exchange = open_trainer(world, LAYOUT)
-        for version in range(2):
+        for version in range(3):
             while not exchange.publish(
                 Publication(version=version, evaluate="test"), lambda out: out.fill(1)
             ):
@@ -138,8 +138,8 @@ def slow_evaluation() -> None:
         return
     exchange = MpiSearcherExchange(world)
     while not exchange.closed:
-        if exchange.poll() and RANK == 2:
-            evaluated = time.monotonic() + 2 * DEADLINE
+        if (update := exchange.poll()) and update.publication.version == 0 and RANK == 2:
+            evaluated = time.monotonic() + (IDLE_DEADLINES + 1) * DEADLINE
             while time.monotonic() < evaluated:
                 assert exchange.pending == 0
                 time.sleep(0.01)
@@ -189,6 +189,41 @@ def stops_during_loads() -> None:
         searcher.run()
 
 
+def ends_during_evaluation() -> None:
+    """The trainer ends the run while searcher 1 evaluates, for longer than anybody wants to wait."""
+    world = join()
+    if RANK == 0:
+        exchange = open_trainer(world, LAYOUT)
+        for version in range(2):
+            publication = Publication(version=version, evaluate="test")
+            while not exchange.publish(publication, lambda out: out.fill(1)):
+                time.sleep(0.01)
+        time.sleep(0.5)  # the second round, too, is under way
+        began = time.monotonic()
+        exchange.close()
+        print(f"closed after {time.monotonic() - began:.0f} s", flush=True)
+        return
+    exchange = MpiSearcherExchange(world)
+    evaluated = 0.0
+    while not exchange.ended:
+        if time.monotonic() > evaluated and exchange.poll():
+            evaluated = time.monotonic() + (15 * DEADLINE if RANK == 2 else 0)
+        time.sleep(0.01)
+
+
+def hangs_after_the_end() -> None:
+    """Searcher 1 has heard of the end, and goes on with something else."""
+    world = join()
+    if RANK == 0:
+        open_trainer(world, LAYOUT).close()
+    else:
+        exchange = MpiSearcherExchange(world)
+        while not exchange.closed:
+            time.sleep(0.01)
+        time.sleep(60 if RANK == 2 else 0)
+    world.leave()
+
+
 def large_weights() -> None:
     """80 MB of bf16 in buckets of 1 MB between three one-rank nodes."""
     layout = WeightLayout.of([(f"layer{i}", (1024, 1 << 12)) for i in range(10)], "BF16")
@@ -232,7 +267,8 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         *(wrong_size, wrong_role, never_joins, never_connects, trainer_never_connects, stops_answering),
-        *(main_thread_hangs, slow_evaluation, stops_during_loads, large_weights, describes_itself),
+        *(main_thread_hangs, slow_evaluation, stops_during_loads, ends_during_evaluation),
+        *(hangs_after_the_end, large_weights, describes_itself),
     )
 }
 

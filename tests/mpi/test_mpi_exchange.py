@@ -55,6 +55,10 @@ def world(case: str, ranks: int = 3, **environment: str) -> tuple[Outcome, float
             r"searcher 1 \(world rank 2 on \S+\) did not confirm round \d+ within 2 s: its main thread or "
             "its engine hangs; see its log",
         ),
+        (
+            "hangs_after_the_end",
+            r"searcher 1 \(world rank 2 on \S+\) did not end with the run within 4 s: its process or",
+        ),
     ],
 )
 def test_a_missing_peer_is_named_within_the_deadline(case: str, sentence: str) -> None:
@@ -84,13 +88,18 @@ def test_a_long_evaluation_is_no_fault() -> None:
     outcome, seconds = world("slow_evaluation")
     assert outcome.code == 0, outcome.output
     assert "patient" in outcome.output
-    assert seconds > 8, "two evaluations of two deadlines each"
+    assert seconds > 14, "an evaluation of seven deadlines"
 
 
 def test_a_stop_during_loads_ends_the_last_round() -> None:
     """Weights may not be overwritten while they are read: two old versions held for good would block it."""
     outcome, _ = world("stops_during_loads")
     assert outcome.code == 0 and "closed" in outcome.output, outcome.output
+
+
+def test_the_end_of_a_run_waits_for_no_evaluation() -> None:
+    outcome, _ = world("ends_during_evaluation")
+    assert outcome.code == 0 and "closed after 0 s" in outcome.output, outcome.output
 
 
 def test_many_buckets_between_nodes_where_mpi_numbers_searchers_first() -> None:
