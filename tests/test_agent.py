@@ -448,6 +448,16 @@ def test_what_a_program_leaves_running_ends_with_it(stage: Callable[..., Stage])
     assert gone(made)
 
 
+def test_a_program_that_still_runs_ends_with_the_engine(stage: Callable[..., Stage]) -> None:
+    """``stage`` closes the engine, and waits until no process of the program is left."""
+    made = stage(f"{RAW}\nask(user('Go.')); time.sleep(100)", ["So."], {})
+    made.submit()
+    deadline = time.monotonic() + 60
+    while not programs(made):
+        assert time.monotonic() < deadline, "no program starts"
+        made.generator.step()
+
+
 def test_a_reward_of_ones_own_takes_the_place_of_the_output(
     stage: Callable[..., Stage], tmp_path: Path
 ) -> None:

@@ -367,6 +367,17 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
             assert {*tmp_path.iterdir()} == {alive, mine, tmp_path / "tba-notes"}
 
 
+def test_a_launcher_leaves_the_folder_of_one_that_has_just_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not have locked it yet."""
+    monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path)
+    young = tmp_path / f"{local.PRIVATE}of-another"
+    young.mkdir()
+    with local.private_memory():
+        assert young.is_dir()
+
+
 def _hold_memory(told: Connection, folder: Path) -> None:
     """Be a launcher as far as its private memory goes."""
     local.SHARED_MEMORY = folder

@@ -286,6 +286,14 @@ def test_a_searchers_reference_reads_several_small_groups_in_a_pass() -> None:
     assert read(2) > 16_384 * 2 * 3 * 18_944  # of an MLP's inner values alone
 
 
+def test_an_engine_computes_twice_as_many_tokens_per_step_on_a_large_gpu() -> None:
+    """By vLLM's defaults 8,192, and 16,384 from 70 GiB on. Qwen2.5-7B is 3,584 wide, and 18,944 inside."""
+    small, large = (
+        estimate(_qwen(), GPUS[gpu]).items[SEARCHER]["engine: work"] for gpu in ("a100-40", "h100-80")
+    )
+    assert large - small == 8192 * 2 * (8 * 3584 + 4 * 18_944)
+
+
 def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
     """vLLM does: 3,072 tokens of 56 KiB are 168 MiB."""
 

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from tba_hpc.core.types import Publication, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 
 READER = """
@@ -54,3 +56,14 @@ def test_what_is_given_back_takes_no_memory(tmp_path: Path) -> None:
     assert size().st_blocks == 0 and size().st_size == 1 << 20 and not memory.any()
     file.allocate()
     assert size().st_blocks * 512 >= 1 << 20
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_private_copy_of_received_weights_may_be_changed(in_file: bool) -> None:
+    data, layout = np.arange(4, dtype=np.uint8), WeightLayout(())
+    data.flags.writeable = False
+    received = WeightUpdate(
+        Publication(version=1), layout, data, WeightFile.copy_of(data) if in_file else None
+    )
+    received.private().data[0] = 9
+    assert received.private().data.tolist() == received.data.tolist() == [0, 1, 2, 3]
