@@ -191,7 +191,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
         ("max_prompt_length=256", "TRL's max_prompt_length is model.context_length here"),
-        ("logging_steps=10", "TRL's logging_steps is nothing here"),
+        ("logging_steps=10", "TRL's logging_steps has no counterpart here, and docs/coming-from.md"),
+        ("warmup_ratio=0.1", "TRL's warmup_ratio is train.learning_rate.warmup_steps here"),
+        ("steps=30", "unknown config key 'steps': did you mean 'train.steps'?"),
+        ("train.max_tokens=9", "unknown config key 'train.max_tokens': did you mean 'generator.max_tokens'?"),
+        ("name=x", "unknown config key 'name': did you mean 'run.name' or 'task.name'?"),
         ("beta=0.1", "unknown config key 'beta': TRL's beta is train.beta here, and docs/coming-from.md"),
         (
             "train.num_generations=8",

@@ -143,6 +143,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
         found = _foreign(problems) if model is Config and _elsewhere(names, problem["input"]) else ""
+        found = found or (_in_a_section(names[-1]) if model is Config and len(names) < 3 else "")
         return f"unknown {noun} key {key!r}{found or _nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
@@ -210,13 +211,20 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
         found = [
-            f"{theirs} is {ours}"
+            f"{theirs} has no counterpart" if ours == "nothing" else f"{theirs} is {ours}"
             for theirs, ours, _ in about["keys"]
             if theirs == names[-1] or any(path.startswith(f"{theirs}.") for path in given)
         ]
         if found:
             return {system: found}
     return {}
+
+
+def _in_a_section(name: str) -> str:
+    """Return the end of an error that names the sections with a key of that name; empty if none has one."""
+    sections = {key: _section(field.annotation) for key, field in Config.model_fields.items()}
+    there = [f"{key}.{name}" for key, section in sections.items() if section and name in section.model_fields]
+    return f": did you mean {' or '.join(map(repr, there))}?" if there else ""
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:

@@ -236,6 +236,7 @@ def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
 
 def _go(job: JobState, nodes: int, searchers: int) -> str:
     """Write the numbers of ranks to the run's config, and begin an attempt with its logs."""
+    from tba_hpc.core.wording import count
     from tba_hpc.run.directory import RunDir
 
     run = RunDir.open(job.run)
@@ -243,7 +244,8 @@ def _go(job: JobState, nodes: int, searchers: int) -> str:
     logs = run.begin_attempt()
     job.log("start", attempt=logs.name, trainers=job.trainers, searchers=searchers)
     job.mark("start").touch()
-    say(f"starting {job.trainers} trainer ranks and {searchers} searchers; their logs: {run.logs}/latest")
+    ranks = f"{count(job.trainers, 'trainer rank')} and {count(searchers, 'searcher')}"
+    say(f"starting {ranks}; their logs: {run.logs / logs.name}")
     return f"go {nodes} {searchers} {logs.name}"
 
 
@@ -269,7 +271,7 @@ def ended(job: JobState) -> str:
         return "queue"
     job.log("failed", code=job.code)
     failures = (0 if _progress(job, "start") else job.failures) + 1
-    say(f"the ranks ended with status {job.code} (failure {failures} in a row): see {logs}")
+    say(f"the ranks ended with status {job.code} (failure {failures} in a row): see {logs.resolve()}")
     if job.stop:
         return "queue"
     if failures <= job.relaunches:
