@@ -136,6 +136,19 @@ def test_version() -> None:
     assert said == f"tba-hpc {version('tba-hpc')}\n"
 
 
+def test_the_doctor_names_the_fetch_of_this_config_and_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (site := tmp_path / "site.yaml").write_text("partition: gpu\n")
+    words = ("doctor", "--config", "math_gsm8k", "--run-root", tmp_path, "--json")
+    for more in ((), ("--site", site)):
+        remedies = [finding["remedy"] for finding in json.loads(tba(*words, *more).stdout)]
+        command = " ".join(map(str, ("tba fetch math_gsm8k", *more)))
+        assert [one for one in remedies if one.endswith(f"type: {command}")], remedies
+
+
 # --- Submit, without Slurm ---
 
 
