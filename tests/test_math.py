@@ -91,6 +91,21 @@ def test_equivalence_works_in_a_thread_and_outlives_what_would_take_for_ever(
     equal.close()
 
 
+def test_a_slow_start_of_the_worker_makes_no_answer_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a busy machine: it takes longer than an answer may."""
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(equivalence, "DEADLINE_SECONDS", 6.0)
+    equal = Equivalence()
+    assert equal("0.5", r"\frac{1}{2}")
+    equal.close()
+    monkeypatch.setattr(equivalence, "START_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match="the process that compares answers was not ready within"):
+        equal("0.5", r"\frac{1}{2}")
+
+
 def test_the_worker_has_bounded_memory() -> None:
     """Else an answer could take the memory of the whole node."""
     others = {process.pid for process in multiprocessing.active_children()}

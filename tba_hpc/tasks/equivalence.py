@@ -21,7 +21,10 @@ STEP_SECONDS = 3
 """Time limit for an answer within the worker, s."""
 
 DEADLINE_SECONDS = 30.0
-"""Longest wait for the worker, including its start, s. After it, the answer counts as wrong."""
+"""Longest wait for a worker that is ready, s. After it, the answer counts as wrong."""
+
+START_SECONDS = 300.0
+"""Longest wait for a worker to be ready, s."""
 
 WORKER_BYTES = 8 << 30
 """Limit of the worker's address space, bytes."""
@@ -34,12 +37,13 @@ class Equivalence:
         self._pool: Pool | None = None
 
     def __call__(self, answer: str, target: str) -> bool:
-        r"""Return whether ``answer`` equals ``target``; both LaTeX or plain, without ``$`` or ``\boxed``."""
-        if self._pool is None:
-            # Spawned, because an MPI rank must not be forked.
-            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)
+        r"""Return whether ``answer`` equals ``target``; both LaTeX or plain, without ``$`` or ``\boxed``.
+
+        Raises TimeoutError if no worker can be started.
+        """
+        pool = self._pool = self._pool or _start()
         try:
-            return self._pool.apply_async(_equal, (answer, target)).get(DEADLINE_SECONDS)
+            return pool.apply_async(_equal, (answer, target)).get(DEADLINE_SECONDS)
         except multiprocessing.TimeoutError:
             log.warning(
                 "an answer of %d characters took too long to compare; it counts as wrong", len(answer)
@@ -52,6 +56,20 @@ class Equivalence:
         if self._pool is not None:
             self._pool.terminate()
         self._pool = None
+
+
+def _start() -> Pool:
+    """Start a worker and wait until it is ready, which a busy machine may delay. Raises TimeoutError."""
+    pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)  # an MPI rank must not be forked
+    try:
+        pool.apply_async(len, ("",)).get(START_SECONDS)
+    except multiprocessing.TimeoutError:
+        pool.terminate()
+        raise TimeoutError(
+            f"the process that compares answers was not ready within {START_SECONDS:g} s: free some cores of "
+            "this machine"
+        ) from None
+    return pool
 
 
 def _begin() -> None:
