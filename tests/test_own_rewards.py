@@ -473,12 +473,15 @@ def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) 
         thread.join()
 
 
-def test_a_function_that_gives_no_number_is_named_before_the_start(own: Path) -> None:
+def test_a_function_that_gives_no_number_is_named_before_the_start(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
+    assert "last raised IndexError: string index out of range on empty completions: where it" in caplog.text
 
 
 def test_a_function_written_for_trl_is_named_before_the_start(

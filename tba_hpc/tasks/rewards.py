@@ -43,6 +43,9 @@ TRIAL_COMPLETIONS = 8
 ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
 """Explanation for functions that were written for TRL, whose other arguments are lists."""
 
+ONE_GROUP = "where it raises in the run its group is set aside, and ten groups in a row end the run"
+"""Explanation for functions that raise, perhaps because the text is empty."""
+
 Fields = Mapping[str, object]
 """A row of a JSONL file."""
 
@@ -135,8 +138,9 @@ class Function:
             )
         if isinstance(error, FileNotFoundError):
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
-        elif error and self._together and not isinstance(error, NoNumberError):
-            log.warning("%s raised %s on empty completions: %s", self._key, in_words(error), ONE_ROW)
+        elif error and not isinstance(error, NoNumberError):
+            what = ONE_ROW if self._together else ONE_GROUP
+            log.warning("%s raised %s on empty completions: %s", self._key, in_words(error), what)
         if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
             raise ConfigError(f"{error}: give a number for each completion")
 
