@@ -220,6 +220,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.steps.more=1", "config key 'train.steps' has the value"),
         ("generator.stop=[a, '']", "key 'generator.stop.1' has the value '', but string should have at"),
         ("exchange.max_staleness=-1", "config key 'exchange.max_staleness' has the value -1, but input"),
+        ("run.name=/x", "but string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', as 'run' does"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("nonsense", "is not of the form a.b=value"),

@@ -157,6 +157,9 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
         given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
         return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
     rule = problem["msg"][0].lower() + problem["msg"][1:]
+    field = section.model_fields.get(names[-1]) if section else None
+    if problem["type"] == "string_pattern_mismatch" and field and isinstance(field.default, str):
+        rule += f", as {field.default!r} does"
     if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
         rule += ": put it in quotes"
     return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
