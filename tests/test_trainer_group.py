@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -15,8 +18,9 @@ from children import children
 from forks import RANKS
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.learner.folder_store import FolderStore
-from tba_hpc.learner.trainer_group import TrainerGroup, refuse_shared_gpu
+from tba_hpc.learner.trainer_group import Command, TrainerGroup, refuse_shared_gpu
 from tba_hpc.run.listeners import listeners, unprotected
 
 FILES = 256
@@ -50,6 +54,30 @@ def _be_a_rank(told: Connection, folder: Path, rank: int, ranks: int) -> None:
     told.recv()
     told.send(group.total(np.ones(1))[0])
     group.leave()
+
+
+def test_a_follower_that_hangs_is_told_of_within_the_deadline(tmp_path: Path) -> None:
+    """The command is larger than what the kernel keeps of a connection."""
+    with children() as start:
+        leader, follower = (start(_command, tmp_path, rank, server=RANKS) for rank in range(2))
+        assert [leader.said(), follower.said()] == ["ready", "ready"]
+        os.kill(follower.pid, signal.SIGSTOP)
+        leader.tell("send")
+        assert re.match(r"trainer rank 0 cannot reach the followers.* has died, hangs or was", leader.said())
+        os.kill(follower.pid, signal.SIGKILL)
+
+
+def _command(told: Connection, folder: Path, rank: int) -> None:
+    group = TrainerGroup(folder, rank=rank, ranks=2, deadline=5, start_deadline=60)
+    told.send("ready")
+    if rank == 1:
+        group.receive()
+    told.recv()
+    try:
+        group.send(Command("step", arrays={"tokens": np.zeros(64 << 20, np.uint8)}))
+    except ExchangeError as error:
+        told.send(str(error))
+        os._exit(0)
 
 
 def refusals(folder: Path, gpus: list[str]) -> list[str]:

@@ -90,7 +90,7 @@ class TrainerGroup:
             refuse_shared_gpu(self._entries, rank, ranks, f"{uuid}")
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
         self._others = own_listeners()  # before the group opens its own
-        timeout = timedelta(seconds=deadline)
+        self._deadline = timeout = timedelta(seconds=deadline)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
@@ -133,9 +133,13 @@ class TrainerGroup:
             return Command.from_bytes(self._broadcast(bytes(size)))
 
     def _broadcast(self, data: bytes) -> bytes:
-        """Return the leader's ``data``. A follower passes any bytes of the same length."""
+        """Return the leader's ``data``. A follower passes any bytes of the same length.
+
+        The leader waits no longer than a follower may take to fetch them.
+        """
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(buffer, src=0, group=self._commands)
+        work = dist.broadcast(buffer, src=0, group=self._commands, async_op=True)
+        work.wait(self._deadline if self.leads else IDLE_DEADLINE)
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
@@ -190,8 +194,8 @@ class TrainerGroup:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error means a lost peer; gloo's RuntimeError is recognised by its source file."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    """Return whether an error means a lost peer; gloo's RuntimeErrors are recognised by their texts."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "timed out"))
 
 
 @contextmanager
@@ -202,7 +206,7 @@ def _lost(who: str) -> Iterator[None]:
         if not is_lost_peer(error):
             raise
         raise ExchangeError(
-            f"{who} has died or was cut off; the cause is in that rank's log ({error})"
+            f"{who} has died, hangs or was cut off; the cause is in that rank's log ({error})"
         ) from error
 
 
