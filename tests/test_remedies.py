@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import ByteTokenizer
 from lab import digits, remedies, replay_cost, second_task, staleness
 from lab.results import Result, Spread, to_json
 from lab.runs import Options
+
+from tba_hpc.tasks import load_task
 
 PROTOCOL = (Path(remedies.__file__).with_suffix(".md")).read_text()
 
@@ -75,6 +78,8 @@ def test_the_second_task_has_room_for_every_answer(tmp_path: Path) -> None:
     configs = second_task.SECOND_TASK.arms(Options(tmp_path))
     assert configs.keys() == remedies.ARMS.keys()
     assert {config.generator.max_tokens > len(longest) for config in configs.values()} == {True}
+    task = load_task(configs["TB"].task, ByteTokenizer())
+    assert [len(task.prompts(split)) for split in ("train", "validation", "test")] == [2000, 256, 256]
 
 
 def test_a_row_of_digits_by_hand() -> None:

@@ -101,8 +101,15 @@ def _draw(rng: np.random.Generator) -> Problem:
 class Digits(RightOrWrong):
     """Reward 1 for a completion that ended by itself with the right row after ``####``, else 0."""
 
-    def __init__(self, tokenizer: Tokenizer, *, validation_problems: int = 256) -> None:
-        """Set the number of validation problems; there are 2,000 for training."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: None = None,
+        test_file: None = None,
+        validation_problems: int = 256,
+    ) -> None:
+        """Set the number of validation problems; there are 2,000 for training, and no files."""
         super().__init__(tokenizer)
         self._sizes: dict[Split, int] = {"train": 2000, "validation": validation_problems, "test": 256}
 
