@@ -11,14 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tba_hpc.cli import _open
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import as_rank
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import changes
@@ -252,6 +255,28 @@ def test_a_rank_that_meets_another_version_or_config_leaves_its_sentence(
         pass
     said = {"format": "holds a run of format 99, and", "config": "config.yaml was edited or damaged"}
     assert said[what] in str(first_note(run.attempt, "refused"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_has_done_its_work_waits_for_the_others_of_its_world(
+    run: RunDir, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that fails does not: nobody may be left to answer it."""
+
+    class World:
+        left = 0
+
+        def leave(self) -> None:
+            self.left += 1
+
+    world = World()
+    monkeypatch.setattr(Placement, "join", lambda *_: Placement(0, 0, 0, cast(Any, world)))
+    monkeypatch.setattr("tba_hpc.launch.rank.redirect_output", lambda *_: None)
+    monkeypatch.setenv(ATTEMPT, run.begin_attempt().name)
+    with suppress(SystemExit), as_rank(_open(run.path, "searcher", 1), "searcher", 0):
+        if fails:
+            raise ExchangeError("another rank is gone")
+    assert world.left == (not fails)
 
 
 def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_follower_that_hangs_is_told_of_within_the_deadline(tmp_path: Path) ->
 
 
 def _command(told: Connection, folder: Path, rank: int) -> None:
-    group = TrainerGroup(folder, rank=rank, ranks=2, deadline=5, start_deadline=60)
+    group = TrainerGroup(folder, rank=rank, ranks=2, deadline=20)
     told.send("ready")
     if rank == 1:
         group.receive()

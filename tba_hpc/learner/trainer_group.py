@@ -90,7 +90,8 @@ class TrainerGroup:
             refuse_shared_gpu(self._entries, rank, ranks, f"{uuid}")
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
         self._others = own_listeners()  # before the group opens its own
-        self._deadline = timeout = timedelta(seconds=deadline)
+        timeout = timedelta(seconds=deadline)
+        self._longest = max(timeout, timedelta(seconds=start_deadline or 0))  # for a start
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
@@ -135,11 +136,11 @@ class TrainerGroup:
     def _broadcast(self, data: bytes) -> bytes:
         """Return the leader's ``data``. A follower passes any bytes of the same length.
 
-        The leader waits no longer than a follower may take to fetch them.
+        The leader waits until the followers fetch it, at most as long as a start may take.
         """
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         work = dist.broadcast(buffer, src=0, group=self._commands, async_op=True)
-        work.wait(self._deadline if self.leads else IDLE_DEADLINE)
+        work.wait(self._longest if self.leads else IDLE_DEADLINE)
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
