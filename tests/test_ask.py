@@ -194,5 +194,7 @@ def test_an_answer_whose_environment_failed_says_so(capsys: pytest.CaptureFixtur
     reply = Reply("", False, 1, failed=True, fault="it is shut")
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [reply], 1.0))
     assert "[…its environment failed: it is shut]" in capsys.readouterr().out
+    print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply("", False, 1, failed=True)], 1.0))
+    assert "[…its environment failed]" in capsys.readouterr().out, "it gave NaN"
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply(" \n", False, 1)], 1.0))
     assert "(no text: the model ended at once)" in capsys.readouterr().out

@@ -37,7 +37,7 @@ class Reply:
     """An answer.
 
     truncated: whether a limit ended it. tokens: number of tokens, with the end. failed: whether its
-    environment failed. fault: why it failed.
+    environment failed. fault: why, if it raised.
     """
 
     text: str
@@ -177,7 +177,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
     console = Terminal()
     console.print(Text(asked.prompt.strip("\n"), style="dim"))
     for reply in asked.replies:
-        fault = f" […its environment failed: {reply.fault}]"
+        fault = f" […its environment failed{reply.fault and f': {reply.fault}'}]"
         end = fault if reply.failed else " […cut off]" if reply.truncated else ""
         text = f"{reply.text.strip()}{end}".strip() or "(no text: the model ended at once)"
         console.print(Padding(Text(text), (0, 0, 0, 2)))
