@@ -193,6 +193,32 @@ def test_a_row_that_is_set_aside_is_told_before_the_run(folder: Path) -> None:
     assert shared.sentence.startswith("2 of 2 validation rows are also trained on")
 
 
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_control_tokens_in_rows_are_told_before_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, as_messages: bool
+) -> None:
+    """Those of the template, which every prompt has, are meant; an unknown character is no control token."""
+
+    def told(*texts: str) -> list[str]:
+        asked = [f"{text} {number}" for number in range(10) for text in texts]
+        prompts = [[{"role": "user", "content": text}] for text in asked] if as_messages else asked
+        (folder / "r.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+        check(config)
+        return [message for message in caplog.messages if "special tokens" in message]
+
+    (folder / "always.py").write_text("def right(completion): return 1.0")
+    monkeypatch.syspath_prepend(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(folder / "m")
+    monkeypatch.chdir(folder)
+    chat = {"chat": True, "validation_prompts": 1}
+    config = config_of(folder, name="jsonl", train_file="r.jsonl", reward="always:right", options=chat)
+    assert not told("<eos> is 1+1? é", "<eos> is 2+2?")
+    (warning,) = told("1+1? é", "a<eos>b<pad>c")
+    assert re.match(r"9 of 18 train prompts hold special tokens .*such as <pad> in 'abc \d'", warning)
+
+
 def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "r.jsonl").write_text('{"prompt": "Half \\ud83d"}\n')
     (folder / "r.py").write_text("def right(completion): return 1.0")

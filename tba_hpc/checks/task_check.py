@@ -11,8 +11,9 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import yaml
 
 from tba_hpc.checks.chat_ends import CONVERSATIONS, is_chat, look_at_chat
@@ -23,6 +24,7 @@ from tba_hpc.core.model_files import fault
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
+from tba_hpc.core.types import Prompt
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
 from tba_hpc.learner.file_tokenizer import FileTokenizer
@@ -30,6 +32,7 @@ from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
+from tba_hpc.tasks.rows import Rows
 
 log = logging.getLogger("tba_hpc.checks.task_check")  # the same name if this module is the program
 
@@ -51,8 +54,34 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
+    if isinstance(tokenizer, FileTokenizer) and isinstance(task, Rows):
+        warn_of_control_tokens(task, tokenizer)
     if try_rewards and isinstance(task, Jsonl):
         task.try_rewards(config.launch.silence_seconds)
+
+
+def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
+    """Warn of training rows whose own text holds special tokens, which could end a message early.
+
+    Special tokens that every prompt has come from the task's template, and are meant.
+    """
+
+    def texts(prompt: Prompt) -> np.ndarray:
+        messages = task.given_messages(task.row(prompt)) if isinstance(task, Jsonl) else None
+        if messages is None:
+            return prompt.tokens
+        return tokenizer.encode("\n".join(message["content"] for message in messages))
+
+    prompts = task.prompts("train")
+    found = [held[np.isin(held, tokenizer.control_tokens)] for held in map(texts, prompts)]
+    fewest = min(map(len, found))
+    odd = [number for number, held in enumerate(found) if len(held) > fewest]
+    if odd:
+        token, text = tokenizer.decode_whole(found[odd[0]][-1:]), tokenizer.decode(prompts[odd[0]].tokens)
+        log.warning(
+            f"{len(odd)} of {len(found)} train prompts hold special tokens in their text, such as {token} in "
+            f"{text[:60]!r}: the model obeys them, so remove them from the rows unless they are meant"
+        )
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:

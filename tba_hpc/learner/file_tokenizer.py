@@ -72,6 +72,13 @@ class FileTokenizer:
             settings["chat_template"] = Path(template).read_text(encoding="utf-8")
         return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
+    @property
+    def control_tokens(self) -> list[int]:
+        """Special tokens that a text can contain by their names, such as <|im_end|>."""
+        unknown = _text(self._settings.get("unk_token"))
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return [token for token, known in added if known.special and known.content != unknown]
+
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of ``text``, int32 [T], without special tokens."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
