@@ -395,9 +395,9 @@ def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
     assert alive(pids) == []
 
 
-@pytest.mark.mpi
-def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "fail", "mpi")
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "fail", transport)
     code, _, err = launched.end()
     assert code == Exit.NO_PROGRESS
     assert "failed with exit status 1; the end of" in err and "the sky is too low" in err
@@ -531,14 +531,6 @@ def test_the_exception_is_shown_also_where_other_processes_wrote_on(tmp_path: Pa
         assert ("; its exception in" in told[0]) == (noise == 40)
     log.write_text("\n".join([*raised, *(f"warning {i}" for i in range(40))]))
     assert local.failure(tmp_path, world, 137, trainers=1).splitlines()[-1] == "  warning 39"
-
-
-def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "fail", "files")
-    code, _, err = launched.end()
-    assert code == Exit.NO_PROGRESS
-    assert err.startswith("searcher-0000 failed with exit status 1") and "the sky is too low" in err
-    assert alive(launched.pids()) == []
 
 
 def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
