@@ -51,12 +51,6 @@ def _cut_two(order: Sequence[str], needed: tuple[int, int], trainers: Sequence[s
     return cut(order, needed, fit, up=frozenset(order), idle=frozenset())
 
 
-def test_of_two_partitions_either_may_come_first() -> None:
-    order = _names(1, 2, 3, 7, 8)
-    assert _cut_two(order, (1, 2), order[:2]) == Cut(0, ((), ())), "nobody has to leave anything"
-    assert _cut_two(order, (1, 2), order[3:]) == Cut(1, ((), ()))
-
-
 def test_partitions_that_lie_among_each_other_are_cut() -> None:
     order = _names(*range(1, 10))
     trainers = _names(2, 4, 9)
@@ -65,15 +59,6 @@ def test_partitions_that_lie_among_each_other_are_cut() -> None:
     assert _cut_two(order, (1, 6), trainers) == Cut(1, (tuple(_names(2, 4)), ()))
     assert _cut_two(order, (2, 4), trainers) == Cut(0, (tuple(_names(9)), tuple(_names(1, 3))))
     assert _cut_two(order, (2, 6), trainers) is None
-
-
-def test_nodes_that_are_down_are_not_counted_on() -> None:
-    everything = frozenset(_names(*range(8)))
-    found = cut(
-        sorted(everything), (1, 1), (everything, everything), up=frozenset(_names(0, 1)), idle=frozenset()
-    )
-    assert found is not None and (found.leave[0][0], found.leave[1][-1]) == ("node001", "node000")
-    assert cut(sorted(everything), (4, 4), (everything, everything), up=frozenset(), idle=frozenset())
 
 
 # --- What Slurm says ---
