@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ from typing import IO
 import psutil
 import pytest
 from children import children, stay
+from waiting import until
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, local, mpi_library
@@ -150,7 +150,7 @@ class Launched:
         return [int(path.read_text() or -1) for path in self.run.path.glob("pid-*")]
 
     def wait_for_ranks(self) -> list[int]:
-        wait_until(lambda: len(self.pids()) == 3 and -1 not in self.pids())
+        until(lambda: len(self.pids()) == 3 and -1 not in self.pids())
         return self.pids()
 
     def hits(self) -> dict[str, int]:
@@ -162,13 +162,6 @@ class Launched:
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=30)
         return self.process.returncode, out, err
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        time.sleep(0.05)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -334,7 +327,7 @@ def test_a_second_interrupt_kills_everything(tmp_path: Path, transport: str) -> 
     launched = Launched(tmp_path, "stubborn", transport)
     pids = launched.wait_for_ranks()
     launched.process.send_signal(signal.SIGINT)
-    wait_until(lambda: len(launched.hits()) == 3 and -1 not in launched.hits().values())
+    until(lambda: len(launched.hits()) == 3 and -1 not in launched.hits().values())
     launched.process.send_signal(signal.SIGINT)
     code, out, _ = launched.end()
     assert code == 130 and "tba run" in out
@@ -348,7 +341,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, transport: str)
     pids = launched.wait_for_ranks()
     launched.process.kill()
     launched.end()
-    wait_until(lambda: alive(pids) == [])
+    until(lambda: alive(pids) == [])
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
@@ -461,7 +454,7 @@ def test_training_does_not_depend_on_what_is_printed(tmp_path: Path, output: str
 def test_a_folder_that_is_away_for_a_while_is_waited_for(tmp_path: Path, ends: str) -> None:
     launched = Launched(tmp_path, "wait", "files")
     ranks = launched.wait_for_ranks()
-    wait_until(lambda: (launched.run.logs / "latest/at-work").exists())
+    until(lambda: (launched.run.logs / "latest/at-work").exists())
     away = launched.run.path.rename(tmp_path / "away")
     if ends == "while it is away":
         for rank in ranks:
