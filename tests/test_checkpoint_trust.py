@@ -177,16 +177,6 @@ def test_a_kill_while_an_old_one_is_deleted_leaves_none_that_looks_complete(
     assert damaged_checkpoints(run) == {}
 
 
-def test_what_a_kill_leaves_is_deleted_and_not_called_damaged(run: RunDir) -> None:
-    save(run, 4)
-    half = begin_checkpoint(run, 8)
-    (half / "state.json").write_text("{}")
-    assert damaged_checkpoints(run) == {}
-    (run.checkpoints / ".step-000004.universal.tmp").mkdir()  # of a conversion
-    assert begin_checkpoint(run, 12).exists()
-    assert names(run) == ["step-000004", "step-000012"]
-
-
 def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:
     save(run, 4)
     for _ in range(2):

@@ -33,7 +33,6 @@ from tba_hpc.exchange.hdf5_shards import (
     PendingShards,
     ShardError,
     ShardWriter,
-    read_arrays,
     read_shard,
     write_arrays,
     write_shard,
@@ -136,22 +135,6 @@ def test_the_same_shard_gives_the_same_bytes(run: RunDir, tmp_path: Path) -> Non
     path, shard = sealed(run)
     write_shard(tmp_path / "again.h5", shard)
     assert (tmp_path / "again.h5").read_bytes() == path.read_bytes()
-
-
-def test_arrays_round_trip(tmp_path: Path) -> None:
-    arrays = {
-        "record": np.zeros(3, RECORD),
-        "empty": np.empty(0, np.int64),
-        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "bits": np.packbits(np.array([True, False, True])),
-        "scalar": np.array(7, np.int64),
-    }
-    write_arrays(tmp_path / "buffer.h5", arrays)
-    again = read_arrays(tmp_path / "buffer.h5")
-    assert again.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert again[name].dtype == array.dtype and again[name].shape == array.shape
-        assert again[name].tobytes() == array.tobytes()
 
 
 def test_other_programs_read_it_with_hdf5_1_10(run: RunDir) -> None:
