@@ -390,7 +390,7 @@ def test_nodes_that_fail_their_check_or_lost_the_run_are_left(tmp_path: Path) ->
 WATCHDOG = """
 say() { :; }; allocated() { printf 'n1\\nn2\\n'; }; WATCH_SECONDS=0.05
 squeue() { echo "n[$FIRST-3]"; }; scancel() { echo "scancel $1" >> "$RUN/done"; }
-scontrol() { [ $1 = show ] && seq -f n%g "$FIRST" 3 || echo "requeue $2" >> "$RUN/done"; }
+scontrol() { if [ $1 = show ]; then seq -f n%g "$FIRST" 3; else echo "requeue $2" >> "$RUN/done"; fi; }
 srun() { while [ "$1" != bash ]; do shift; done; timeout 0.6 "$@"; }
 export RUN FIRST; export -f squeue scontrol scancel
 watch_leader; watch_leader; wait; sort -u "$RUN/done" 2>/dev/null; true
