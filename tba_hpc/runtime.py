@@ -296,7 +296,7 @@ def _stay(parts: SearchParts, slot: Slot) -> None:
             progress,
             stay.requests(parts.task, progress),
             stop,
-            report=stay.report,
+            wanted=stay.exchange.still_wants,
             weights_in_use=stay.note_ready,
         ).run()
         log.info("leaving: %s", stay.why)
@@ -351,20 +351,21 @@ class SearchParts:
         stop: StopFlag,
         *,
         place: tuple[int, int] = (0, 1),
-        report: Callable[[Callable[[Evaluation], None], Evaluation], None] = lambda write, part: write(part),
+        wanted: Callable[[Split, int], bool] = lambda split, step: True,
         weights_in_use: Callable[[], None] = lambda: None,
     ) -> Searcher:
         """Build the searcher's loop, ready to run.
 
-        place: index of this searcher among those that evaluate together, and their number. report: function
-        of ``write`` and a part of an evaluation; it calls ``write`` with the part if it is to be kept.
-        weights_in_use: function called each time the engine has loaded weights.
+        place: index of this searcher among those that evaluate together, and their number. wanted: returns
+        whether an evaluation of a split at a step is still to be kept. weights_in_use: function called each
+        time the engine has loaded weights.
         """
         run, config, section = self.run, self.config, self.config.generator
         first_index, patience = progress.cursors.get(self.index, 0), config.launch.disk_seconds
 
-        def write(part: Evaluation) -> None:
-            retry(lambda: write_evaluation(run, *place, part), seconds=patience)
+        def report(part: Evaluation) -> None:
+            if wanted(part.split, part.step):
+                retry(lambda: write_evaluation(run, *place, part), seconds=patience)
 
         return Searcher(
             generator=self.generator,
@@ -379,7 +380,7 @@ class SearchParts:
             ),
             requests=requests,
             evaluator=self._evaluator(*place),
-            report=partial(report, write),
+            report=report,
             exchange=exchange,
             metrics=self.metrics,
             stop_asked=watched(lambda: stop.is_set, config.launch.stack_seconds),

@@ -17,7 +17,6 @@ BROKE = (
     "test_submission.py::test_script_in_a_job_takes_what_the_job_has",
     "test_sbatch.py::test_awaiting_survives_signals_and_returns_the_childs_status",
     "test_sbatch.py::test_caches_lie_on_the_node_where_one_can_write",
-    "test_sbatch.py::test_set_up_modules_and_activation_are_not_under_set_u",
     "test_submit.py::test_what_submits_a_run_again_is_what_was_typed",
 )
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tabular_run
+from waiting import until
 
 from tba_hpc import runtime
 from tba_hpc.config import FIRST_ELASTIC
@@ -36,13 +35,6 @@ def make_run(
     launch = {"searchers": searchers, "elastic": elastic}
     train = {"steps": steps}
     return RunDir.create(tabular_run.make_config(root, train=train, launch=launch, **sections))
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited too long: {what}"
-        time.sleep(0.02)
 
 
 def ended(*processes: ForkServerProcess) -> list[int | None]:

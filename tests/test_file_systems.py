@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Moods:
 
         def listed(folder="."):
             with scandir(folder) as entries:
-                return Listing([entry for entry in entries if not self.hides(Path(entry.path))])
+                return nullcontext([entry for entry in entries if not self.hides(Path(entry.path))])
 
         def opening(file, *args, **kwargs):
             if isinstance(file, str | Path):
@@ -71,25 +72,6 @@ class Moods:
         put(os, "scandir", listed)
         put(io, "open", opening)
         put(os, "fsync", syncing)
-
-
-class Listing:
-    """What os.scandir returns."""
-
-    def __init__(self, entries: list[os.DirEntry]) -> None:
-        self._entries = iter(entries)
-
-    def __iter__(self) -> Listing:
-        return self
-
-    def __next__(self) -> os.DirEntry:
-        return next(self._entries)
-
-    def __enter__(self) -> Listing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import tabular_run
 from forks import fork
+from waiting import until
 
 from tba_hpc.report.audit import audit
 from tba_hpc.report.data import RunData
@@ -84,13 +85,6 @@ def started() -> Iterator[Start]:
 
 def _is_stopped(process: ForkServerProcess) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)
 
 
 @pytest.mark.timeout(300)

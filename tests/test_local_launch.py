@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ from typing import IO
 import psutil
 import pytest
 from children import children, stay
+from waiting import until
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, local, mpi_library
@@ -150,7 +150,7 @@ class Launched:
         return [int(path.read_text() or -1) for path in self.run.path.glob("pid-*")]
 
     def wait_for_ranks(self) -> list[int]:
-        wait_until(lambda: len(self.pids()) == 3 and -1 not in self.pids())
+        until(lambda: len(self.pids()) == 3 and -1 not in self.pids())
         return self.pids()
 
     def hits(self) -> dict[str, int]:
@@ -162,13 +162,6 @@ class Launched:
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=30)
         return self.process.returncode, out, err
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        time.sleep(0.05)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -334,7 +327,7 @@ def test_a_second_interrupt_kills_everything(tmp_path: Path, transport: str) -> 
     launched = Launched(tmp_path, "stubborn", transport)
     pids = launched.wait_for_ranks()
     launched.process.send_signal(signal.SIGINT)
-    wait_until(lambda: len(launched.hits()) == 3 and -1 not in launched.hits().values())
+    until(lambda: len(launched.hits()) == 3 and -1 not in launched.hits().values())
     launched.process.send_signal(signal.SIGINT)
     code, out, _ = launched.end()
     assert code == 130 and "tba run" in out
@@ -348,7 +341,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, transport: str)
     pids = launched.wait_for_ranks()
     launched.process.kill()
     launched.end()
-    wait_until(lambda: alive(pids) == [])
+    until(lambda: alive(pids) == [])
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
@@ -395,9 +388,9 @@ def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
     assert alive(pids) == []
 
 
-@pytest.mark.mpi
-def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "fail", "mpi")
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "fail", transport)
     code, _, err = launched.end()
     assert code == Exit.NO_PROGRESS
     assert "failed with exit status 1; the end of" in err and "the sky is too low" in err
@@ -461,7 +454,7 @@ def test_training_does_not_depend_on_what_is_printed(tmp_path: Path, output: str
 def test_a_folder_that_is_away_for_a_while_is_waited_for(tmp_path: Path, ends: str) -> None:
     launched = Launched(tmp_path, "wait", "files")
     ranks = launched.wait_for_ranks()
-    wait_until(lambda: (launched.run.logs / "latest/at-work").exists())
+    until(lambda: (launched.run.logs / "latest/at-work").exists())
     away = launched.run.path.rename(tmp_path / "away")
     if ends == "while it is away":
         for rank in ranks:
@@ -531,14 +524,6 @@ def test_the_exception_is_shown_also_where_other_processes_wrote_on(tmp_path: Pa
         assert ("; its exception in" in told[0]) == (noise == 40)
     log.write_text("\n".join([*raised, *(f"warning {i}" for i in range(40))]))
     assert local.failure(tmp_path, world, 137, trainers=1).splitlines()[-1] == "  warning 39"
-
-
-def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "fail", "files")
-    code, _, err = launched.end()
-    assert code == Exit.NO_PROGRESS
-    assert err.startswith("searcher-0000 failed with exit status 1") and "the sky is too low" in err
-    assert alive(launched.pids()) == []
 
 
 def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:

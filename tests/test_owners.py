@@ -23,6 +23,7 @@ from random import Random
 import pytest
 from children import Child, children, stay
 from test_hdf5_shards import scored
+from waiting import until
 
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
@@ -90,13 +91,6 @@ def is_free(run: RunDir) -> bool:
             pass
         return False
     return True
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", [LAUNCH, "searcher-0003"])

@@ -423,14 +423,6 @@ def test_a_run_has_one_identity_for_good(run: RunDir) -> None:
     assert RunDir.create(config).identity == 0
 
 
-def test_state_round_trips(run: RunDir) -> None:
-    assert TrainerState.from_json(STATE.to_json()) == STATE
-    assert TrainerState.from_json(TrainerState().to_json()) == TrainerState()
-    checkpoint(run, STATE)
-    folder = latest_checkpoint(run)
-    assert folder is not None and read_state(folder) == replace(STATE, run=run.identity)
-
-
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
     assert latest_checkpoint(run) is None
     checkpoint(run, replace(STATE, step=100))
@@ -463,15 +455,6 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> No
     assert read_state(folder) == replace(later, run=run.identity)
     complete_checkpoint(run, begin_checkpoint(run, 400), later, keep=1)
     assert names(run) == ["step-000400.2"]  # not the name of the first, which would make it the oldest
-
-
-def test_shards_are_needed_from_the_oldest_kept_checkpoint_on(run: RunDir) -> None:
-    states = [replace(STATE, step=step, cursors={0: step, 3: 2 * step}) for step in (1, 3, 5)]
-    assert [checkpoint(run, state, keep=2) for state in states] == [
-        states[0].cursors,
-        states[0].cursors,
-        states[1].cursors,
-    ]
 
 
 # --- Evaluations ---

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from recorded import happen
 from typed import tba
+from waiting import until
 
 from tba_hpc.launch import LaunchError, stop
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import Owner, take_lease
-from tests.test_local_launch import Launched, alive, config_of, wait_until
+from tests.test_local_launch import Launched, alive, config_of
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def up(run: RunDir, mode: str, *, interruptible: bool = True) -> Launched:
     """A launcher of three ranks that behave as ``mode`` says, and are at work."""
     launched = Launched(run.path.parent, mode, "files", interruptible=interruptible)
     launched.wait_for_ranks()
-    wait_until(lambda: (run.logs / "latest/at-work").exists())
+    until(lambda: (run.logs / "latest/at-work").exists())
     return launched
 
 
@@ -119,7 +120,7 @@ def test_cancel_kills_a_launcher_that_does_not_listen(
     ranks = launched[0].pids()
     stop.cancel(run)
     assert launched[0].process.wait(5) == -signal.SIGKILL
-    wait_until(lambda: alive(ranks) == [])
+    until(lambda: alive(ranks) == [])
     assert events(run) == ["start", "aborted"]
 
 

@@ -23,7 +23,6 @@ from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.core.types import Request, Shard
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange
 from tba_hpc.run.directory import ATTEMPT, RunDir
-from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import if_available, retry
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
@@ -242,11 +241,6 @@ class ElasticStay:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)
             self._ready = True
-
-    def report(self, write: Callable[[Evaluation], None], whole: Evaluation) -> None:
-        """Write a whole evaluation if the trainer that requested it is still running."""
-        if self.exchange.still_wants(whole.split, whole.step):
-            write(whole)
 
     @property
     def why(self) -> str:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tba_hpc.core.ports import Learner
-from tba_hpc.run.background import at_once, in_background
+from tba_hpc.run.background import Worker, at_once, in_background
 from tba_hpc.run.directory import RunDir, of_two_runs
 from tba_hpc.run.files import (
     DiskFullError,
@@ -113,7 +113,7 @@ class Checkpoints:
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     kept_share: float = 0.0
-    _pruner: threading.Thread | None = field(default=None, init=False)
+    _pruner: Worker = field(default_factory=lambda: Worker("pruner"), init=False)
 
     def save(
         self,
@@ -147,30 +147,18 @@ class Checkpoints:
                 records()
                 seconds = max(state.save_seconds, time.monotonic() - began)
                 saved = replace(state, save_seconds=seconds)
-                listed = inventory(folder, known=known)
-                cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed)
-                self._prune(cursors)
+                cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, known=known)
+                # In a thread, so that the next checkpoint does not wait for a slow file system.
+                self._pruner.submit(partial(prune, self.run, cursors, self.kept_share))
                 prune_references(self.run)
                 return saved
 
         begun = at_once(begin)
         return in_background(complete)
 
-    def _prune(self, cursors: Mapping[int, int]) -> None:
-        """Prune shards in a thread, so that the next checkpoint does not wait for a slow file system."""
-
-        def work(before: threading.Thread | None) -> None:
-            if before:
-                before.join()
-            prune(self.run, cursors, self.kept_share)
-
-        self._pruner = threading.Thread(target=work, args=(self._pruner,), name="pruner", daemon=True)
-        self._pruner.start()
-
     def finish_pruning(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the pruning thread; the next start drops the remaining shards."""
-        if self._pruner:
-            self._pruner.join(seconds)
+        self._pruner.close(seconds)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference, with the COMPLETE that a resume verifies."""
@@ -219,14 +207,14 @@ def _remove_unfinished(run: RunDir) -> None:
 
 
 def complete_checkpoint(
-    run: RunDir, folder: Path, state: TrainerState, *, keep: int, listed: str | None = None
+    run: RunDir, folder: Path, state: TrainerState, *, keep: int, known: str = ""
 ) -> dict[int, int]:
     """Write ``state.json`` beside files that are already durable, and only then mark ``folder`` COMPLETE.
 
-    listed: inventory of those files, if it is known. Checkpoints beyond the newest ``keep`` are deleted.
-    Returns the cursors of the oldest one kept: no resume needs shards before them. Raises DiskFullError.
+    known: as of ``inventory``. Checkpoints beyond the newest ``keep`` are deleted. Returns the cursors of the
+    oldest one kept: no resume needs shards before them. Raises DiskFullError.
     """
-    listed = inventory(folder) if listed is None else listed
+    listed = inventory(folder, known=known)
     fsync(run.checkpoints)  # makes the name of ``folder`` durable
     write_atomic(folder / STATE_FILE, replace(state, run=run.identity).to_json())
     end_if_superseded()

@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, overload
-
-import numpy as np
+from typing import overload
 
 from tba_hpc.run.files import FULL_DISK, DiskFullError, open_regular, parse_json_lines
 from tba_hpc.run.owners import BEAT_SECONDS, end_if_superseded
@@ -25,9 +23,6 @@ log = logging.getLogger(__name__)
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
-
-PLAIN = frozenset({float, int, str, bool, type(None)})
-"""Types that JSON restores unchanged."""
 
 MOST_UNWRITTEN = 64 << 20
 """Maximum bytes of records that wait in memory on a full disk; more end the run."""
@@ -76,12 +71,12 @@ class MetricsWriter:
         """
         self._end_if_superseded()
         now = time.time()
-        known = [_plain({"time": now, **record}) for record in records]
+        lines = "".join(_line({"time": now, **record}) for record in records).encode()
         with self._lock:
-            self._unwritten += "".join(json.dumps(record) + "\n" for record in known).encode()
+            self._unwritten += lines
             self._write()
             if self._digest:
-                self._digest(known, None if self._unwritten else self._file.tell())
+                self._digest(parse_json_lines(lines), None if self._unwritten else self._file.tell())
 
     def _end_if_superseded(self) -> None:
         """End this process if another replaced it while it was frozen, so that their records do not mix."""
@@ -137,23 +132,10 @@ class MetricsWriter:
         self._file.close()
 
 
-def _plain(record: Mapping[str, Value]) -> Record:
-    """Convert a record to plain values, as readers of its line get them."""
-    values: Mapping[str, Any] = record
-    return {
-        name: value if type(value) in PLAIN else _plain_value(value)
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def _plain_value(value: Any) -> Any:
-    """Convert numpy scalars and arrays, and sequences; subclasses of plain values stay as they are."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [item if type(item) in PLAIN else _plain_value(item) for item in value]
-    return value
+def _line(record: Mapping[str, Value]) -> str:
+    """Encode a record; numpy scalars and arrays have ``tolist``."""
+    known = {name: value for name, value in record.items() if value is not None}
+    return json.dumps(known, default=lambda value: value.tolist()) + "\n"
 
 
 class MetricsTail:

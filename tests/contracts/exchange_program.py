@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from waiting import until
 
 from tba_hpc.core.ports import SearcherExchange, TrainerExchange, Write
 from tba_hpc.core.prompts import Progress
@@ -80,14 +81,6 @@ def shard_of(searcher: int, index: int) -> Shard:
 def same_shard(one: Shard, other: Shard) -> bool:
     """Equal to the last bit."""
     return with_image(one).image == with_image(other).image
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for a condition; fail after PATIENCE seconds."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"in vain: {what}"
-        time.sleep(0.002)
 
 
 @dataclass

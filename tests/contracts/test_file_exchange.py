@@ -199,17 +199,6 @@ def test_a_late_searcher_takes_what_is_to_be_evaluated_first_then_the_newest(tmp
     exchange.close()
 
 
-def test_held_weights_outlive_their_file(tmp_path: Path) -> None:
-    exchange, reader = trainer(tmp_path), searcher(tmp_path)
-    publish(exchange, 1)
-    update = reader.poll()
-    for version in range(2, 6):
-        publish(exchange, version)
-    assert versions(tmp_path) == [4, 5]
-    assert update is not None and (update.data == 1).all()
-    exchange.close()
-
-
 def test_weights_that_a_full_disk_gives_no_name_are_left_to_another_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

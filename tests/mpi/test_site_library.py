@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from contracts.exchange_program import SCENARIOS
 from test_local_launch import Launched
 
 from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_world
@@ -14,7 +15,7 @@ from tba_hpc.checks.library import LOOK, Library
 from tba_hpc.launch import local, mpi_library
 from tba_hpc.launch.plan import Site
 
-PROGRAM = Path(__file__).with_name("site_library_program.py")
+CONTRACT = Path(__file__).parents[1] / "contracts/exchange_program.py"
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 
 pytestmark = pytest.mark.mpi
@@ -40,26 +41,22 @@ def mpich(tmp_path: Path) -> Mpi:
     return Mpi(mpiexec, environment={**mpi_library.variables("site"), "LD_LIBRARY_PATH": str(tmp_path)})
 
 
-CASES = {
-    "wheel": ("Open MPI v5.", True),
-    "open_mpi_4": ("Open MPI v4.", False),
-    "mpich": ("MPICH Version: 4.", False),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_library_carries_weights_and_shards(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("name", "version"), [("open_mpi_4", "Open MPI v4.1"), ("mpich", "MPICH Version: 4.")]
+)
+def test_every_library_is_known_before_mpi_starts_and_keeps_the_contract(
+    name: str, version: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    mpi = WHEEL if name == "wheel" else request.getfixturevalue(name)
+    """As the wheel's does in contracts/; between emulated nodes, a rank each."""
+    mpi = request.getfixturevalue(name)
+    library = _loaded(**mpi.environment)
+    assert library.version.startswith(version) and not library.own and Path(library.path).is_file()
     environment = local.environment_of(tmp_path, mpi.environment)  # as on a laptop
-    outcome = run_world(3, [PROGRAM, tmp_path], mpi=mpi, environment=environment)
-    assert outcome.code == 0, outcome.output
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    version, own = CASES[name]
-    assert facts["library"]["version"].startswith(version)
-    assert facts["library"]["own"] is own
-    assert Path(facts["library"]["path"]).is_file()
+    arguments = [CONTRACT, "mpi-nodes", tmp_path]
+    outcome = run_world(3, arguments, mpi=mpi, environment=environment, timeout=180)
+    for scenario in SCENARIOS:
+        for rank in range(3):
+            assert f"{scenario} holds at rank {rank}" in outcome.output, outcome.output
 
 
 def _loaded(**environment: str) -> Library:
@@ -73,12 +70,6 @@ def _loaded(**environment: str) -> Library:
 def test_the_wheel_is_loaded_unless_somebody_chooses() -> None:
     library = _loaded(**mpi_library.variables(Site().mpi_library))
     assert library.version.startswith("Open MPI v5.") and library.own and library.pmix
-
-
-def test_a_library_is_known_before_mpi_starts(open_mpi_4: Mpi, mpich: Mpi) -> None:
-    found = [_loaded(**mpi.environment) for mpi in (open_mpi_4, mpich)]
-    assert [library.version[:13] for library in found] == ["Open MPI v4.1", "MPICH Version"]
-    assert not any(library.own for library in found)
 
 
 def test_a_laptop_uses_the_mpiexec_of_the_library_that_it_names(

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +19,9 @@ from known_models import make_empty_model
 from slurm_testbed.cluster import Cluster
 from typed import tba
 
-from tba_hpc.config import parse_config
+from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
-from tba_hpc.launch.plan import plan, searchers_of_a_node
+from tba_hpc.launch.plan import Plan, Site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -130,25 +132,34 @@ def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path
     _finished(cluster, second, waiting)
 
 
+def _placed(
+    cluster: Cluster, folder: Path, split: Callable[[Config, Site], Plan], *settings: str
+) -> list[Any]:
+    """Role, index, first GPU and host of each rank of a job whose ranks have no MPI to number them."""
+    program = folder / "rank.py"
+    program.write_text(RANK)
+    config = parse_config(_config(folder).model_dump(), settings)
+    assert not config.one_world
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir()
+    site = _site().model_copy(update={"mpi": "none"})
+    order = Job(name="placed", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
+    job = slurm.submit(run, batch_script(order, split(config, site), site))
+    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
+    assert _starts(run) == [(config.launch.trainers, config.launch.searchers)]
+    return [json.loads(file.read_text()) for file in sorted(run.path.glob("placed-*"))]
+
+
 @pytest.mark.parametrize(
     "form", ["het", pytest.param("het, searchers first", marks=pytest.mark.nightly), "homogeneous"]
 )
 def test_ranks_without_mpi_are_numbered_by_slurm(cluster: Cluster, tmp_path: Path, form: str) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
+    def split(config: Config, site: Site) -> Plan:
+        made = plan(config, site, 3, homogeneous=form == "homogeneous")
+        return replace(made, first="searcher") if form == "het, searchers first" else made
+
     settings = ["exchange.transport=files", "launch.trainers=2", "launch.searchers=4"]
-    config = parse_config(_config(tmp_path).model_dump(), settings)
-    run = RunDir.create(config)
-    (run.path / "slurm").mkdir()
-    site = _site().model_copy(update={"mpi": "none"})
-    rank = (sys.executable, str(program))
-    order = Job(name="placed", run=run.path, rank=rank, tba=HELLO)
-    split = plan(config, site, 3, homogeneous=form == "homogeneous")
-    if form == "het, searchers first":
-        split = replace(split, first="searcher")
-    job = slurm.submit(run, batch_script(order, split, site))
-    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
-    placed = [json.loads(file.read_text()) for file in sorted(run.path.glob("placed-*"))]
+    placed = _placed(cluster, tmp_path, split, *settings)
     assert [(role, index, gpu) for role, index, gpu, _ in placed] == [
         *(("searcher", 0, 0), ("searcher", 1, 1), ("searcher", 2, 0), ("searcher", 3, 1)),
         *(("trainer", 0, 0), ("trainer", 1, 1)),
@@ -159,24 +170,13 @@ def test_ranks_without_mpi_are_numbered_by_slurm(cluster: Cluster, tmp_path: Pat
 
 def test_all_nodes_train_if_all_searchers_are_elastic(cluster: Cluster, tmp_path: Path) -> None:
     """Then ranks meet over files, and Slurm numbers them."""
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
     settings = ["launch.elastic=4", "launch.trainers=4", "launch.searchers=0", "train.prompts_per_step=4"]
-    config = parse_config(_config(tmp_path).model_dump(), settings)
-    assert not config.one_world
-    run = RunDir.create(config)
-    (run.path / "slurm").mkdir()
-    site = _site().model_copy(update={"mpi": "none"})
-    order = Job(name="placed", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
-    job = slurm.submit(run, batch_script(order, plan(config, site, 2, 2), site))
-    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
-    placed = [json.loads(file.read_text()) for file in sorted(run.path.glob("placed-*"))]
+    placed = _placed(cluster, tmp_path, lambda config, site: plan(config, site, 2, 2), *settings)
     assert [(role, index, gpu) for role, index, gpu, _ in placed] == [
         ("trainer", index, index % 2) for index in range(4)
     ]
     hosts = [host for *_, host in placed]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert _starts(run) == [(4, 0)]
 
 
 def test_one_preempted_job_of_elastic_searchers_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
@@ -215,19 +215,14 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
 
 def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     """A run with elastic searchers on so many nodes; their program, and the array of jobs."""
-    run, script = _searchers(folder, nodes=nodes)
-    return run, folder / "searcher.py", int(slurm.send(run, script))
-
-
-def _searchers(folder: Path, *, nodes: int) -> tuple[RunDir, str]:
-    """A run, and the script of jobs of searchers for it."""
     run, _ = _run(folder, _site())
     program = folder / "searcher.py"
     program.write_text(SEARCHER)
     site = _site(requeue=True)
     tba = (sys.executable, str(program))
     job = Job(name="searchers", run=run.path, rank=tba, tba=tba)
-    return run, elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
+    script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
+    return run, program, int(slurm.send(run, script))
 
 
 def _command(pid: int) -> list[str]:
