@@ -49,11 +49,28 @@ def flip_a_bit(path: Path, random: np.random.Generator) -> None:
     data.tofile(path)
 
 
+def zero_a_block(path: Path, random: np.random.Generator) -> None:
+    data = np.fromfile(path, np.uint8)
+    start = random.choice(np.flatnonzero(data)) // 512 * 512
+    data[start : start + 512] = 0
+    data.tofile(path)
+
+
 def delete(path: Path, random: np.random.Generator) -> None:
     path.unlink()
 
 
-KINDS = (truncate, flip_a_bit, delete)
+def replace_by_another_version(path: Path, random: np.random.Generator) -> None:
+    """Of the same size; the format or schema of ours is another number, where a file has one."""
+    data = path.read_bytes()
+    known = [(b'"step": ', b'"stop": '), (b"schema=3", b"schema=4"), (b"inventory", b"inventorY")]
+    for ours, other in [*known, (data, bytes(reversed(data))), (data, bytes(byte ^ 1 for byte in data))]:
+        if (changed := data.replace(ours, other, 1)) != data:
+            path.write_bytes(changed)
+            return
+
+
+KINDS = (truncate, flip_a_bit, zero_a_block, delete, replace_by_another_version)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +100,7 @@ def test_random_damages_are_met_and_the_checkpoint_before_is_used(saved: RunDir,
     assert newest is not None
     files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
     assert {"COMPLETE", "state.json", BUFFER_FILE, PROMPTS_FILE} < set(files)
-    for case in range(36):
+    for case in range(60):
         harm, name = KINDS[case % len(KINDS)], files[case // len(KINDS) % len(files)]
         run = damaged(saved, tmp_path / str(case), name, harm, case)
         verify_checkpoints(run)
@@ -175,6 +192,16 @@ def test_a_kill_while_an_old_one_is_deleted_leaves_none_that_looks_complete(
         save(run, 12)
     assert [path.name for path in checkpoint_folders(run, complete=True)] == ["step-000008", "step-000012"]
     assert damaged_checkpoints(run) == {}
+
+
+def test_what_a_kill_leaves_is_deleted_and_not_called_damaged(run: RunDir) -> None:
+    save(run, 4)
+    half = begin_checkpoint(run, 8)
+    (half / "state.json").write_text("{}")
+    assert damaged_checkpoints(run) == {}
+    (run.checkpoints / ".step-000004.universal.tmp").mkdir()  # of a conversion
+    assert begin_checkpoint(run, 12).exists()
+    assert names(run) == ["step-000004", "step-000012"]
 
 
 def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:

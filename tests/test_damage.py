@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tabular_run
 from forks import fork
+from test_hdf5_shards import of_another_record, of_another_schema
 from typer.testing import CliRunner
 
 from tba_hpc.cli import app
@@ -140,20 +141,28 @@ def _widened(folder: Path) -> None:
     (folder / COMPLETE).write_text(with_checksum(inventory(folder)))
 
 
-def test_a_resume_leaves_a_buffer_of_another_version_as_it_is(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Of shards: test_hdf5_shards.py."""
+ANOTHER_VERSION = {
+    "schema": lambda run: of_another_schema(run.shard_file(0, max(run.shard_indices(0)))),
+    "record": lambda run: of_another_record(run.shard_file(0, max(run.shard_indices(0)))),
+    "buffer": lambda run: _widened(latest_checkpoint(run)),
+}
+
+
+@pytest.mark.parametrize("what", ANOTHER_VERSION)
+def test_a_resume_leaves_data_of_another_version_as_it_is(
+    what: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
     path = runs["killed"]
     shutil.rmtree(path)
     shutil.copytree(path.with_name("whole"), path, symlinks=True)
-    run = RunDir(path)
-    folder = latest_checkpoint(run)
-    assert folder is not None
-    _widened(folder)
-    before = {file: file.read_bytes() for file in run.checkpoints.rglob("*") if file.is_file()}
+    ANOTHER_VERSION[what](run := RunDir(path))
+    kept = [file for place in (run.shards, run.checkpoints) for file in place.rglob("*") if file.is_file()]
+    before = {file: file.read_bytes() for file in kept}
     said = _resume(path, tmp_path / "said")
     assert "of another version of tba-hpc (" in said and "use the version that wrote it" in said
     assert "\n" not in said
-    assert {file: file.read_bytes() for file in before} == before
+    assert {file: file.read_bytes() for file in kept} == before
+    assert not list(run.shards.rglob("*.refused"))
 
 
 def _proves_less(verdict: Audit, file: Path) -> bool:

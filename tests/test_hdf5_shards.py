@@ -3,9 +3,15 @@
 import dataclasses
 import io
 import itertools
+import multiprocessing
 import random
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import h5py
@@ -33,6 +39,7 @@ from tba_hpc.exchange.hdf5_shards import (
     PendingShards,
     ShardError,
     ShardWriter,
+    read_arrays,
     read_shard,
     write_arrays,
     write_shard,
@@ -137,6 +144,22 @@ def test_the_same_shard_gives_the_same_bytes(run: RunDir, tmp_path: Path) -> Non
     assert (tmp_path / "again.h5").read_bytes() == path.read_bytes()
 
 
+def test_arrays_round_trip(tmp_path: Path) -> None:
+    arrays = {
+        "record": np.zeros(3, RECORD),
+        "empty": np.empty(0, np.int64),
+        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "bits": np.packbits(np.array([True, False, True])),
+        "scalar": np.array(7, np.int64),
+    }
+    write_arrays(tmp_path / "buffer.h5", arrays)
+    again = read_arrays(tmp_path / "buffer.h5")
+    assert again.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert again[name].dtype == array.dtype and again[name].shape == array.shape
+        assert again[name].tobytes() == array.tobytes()
+
+
 def test_other_programs_read_it_with_hdf5_1_10(run: RunDir) -> None:
     path, shard = sealed(run)
     with h5py.File(path, "r") as file:  # finds the image behind the user block by itself
@@ -200,16 +223,44 @@ def test_an_index_is_never_used_twice(run: RunDir) -> None:
     assert seal_one(first_index=3) == 4  # more was sealed since that checkpoint
 
 
-def test_of_two_that_seal_one_index_one_is_refused(run: RunDir) -> None:
-    """As a searcher that was frozen and its successor do: what was sealed first stays."""
-    first, second = ShardWriter(run, 0), ShardWriter(run, 0)
-    for number, writer in enumerate((first, second)):
-        writer.append(*scored(0, number))
-    assert first.seal()
-    with pytest.raises(ExchangeError, match="sealed already, by a process that was searcher 0 before"):
-        second.seal()
-    assert len(second) == 4 and [path.name for path in run.shard_folder(0).iterdir()] == ["000000.h5"]
-    assert set(read_shard(run.shard_file(0, 0)).trajectories.record["prompt_id"]) == {0}
+DUELS = 200
+
+
+def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
+    """Be one of two that seal the first shard of a run, again and again; tell which duels were won."""
+    won = []
+    for number in range(DUELS):
+        writer = ShardWriter(RunDir(folder / str(number)), 0)
+        writer.append(*scored(number, mine, n=1, tokens=1))
+        together.wait(60)
+        try:
+            writer.seal()
+            won.append(number)
+        except ExchangeError as error:
+            assert "sealed already, by a process that was searcher 0 before" in str(error)
+            assert len(writer) == 1
+    told.send(won)
+
+
+def test_of_two_that_seal_one_index_one_is_refused(tmp_path: Path) -> None:
+    """Many duels: nothing is overwritten, and what is acknowledged once is on disk once."""
+    fork = multiprocessing.get_context("fork")
+    together, results = fork.Barrier(2), [fork.Pipe(duplex=False) for _ in range(2)]
+    duellists = [
+        fork.Process(target=duel, args=(tmp_path, mine, together, told))
+        for mine, (_, told) in enumerate(results)
+    ]
+    for duellist in duellists:
+        duellist.start()
+    won = [set(heard.recv()) for heard, _ in results]
+    for duellist in duellists:
+        duellist.join()
+    assert not won[0] & won[1] and won[0] | won[1] == set(range(DUELS))
+    for mine, numbers in enumerate(won):
+        for number in numbers:
+            run = RunDir(tmp_path / str(number))
+            assert [path.name for path in run.shard_folder(0).iterdir()] == ["000000.h5"]
+            assert read_shard(run.shard_file(0, 0)).trajectories.record["prompt_id"].tolist() == [mine]
 
 
 def test_leftovers_of_a_killed_writer_are_removed(run: RunDir) -> None:
@@ -466,3 +517,40 @@ def test_a_full_disk_loses_nothing_that_was_sealed(small_disk: Path) -> None:
     assert len(writer) == 8
     shard = writer.seal()
     assert shard is not None and shard.index == len(kept)
+
+
+# --- Durability ---
+
+
+def seal_without_end(run: RunDir, told: Connection) -> None:
+    """Tell the uids of each shard once it is sealed."""
+    writer = ShardWriter(run, 0)
+    for request_id in itertools.count():
+        writer.append(*scored(request_id, request_id, n=16, tokens=250))
+        shard = writer.seal()
+        assert shard is not None
+        told.send(shard.trajectories.record["uid"].tolist())
+
+
+def test_killed_writers_lose_nothing_they_acknowledged(run: RunDir) -> None:
+    fork = multiprocessing.get_context("fork")
+    acknowledged: set[int] = set()
+    for attempt in range(5):
+        heard, told = fork.Pipe(duplex=False)
+        writer = fork.Process(target=seal_without_end, args=(run, told))
+        writer.start()
+        told.close()
+        acknowledged |= {*heard.recv()}
+        time.sleep(0.02 + 0.017 * attempt)
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+        with suppress(EOFError):  # at last, or in the middle of a message
+            while True:
+                acknowledged |= {*heard.recv()}
+
+    found = [
+        uid for path in run.shard_files().values() for uid in read_shard(path).trajectories.record["uid"]
+    ]
+    assert len(found) == len(set(found))
+    assert acknowledged <= set(found)

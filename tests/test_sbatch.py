@@ -109,12 +109,13 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
 
 def test_hostile_names_stay_words() -> None:
     run = '/runs/it\'s; $(touch x) "here"'
-    site = Site(environment={"GREETING": 'a "b" `c` $(d) $[1+1] $HOME'}, modules=("it's",))
+    site = Site(environment={"GREETING": 'a "b" `c` $(d) $[1+1] $HOME'})
     script = _script(site, 2, run=run)
     settings = script[script.index("export RUN") : script.index("set -u")]
     supervised = settings.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", SOURCED)
-    said = _bash(f'module() {{ m=$2; }}; {supervised} printf "%s|" "$RUN" "$GREETING" "$m"', HOME="/h")
-    assert said == f'{run}|a "b" `c` $(d) $[1+1] /h|it\'s|'
+    assert (
+        _bash(supervised + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) $[1+1] /h|'
+    )
 
 
 def test_percents_of_a_path_are_none_of_slurms_patterns() -> None:
@@ -147,12 +148,17 @@ def test_the_name_of_a_variable_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("runtime", "keys", "words"),
     [
+        ("apptainer", {}, 'apptainer exec --nv --bind /data --bind "$RUN" a.sif'),
+        (
+            "podman-hpc",
+            {},
+            'podman-hpc run --rm --env-host --gpu --volume=/data:/data "--volume=$RUN:$RUN" a.sif',
+        ),
         ("shifter", {"binds": ["/d:/e"]}, "shifter --module=gpu --volume=/d:/e --image=a.sif"),
         ("plain", {"arguments": ["my", "in $X"], "binds": [], "image": None}, 'my "in $X"'),
     ],
 )
 def test_a_runtime_is_a_way_to_start_programs(runtime: str, keys: dict[str, Any], words: str) -> None:
-    """Of the others there are golden scripts."""
     container = {"runtime": runtime, "image": "a.sif", "binds": ["/data"]} | keys
     script = _script(Site.model_validate({"container": container}), 2)
     assert f"\nTBA=({words} python -P -m tba_hpc)\n" in script
@@ -192,6 +198,21 @@ def _surrounded(site: Site, tmp_path: Path, check: str, status: int = 0, **envir
     script = script.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", SOURCED)
     (tmp_path / "run/slurm").mkdir(parents=True, exist_ok=True)
     return _bash(script[: script.index("ranks()")] + check, status, SLURM_JOB_ID="7", **environment)
+
+
+BREAKS = '() {  : "$LMOD_SETTARG"; loaded="$loaded $*"; }'
+"""A ``module`` as some sites have it: under ``set -u`` it fails."""
+
+
+def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/activate").write_text('[ -n "$CONDA_BACKUP" ] || NAME="from $loaded"\n')
+    site = Site(setup=('loaded="setup$NOWHERE"',), modules=("CUDA", "it's"), venv="$VENV")
+    said = _surrounded(
+        site, tmp_path, 'echo "$NAME"; echo "${-//[!u]/}"', **{"BASH_FUNC_module%%": BREAKS}, VENV=str(venv)
+    )
+    assert said == "from setup load CUDA it's\nu\n", "and what follows is"
 
 
 @pytest.mark.parametrize(
@@ -378,13 +399,52 @@ def test_a_stop_that_came_while_the_script_was_made_is_heard() -> None:
         assert _bash(f"{trap}; kill -USR1 $$; source {SOURCED}; echo $STOP") == "1\n"
 
 
+FAKES = """
+say() { :; }; ending() { false; }; TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60 RELAUNCHES=2
+allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
+lines() { tr , '\\n' <<< "$1"; }
+scontrol() { if [ $2 = hostnames ]; then lines "$3"; else lines "$3" | sort | paste -sd,; fi; }
+timeout() { shift 3; "$@"; }
+srun() { echo x >> "$RUN/sruns"; printf '%s\\n' node2 node4; }
+tba() { printf '%s|' "${@//$'\\n'/ }" >> "$RUN/asked"; echo >> "$RUN/asked"; echo noise; echo "$ANSWER"; }
+TBA=(tba)
+"""
+
+
+@pytest.mark.parametrize(
+    ("het", "answer", "result"),
+    [
+        ("2", "go 3 4 attempt-001", "0 go 2"),
+        ("1", "go 2 2 attempt-001", "0 go 1"),
+        ("2", "look", "1 look 4"),
+        ("1", "queue", "1 queue 1"),
+    ],
+)
+def test_one_step_of_a_component_tells_which_nodes_answer(
+    tmp_path: Path, het: str, answer: str, result: str
+) -> None:
+    """What srun says is passed on; two steps a look in a het job, and at most two looks."""
+    show = 'place; echo "$? $NEXT $(wc -l < "$RUN/sruns")"'
+    said = _bash(
+        f"source {SOURCED}; {FAKES} {show}",
+        RUN=str(tmp_path),
+        SLURM_JOB_ID="1",
+        SLURM_HET_SIZE=het,
+        ANSWER=answer,
+    )
+    assert said == f"{result}\n"
+    asked = (tmp_path / "asked").read_text().splitlines()[0]
+    first, second = ("node2", "node3 node4") if het == "2" else ("node2 node3 node4", "")
+    assert asked.startswith(f"supervise|start|{tmp_path}|")
+    told = dict(word.partition("=")[::2] for word in asked.split("|"))
+    assert (told["hosts"], told["others"]) == (first, second)
+    assert sorted(told["answers"].split()) == sorted(["node2", "node4"] * int(het))
+
+
 def test_nodes_that_fail_their_check_or_lost_the_run_are_left(tmp_path: Path) -> None:
-    program = f"""
-    source {SOURCED}; say() {{ :; }}; allocated() {{ echo node2; }}; tba() {{ echo go 1 1 a; }}
-    TBA=(tba) TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60; probe() {{ echo node2 '?node3' '!node4'; }}
-    place; echo "${{SICK[@]}}"
-    """
-    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1") == "node3 node4\n"
+    program = f"source {SOURCED}; {FAKES} probe() {{ echo node2 '?node3' '!node4'; }}"
+    facts = {"RUN": str(tmp_path), "SLURM_JOB_ID": "1", "ANSWER": "go 1 1 a"}
+    assert _bash(f'{program}; place; echo "${{SICK[@]}}"', **facts) == "node3 node4\n"
 
 
 WATCHDOG = """
