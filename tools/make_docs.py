@@ -296,25 +296,16 @@ the user's, set `task.options.chat: true`."""
 
 
 def design_page() -> str:
-    """Rooms from the ground up, each with its modules."""
+    """Return the packages from the ground up, each with what it is for."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
-    parts = [
-        "# Design: where things are",
-        "Each package imports only from those above it and from itself, which `tests/test_layers.py` "
-        "enforces. A module's first line says what it is for. How they work together: [one step]"
-        "(one-step.md). Why: [decisions](decisions.md).",
-        *(
-            f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}".rstrip()
-            for room, what in rooms.items()
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _modules(room: Path) -> str:
-    """The modules of a room by name; none if it is one itself."""
-    names = (path.relative_to(room).with_suffix("").as_posix() for path in sorted(room.rglob("*.py")))
-    return ", ".join(f"`{name}`" for name in names if name != "__init__")
+    head = (
+        "# Design: where things are\n"
+        "The packages of `tba_hpc/`, lowest first. Each imports only from those above it and from itself, "
+        "which `tests/test_layers.py` enforces. A module's first line says what it is for. How they work "
+        "together: [one step](one-step.md). Why: [decisions](decisions.md)."
+    )
+    rows = [f"- **{room}**: {what}." for room, what in rooms.items()]
+    return "\n\n".join([head, "\n".join(rows)]) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {
