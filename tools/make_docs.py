@@ -228,18 +228,17 @@ COMING = """\
 # Coming from TRL, verl or prime-rl
 If a config has one of their keys, the error names ours, from these tables. Five things differ in kind:
 
-- **The objective** is trajectory balance. `train.beta` (β), above 0, decides what is learned, since the
-  optimum is π_ref·exp(r/β): with rewards of 0 and 1 and β = .1, it multiplies the odds of a right answer
-  against a wrong one by e¹⁰. The objectives that you had are `train.objective: dr_grpo` and `grpo`.
+- **The objective** is trajectory balance, whose optimum is π_ref·exp(r/β). So `train.beta` (β) decides what
+  is learned: with rewards of 0 and 1 and β = .1, it multiplies the odds of a right answer by e¹⁰. Theirs
+  are `train.objective: dr_grpo` and `grpo`.
 - **Two numbers for one.** A request samples `generator.completions_per_prompt` (S) completions. Each step
-  draws `train.completions_per_prompt` (K ≤ S) of all completions that the buffer holds for a prompt.
-- **A replay buffer.** Several steps may learn from a completion, at any age. To use data once and in
-  order, as theirs do, set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none`
-  and `buffer.reward_temperature: null`.
+  draws `train.completions_per_prompt` (K ≤ S) of all that the buffer holds for a prompt.
+- **A replay buffer.** Several steps may learn from a completion, at any age. To use data once and in order,
+  set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none` and
+  `buffer.reward_temperature: null`.
 - **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
   own; engines are not put to sleep.
-- **One YAML file**, no Python main: `tba run FILE --set a.b=value`. A reward is a function that the file
-  names.
+- **One YAML file**, no Python main: `tba run FILE --set a.b=value`.
 
 ## A script, carried over
 This script of TRL, whose `prompts.jsonl` has the columns `prompt` and `answer`,
@@ -292,30 +291,21 @@ def right(completions, prompt, answer):
     return reward_func(prompts=[prompt] * n, completions=completions, answer=[answer] * n)
 ```
 Our functions get one value of each column, since all completions belong to one row. Completions are texts,
-also of chat prompts: `completion[0]["content"]` is `completion`. Data are a JSONL file. A list of messages in
-the column `prompt` ends with the user's, and needs `task.options.chat: true`."""
+also of chat prompts. Data are a JSONL file. If its column `prompt` holds lists of messages, which end with
+the user's, set `task.options.chat: true`."""
 
 
 def design_page() -> str:
-    """Rooms from the ground up, each with its modules."""
+    """Return the packages from the ground up, each with what it is for."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
-    parts = [
-        "# Design: where things are",
-        "Each package imports only from those above it and from itself, which `tests/test_layers.py` "
-        "enforces. A module's first line says what it is for. How they work together: [one step]"
-        "(one-step.md). Why: [decisions](decisions.md).",
-        *(
-            f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}".rstrip()
-            for room, what in rooms.items()
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _modules(room: Path) -> str:
-    """The modules of a room by name; none if it is one itself."""
-    names = (path.relative_to(room).with_suffix("").as_posix() for path in sorted(room.rglob("*.py")))
-    return ", ".join(f"`{name}`" for name in names if name != "__init__")
+    head = (
+        "# Design: where things are\n"
+        "The packages of `tba_hpc/`, lowest first. Each imports only from those above it and from itself, "
+        "which `tests/test_layers.py` enforces. A module's first line says what it is for. How they work "
+        "together: [one step](one-step.md). Why: [decisions](decisions.md)."
+    )
+    rows = [f"- **{room}**: {what}." for room, what in rooms.items()]
+    return "\n\n".join([head, "\n".join(rows)]) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {
