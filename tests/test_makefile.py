@@ -1,179 +1,181 @@
-"""What make would do, by ``make -n``: which stack is installed, where from, and into which environment."""
+"""What make installs: the Makefile runs over an environment whose pip only notes what it is asked for."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+LOCK = [line.partition("  #")[0] for line in (REPOSITORY / "tools/requirements-cpu.lock").open()]
+PIP = f"""#!{sys.executable}
+import json, os, sys
+pins = sys.stdin.read().splitlines() if "/dev/stdin" in sys.argv else []
+with open(__file__ + ".asked", "a") as file:
+    print(json.dumps({{"words": sys.argv[1:-3], "pins": pins}}), file=file)  # the last are progress.py's
+elsewhere = os.environ.get("TORCH_IS_ELSEWHERE") and "--index-url" not in sys.argv
+sys.exit(bool(elsewhere and any(pin.startswith("torch==") for pin in pins)))
+"""
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A call of pip: its words, and the lines that it read."""
+
+    words: list[str]
+    pins: list[str]
+
+
+class Environment:
+    """An environment that is there already, in which a CUDA build of torch lies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.torch = folder / "lib/python3.11/site-packages/torch/version.py"
+        self.torch.parent.mkdir(parents=True)
+        self.torch.write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+        programs = {"pip": PIP, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'}
+        for name, text in programs.items():
+            put_program(folder / "bin" / name, text)
+
+    def make(self, *words: str, source: Path = REPOSITORY, status: int = 0, **variables: str) -> list[Asked]:
+        """What pip is asked for by ``make VENV=… WORDS``, which must end with that status."""
+        noted = self.folder / "bin/pip.asked"
+        noted.unlink(missing_ok=True)
+        command = ["make", "--directory", str(source), f"VENV={self.folder}", *words]
+        inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "TARGET", "PYTHON")}
+        done = subprocess.run(command, capture_output=True, text=True, env=inherited | variables, timeout=60)
+        assert done.returncode == status, done
+        self.said = done.stdout + done.stderr
+        return [Asked(**json.loads(line)) for line in noted.open()] if noted.exists() else []
+
+    @property
+    def installed(self) -> str:
+        """Which of the two stacks is noted as installed."""
+        (stamp,) = self.folder.glob("installed-*")
+        return stamp.name.removeprefix("installed-")
+
+
+def put_program(path: Path, text: str) -> str:
+    """Write a program; returns its folder, to be put first on PATH."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return f"{path.parent}:{os.environ['PATH']}"
+
+
 @pytest.fixture
-def venv(tmp_path: Path) -> Path:
-    """Where there is no environment yet."""
-    return tmp_path / "venv"
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "venv")
 
 
-def make(venv: Path, *words: str, status: int = 0, path: Path | None = None) -> str:
-    """What it would run."""
-    command = ["make", "--dry-run", "--directory", str(REPOSITORY), f"VENV={venv}", *words]
-    inherited = {
-        key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "TARGET", "PYTHON")
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """PATH of a machine with a GPU, and of a login node, whose nvidia-smi finds none."""
+    answers = {
+        "gpu": "echo 'GPU 0: NVIDIA A100 (UUID: GPU-0)'",
+        "login": "echo 'No devices were found'; exit 6",
     }
-    inherited["PATH"] = f"{path}:{inherited['PATH']}" if path else inherited["PATH"]
-    done = subprocess.run(command, capture_output=True, text=True, env=inherited, timeout=60)
-    assert done.returncode == status, done
-    return done.stdout + done.stderr
-
-
-def installs(text: str) -> str:
-    """Which of the two stacks is installed."""
-    if "'.[gpu,wandb]'" in text:
-        return "gpu"
-    return "cpu" if "tools/requirements-cpu.lock | " in text else ""
-
-
-@pytest.fixture
-def with_gpu(tmp_path: Path) -> Path:
-    """A folder with an nvidia-smi, as machines with a GPU have it."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-0)'\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    return folder
-
-
-@pytest.fixture
-def without_gpu(tmp_path: Path) -> Path:
-    """A folder with an nvidia-smi, as login nodes have it."""
-    folder = tmp_path / "login"
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    return folder
+    with_gpu, login = (
+        put_program(tmp_path / name / "nvidia-smi", f"#!/bin/sh\n{text}\n") for name, text in answers.items()
+    )
+    yield with_gpu, login
 
 
 def test_the_target_that_is_named_counts_more_than_the_machine(
-    venv: Path, with_gpu: Path, without_gpu: Path
+    environment: Environment, machines: tuple[str, str]
 ) -> None:
-    assert installs(make(venv, "install", path=with_gpu)) == "gpu"
-    assert installs(make(venv, "install", path=without_gpu)) == "cpu"
-    assert installs(make(venv, "install", "TARGET=cpu", path=with_gpu)) == "cpu"
-    assert installs(make(venv, "install", "TARGET=gpu", path=without_gpu)) == "gpu"
-    assert "TARGET=rocm is neither cpu nor gpu" in make(venv, "install", "TARGET=rocm", status=2)
+    with_gpu, login = machines
+    for words, path, target in (
+        ([], with_gpu, "gpu"),
+        (["TARGET=cpu"], with_gpu, "cpu"),
+        (["TARGET=gpu"], login, "gpu"),
+    ):
+        environment.make("install", "CHECKS=", *words, PATH=path)
+        assert environment.installed == target
+        (environment.folder / f"installed-{target}").unlink()
+    assert environment.make("install", "TARGET=rocm", status=2) == []
+    assert "TARGET=rocm is neither cpu nor gpu" in environment.said
 
 
-def test_what_is_installed_stays_although_the_machine_has_another(
-    venv: Path, with_gpu: Path, without_gpu: Path
+def test_what_is_installed_stays_and_what_tests_need_is_added(
+    environment: Environment, machines: tuple[str, str]
 ) -> None:
-    for target, path in (("gpu", without_gpu), ("cpu", with_gpu)):
-        stamp = venv / f"installed-{target}"
-        stamp.parent.mkdir(exist_ok=True)
-        stamp.touch()
-        assert installs(make(venv, "lint", path=path)) == ""
-        stamp.unlink()
+    """Although this machine has no GPU, as the login nodes of clusters."""
+    environment.make("install", "CHECKS=", "TARGET=gpu")
+    goal = f"{environment.folder}/with-test"
+    (added,) = environment.make(goal, "CHECKS=", PATH=machines[1])
+    assert environment.installed == "gpu" and any(pin.startswith("pytest==") for pin in added.pins)
+    assert environment.make(goal, "CHECKS=", PATH=machines[1]) == []
 
 
-def test_an_environment_that_is_there_is_taken_as_it_is(venv: Path) -> None:
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin/pip").touch()
-    text = make(venv, "install", "TARGET=gpu")
-    assert "-m venv" not in text and f"{venv}/bin/pip install" in text
+def test_the_cpu_stack_is_the_lock_to_the_digest(environment: Environment) -> None:
+    torch, rest, package = environment.make("install", "CHECKS=", "TARGET=cpu")
+    pins = [pin.partition("  #")[0] for pin in torch.pins + rest.pins]
+    assert sorted(pins) == sorted(map(str.strip, LOCK)) and torch.pins[0].startswith("torch==2")
+    assert all({"--no-deps", "--require-hashes"} <= {*asked.words} for asked in (torch, rest))
+    assert package.words[-2:] == ["--editable", "."] and "--no-deps" in package.words
+
+
+@pytest.mark.parametrize("how", ["HASHES=", "WHEELHOUSE=/site/wheels"])
+def test_wheels_that_a_site_has_built_are_taken_without_digests(environment: Environment, how: str) -> None:
+    for asked in environment.make("install", "CHECKS=", "TARGET=cpu", how):
+        assert "--require-hashes" not in asked.words and "--hash" not in "".join(asked.pins)
+        offline = ["--no-index", "--find-links", "/site/wheels"]
+        assert (asked.words[1:4] == offline) == how.startswith("WHEELHOUSE")
+
+
+def test_torch_comes_from_its_own_index_if_need_be_or_as_it_is_named(environment: Environment) -> None:
+    words = ("install", "CHECKS=", "TARGET=cpu")
+    refused, torch, *_ = environment.make(*words, TORCH_IS_ELSEWHERE="yes")
+    assert torch.pins == refused.pins and "https://download.pytorch.org/whl/cpu" in torch.words
+    (environment.folder / "installed-cpu").unlink()
+    named, rest, _ = environment.make(*words, "TORCH=torch==2.13.0", TORCH_IS_ELSEWHERE="yes")
+    assert named.words[-1] == "torch==2.13.0" and "--constraint" in named.words
+    assert not any(pin.startswith("torch==") for pin in named.pins + rest.pins)
+
+
+def test_the_gpu_stack_has_the_versions_of_the_lock_but_for_torch_and_vllm(environment: Environment) -> None:
+    (asked,) = environment.make("install", "CHECKS=", "TARGET=gpu")
+    constraints = environment.folder / "constraints.txt"
+    assert asked.words[-4:] == ["--constraint", str(constraints), "--editable", ".[gpu,wandb]"]
+    pins = constraints.read_text().splitlines()
+    assert "torch!=2.13.0+cpu" in pins and "--hash" not in "".join(pins) and len(pins) > 150
+    assert not any(pin.startswith(("vllm", "torch==", "intel")) for pin in pins)
+
+
+def test_torch_for_cpus_is_refused_where_gpus_are_meant(environment: Environment) -> None:
+    environment.torch.write_text("cuda: Optional[str] = None\nhip: Optional[str] = None\n")
+    environment.make("install", "CHECKS=", "TARGET=gpu", status=2)
+    assert "is a build for CPUs" in environment.said
+    assert not [*environment.folder.glob("installed-*")]
+
+
+def test_a_machine_that_lacks_something_is_told_before_anything_is_downloaded(
+    environment: Environment, tmp_path: Path
+) -> None:
+    path = put_program(tmp_path / "other/uname", "#!/bin/sh\necho Darwin\n")
+    assert environment.make("install", "TARGET=cpu", status=2, PATH=path) == []
+    assert "This is Darwin" in environment.said
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_a_wheelhouse_is_filled_here_and_installed_from_without_a_network(venv: Path, target: str) -> None:
-    filled = make(venv, "wheelhouse", f"TARGET={target}")
-    assert f"pip wheel --wheel-dir wheelhouse-{target} " in filled and str(venv) not in filled
-    text = make(venv, "install", f"TARGET={target}", "WHEELHOUSE=/site/wheels")
-    asked = [line for line in text.splitlines() if "pip install" in line]
-    assert asked and all("pip install --no-index --find-links /site/wheels " in line for line in asked)
-    assert "--no-index" not in make(venv, "install", f"TARGET={target}")
-
-
-def test_digests_are_compared_unless_the_wheels_are_a_sites_own(venv: Path) -> None:
-    text = make(venv, "install", "TARGET=cpu")
-    assert text.count("--no-deps --require-hashes") == 3, "torch from either index, and the rest"
-    for words in (["HASHES="], ["WHEELHOUSE=/site/wheels"]):
-        text = make(venv, "install", "TARGET=cpu", *words)
-        assert "--require-hashes" not in text and "sed 's/ --hash=.*//'" in text
-    filled = make(venv, "wheelhouse", "TARGET=cpu", "WHEELHOUSE=/site/wheels")
-    assert filled.count("--no-deps --require-hashes") == 3
-
-
-GROUPS = {
-    **{goal: [] for goal in ("quickstart", "install")},
-    **{goal: ["test"] for goal in ("test", "nightly", "check", "storm", "lint", "format")},
-    "docs": ["docs"],
-}
-"""Goal → what it installs beside the stack."""
-
-
-@pytest.mark.parametrize("goal", GROUPS)
-def test_each_goal_installs_first_what_it_needs(venv: Path, goal: str) -> None:
-    text = make(venv, goal, "TARGET=gpu")
-    assert installs(text) == "gpu" and text.index("-m venv") < text.index("'.[gpu,wandb]'")
-    asked = [name for name in ("test", "docs") if f"tools/requirements-{name}.lock | " in text]
-    assert asked == GROUPS[goal]
-
-
-def test_a_group_is_added_to_what_is_there(venv: Path) -> None:
-    (venv / "bin").mkdir(parents=True)
-    for name in ("bin/pip", "installed-cpu"):
-        (venv / name).touch()
-    text = make(venv, "lint")
-    assert installs(text) == "" and text.count("pip install") == 1
-    assert "tools/requirements-test.lock | " in text
-    (venv / "with-test").touch()
-    assert "pip install" not in make(venv, "lint")
-
-
-def test_another_build_of_torch_is_taken_where_it_is_named(venv: Path) -> None:
-    text = make(venv, "install", "TARGET=cpu", "TORCH=torch==2.13.0")
-    asked = [line for line in text.splitlines() if "pip install" in line]
-    assert asked[0].endswith("--constraint /dev/stdin 'torch==2.13.0'") and "/whl/cpu" not in text
-    assert "grep -v '^torch=='" in asked[1]
-
-
-def test_the_machine_is_asked_before_anything_is_downloaded_unless_this_is_declined(venv: Path) -> None:
-    text = make(venv, "install", "TARGET=cpu")
-    first = f'preflight.sh cpu {venv} ""'
-    assert text.index(first) < text.index("-m venv") < text.index("pip install") and text.count(first) == 2
-    assert "preflight.sh cpu" not in make(venv, "install", "TARGET=cpu", "CHECKS=")
-
-
-def test_torch_for_cpus_is_refused_where_gpus_are_meant(venv: Path) -> None:
-    """The environment's programs do nothing here; what pip would have left is there already."""
-    version = venv / "lib/python3.11/site-packages/torch/version.py"
-    version.parent.mkdir(parents=True)
-    (venv / "bin").mkdir()
-    for name in ("pip", "python"):
-        (venv / "bin" / name).write_text("#!/bin/sh\n")
-        (venv / "bin" / name).chmod(0o755)
-    command = ["make", "--directory", str(REPOSITORY), "install", "TARGET=gpu", f"VENV={venv}", "CHECKS="]
-    for build, status in (("None", 2), ("'13.0'", 0)):
-        version.write_text(f"cuda: Optional[str] = {build}\nhip: Optional[str] = None\n")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == status, done
-        assert ("is a build for CPUs" in done.stderr) == (status == 2)
-        assert (venv / "installed-gpu").exists() == (status == 0)
-
-
-def test_the_constraints_for_gpus_leave_out_torch_for_cpus(venv: Path) -> None:
-    text = make(venv, "install", "TARGET=gpu")
-    (command,) = [line for line in text.splitlines() if line.startswith("sed ")]
-    words = ["bash", "-c", command.partition(" > ")[0]]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
-    pins = done.stdout.splitlines()
-    assert "torch!=2.13.0+cpu" in pins and "--hash" not in done.stdout and len(pins) > 150
-    assert not any(pin.startswith(("vllm", "torch==", "intel")) for pin in pins)
+def test_a_wheelhouse_is_filled_without_an_environment(tmp_path: Path, target: str) -> None:
+    """Only the commands are looked at: wheels come from a network."""
+    words = ["make", "--dry-run", "wheelhouse", f"TARGET={target}", f"VENV={tmp_path}"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    filling = [line for line in done.stdout.splitlines() if "pip wheel" in line]
+    assert done.returncode == 0 and len(filling) >= 2
+    assert all(f" -m pip wheel --wheel-dir wheelhouse-{target} " in line for line in filling)
 
 
 # --- What is shown while pip works ---
