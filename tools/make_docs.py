@@ -1,8 +1,8 @@
 """Writes the pages of docs/ that are made from the code: every key, metric and command.
 
-    python tools/make_docs.py    # writes docs/{config,metrics,commands,design,coming-from}.md
+    python tools/make_docs.py    # writes docs/{config,metrics,commands,design}.md
 
-The other pages are written by hand.
+In docs/coming-from.md it replaces the tables alone. The other pages are written by hand.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from tba_hpc.run.metrics import RECORDS_PER_SECOND
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PACKAGE = DOCS.parent / "tba_hpc"
 
-HEAD = "<!-- Made by tools/make_docs.py from the code: change it there. -->\n\n"
+HEAD = "<!-- Made by tools/make_docs.py from the code: change it there. -->"
+TABLES = "<!-- What follows is made by tools/make_docs.py from the code: change it there. -->"
 
 
 def config_page() -> str:
     """Every key of a config and of a site file."""
     parts = [
+        HEAD,
         "# Every key",
         "A config is a YAML file of these sections. `--set section.key=value` overrides one key; `tba run "
         "CONFIG --dry-run` prints them all. Defaults are in brackets; a resume may change keys with ↻.",
@@ -134,6 +136,7 @@ def sections_in(field: FieldInfo) -> list[type[Section]]:
 def metrics_page() -> str:
     """What metric_table.py holds."""
     parts = [
+        HEAD,
         "# Every metric",
         "A JSON line per record in `RUN/metrics`, one file per role and rank: `trainer.jsonl`, "
         "`searcher-0003.jsonl`. Every record has `time` (unix seconds). Shares lie in 0…1, seconds are wall "
@@ -173,6 +176,7 @@ def commands_page() -> str:
         if isinstance(command, TyperCommand) and not command.hidden:
             groups.setdefault(str(command.rich_help_panel), []).append(command)
     parts = [
+        HEAD,
         "# Every command",
         "`tba COMMAND --help` says the same. CONFIG is a YAML file or the name of a shipped one, RUN a run "
         "directory, MODEL a folder or hub name. `--site` names the cluster: a site file, or a shipped one's "
@@ -209,90 +213,20 @@ def _command(command: TyperCommand) -> str:
 
 
 def coming_from_page() -> str:
-    """Keys of other systems beside ours, one table for each system."""
+    """The page as it is written up to its tables; keys of other systems beside ours, a table for each."""
+    written, _, _ = (DOCS / "coming-from.md").read_text().partition(TABLES)
     tables = []
     for system, about in elsewhere().items():
         rows = [f"| {_code(theirs)} | {_code(ours)} | {differs} |" for theirs, ours, differs in about["keys"]]
         head = f"## {system}\nRead: {about['read']}.\n\n| theirs | ours | what differs |\n|---|---|---|\n"
         tables.append(head + "\n".join(rows))
-    return "\n\n".join([COMING, *tables]) + "\n"
+    return "\n\n".join([written + TABLES, *tables]) + "\n"
 
 
 def _code(keys: str) -> str:
     """Set keys in code, but not the words between them."""
     marked = " and ".join(key if "`" in key else f"`{key}`" for key in keys.split(" and "))
     return marked.replace("`nothing`", "nothing")
-
-
-COMING = """\
-# Coming from TRL, verl or prime-rl
-If a config has one of their keys, the error names ours, from these tables. Five things differ in kind:
-
-- **The objective** is trajectory balance, whose optimum is π_ref·exp(r/β). So `train.beta` (β) decides what
-  is learned: with rewards of 0 and 1 and β = .1, it multiplies the odds of a right answer by e¹⁰. Theirs
-  are `train.objective: dr_grpo` and `grpo`.
-- **Two numbers for one.** A request samples `generator.completions_per_prompt` (S) completions. Each step
-  draws `train.completions_per_prompt` (K ≤ S) of all that the buffer holds for a prompt.
-- **A replay buffer.** Several steps may learn from a completion, at any age. To use data once and in order,
-  set `buffer.replay_limit: 1`; for a policy gradient also `buffer.duplicates: none` and
-  `buffer.reward_temperature: null`.
-- **Two roles of ranks.** Trainers (`launch.trainers`) and searchers (`launch.searchers`) have GPUs of their
-  own; engines are not put to sleep.
-- **One YAML file**, no Python main: `tba run FILE --set a.b=value`.
-
-## A script, carried over
-This script of TRL, whose `prompts.jsonl` has the columns `prompt` and `answer`,
-```python
-args = GRPOConfig(
-    num_generations=8,
-    per_device_train_batch_size=16,
-    gradient_accumulation_steps=4,
-    max_prompt_length=512,
-    max_completion_length=512,
-    temperature=1.0,
-    beta=0.04,
-    epsilon=0.2,
-    loss_type="dapo",
-    learning_rate=1e-6,
-    max_steps=200,
-    save_steps=50,
-)
-rows = load_dataset("json", data_files="prompts.jsonl", split="train")
-GRPOTrainer(model="org/model", reward_funcs=reward_func, args=args, train_dataset=rows).train()
-```
-is this file here, run by `tba run FILE`:
-```yaml
-run: {name: words, root: out}                # the run is out/words-seed0
-model: {path: org/model, context_length: 1024}    # 512 of the prompt and 512 of the completion
-task: {name: jsonl, train_file: prompts.jsonl, reward: "my_rewards:right"}
-generator: {completions_per_prompt: 8, max_tokens: 512, temperature: 1.0}
-buffer: {replay_limit: 1, duplicates: none, reward_temperature: null}      # groups as they were sampled, once
-train:
-  objective: {name: grpo, ratio_clip: 0.2}   # epsilon
-  loss_normaliser: batch_tokens              # dapo
-  beta: 0.04
-  prompts_per_step: 8                        # 16 / 8 * 4, on one device
-  completions_per_prompt: 8
-  learning_rate: {schedule: linear, peak: 1.0e-6}
-  steps: 200
-checkpoint: {every: 50}
-```
-For trajectory balance leave out `buffer`, `objective` and `loss_normaliser`.
-
-## Rewards and data
-A function of TRL needs a few lines around it:
-```python
-# my_rewards.py, beside the config
-from theirs import reward_func
-
-
-def right(completions, prompt, answer):
-    n = len(completions)
-    return reward_func(prompts=[prompt] * n, completions=completions, answer=[answer] * n)
-```
-Our functions get one value of each column, since all completions belong to one row. Completions are texts,
-also of chat prompts. Data are a JSONL file. If its column `prompt` holds lists of messages, which end with
-the user's, set `task.options.chat: true`."""
 
 
 def design_page() -> str:
@@ -305,7 +239,7 @@ def design_page() -> str:
         "together: [one step](one-step.md). Why: [decisions](decisions.md)."
     )
     rows = [f"- **{room}**: {what}." for room, what in rooms.items()]
-    return "\n\n".join([head, "\n".join(rows)]) + "\n"
+    return "\n\n".join([HEAD, head, "\n".join(rows)]) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -319,10 +253,9 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def outdated() -> list[str]:
     """Pages that are not what the code says."""
-    texts = {name: HEAD + make() for name, make in PAGES.items()}
-    return [name for name, text in texts.items() if (DOCS / name).read_text() != text]
+    return [name for name, make in PAGES.items() if (DOCS / name).read_text() != make()]
 
 
 if __name__ == "__main__":
     for page, make in PAGES.items():
-        (DOCS / page).write_text(HEAD + make())
+        (DOCS / page).write_text(make())
