@@ -52,8 +52,7 @@ def weights(
 
     stall: publish over one copy by the trainer. visible: until the last searcher's poll returns the weights;
     propagation: until it has a copy of its own. Bcast ÷: MPI's blocking Bcast in the same world, between
-    private memories and between shared ones, over the propagation. busy ÷: the propagation over that while
-    the trainer's main thread runs Python without pause.
+    private memories and between shared ones, over the propagation.
     """
     rows = [
         run_world(1 + searchers, ["weights-rank", memory, str(mb), str(rounds)])
@@ -98,11 +97,8 @@ def join(memory: str) -> MpiWorld:
     )
 
 
-def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray, *, busy_from: int) -> None:
-    """Publish a version for each row of the trainer's clock: called, returned, seconds of a copy just before.
-
-    From the version ``busy_from`` on this thread runs Python while the weights travel.
-    """
+def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray) -> None:
+    """Publish a version for each row of the clock: called, returned, seconds of a copy just before."""
     copy = np.zeros_like(source)
     for version in range(len(clock)):
         time.sleep(0.2)
@@ -115,15 +111,8 @@ def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray,
         assert exchange.publish(publication, lambda out: np.copyto(out, source))
         clock[version, 1] = time.monotonic()
         while not exchange.gather():  # until the round is over
-            (spin if version >= busy_from else time.sleep)(0.01)
+            time.sleep(0.01)
     exchange.close()
-
-
-def spin(seconds: float) -> None:
-    """Keep the interpreter busy, as bookkeeping in Python does."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(i * i for i in range(1000))
 
 
 def take(exchange: MpiSearcherExchange, nbytes: int, clock: np.ndarray) -> None:
@@ -138,14 +127,14 @@ def take(exchange: MpiSearcherExchange, nbytes: int, clock: np.ndarray) -> None:
         time.sleep(0.0005)
 
 
-def medians(world: MpiWorld, clock: np.ndarray, rounds: slice) -> dict[str, float]:
-    """At the trainer, seconds of what happened in these rounds, by all ranks' clocks."""
+def medians(world: MpiWorld, clock: np.ndarray) -> dict[str, float]:
+    """At the trainer, seconds of what happened in all rounds but the first, by all ranks' clocks."""
     table = np.empty((world.comm.size, *clock.shape))
     world.comm.Gather(clock, table, 0)
     if world.role == "searcher":
         return {}
-    called, returned, memcpy = table[0, rounds].T
-    visible, copied, _ = table[1:, rounds].max(axis=0).T
+    called, returned, memcpy = table[0, 1:].T
+    visible, copied, _ = table[1:, 1:].max(axis=0).T
     times = {
         "memcpy": memcpy,
         "publish": returned - called,
@@ -158,20 +147,20 @@ def medians(world: MpiWorld, clock: np.ndarray, rounds: slice) -> dict[str, floa
 
 @app.command(hidden=True)
 def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> None:
-    """One rank of the weights benchmark; the first round warms up, in the last ``rounds`` Python is busy."""
+    """One rank of the weights benchmark; the first round warms up."""
     from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
 
     layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
     world = join(memory)
     private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
-    clock = np.zeros((1 + 2 * rounds, 3))
+    clock = np.zeros((1 + rounds, 3))
     if world.role == "trainer":
         exchange = MpiTrainerExchange(world, layout, bucket_mb=BUCKET_MB, progress=Progress())
-        publish(exchange, private, clock, busy_from=1 + rounds)
+        publish(exchange, private, clock)
     else:
         take(MpiSearcherExchange(world), layout.nbytes, clock)
     bcast, bcast_shared = limits(world, private, rounds)
-    found, busy = (medians(world, clock, part) for part in (slice(1, 1 + rounds), slice(1 + rounds, None)))
+    found = medians(world, clock)
     if world.role == "searcher":
         return
     row = {
@@ -183,7 +172,6 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
         "propagation, ms": 1e3 * found["propagation"],
         "Bcast ÷": bcast / found["propagation"],
         "shared Bcast ÷": bcast_shared / found["propagation"],
-        "busy ÷": found["propagation"] / busy["propagation"],
     }
     result.write_text(json.dumps(row))
 

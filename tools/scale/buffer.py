@@ -1,4 +1,4 @@
-"""What the replay buffer costs the trainer's loop: merges, samples, snapshots, and the longest pause of each.
+"""What the replay buffer costs the trainer's loop: merges, snapshots, and the longest pause of each.
 
 A shard holds 4 groups of 8 completions of 30 to 90 tokens; prompts come again after 31,250 groups, so that a
 full buffer of a million has some 32 completions of each. All is timed on the monotonic clock, in one process.
@@ -6,6 +6,7 @@ full buffer of a million has some 32 completions of each. All is timed on the mo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -19,7 +20,6 @@ from tba_hpc.config import BufferSection, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.core.types import RECORD, Ragged, Shard, Trajectories, offsets_of
-from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger
 from tba_hpc.run.checkpoints import TrainerState
@@ -34,7 +34,7 @@ LARGE = 1024
 """Trajectories of the shards that fill the buffer, and turn it over once."""
 
 TOGETHER = 16
-"""Shards of a sync, if they are merged together."""
+"""Shards of a sync."""
 
 
 def shards(size: int, *, seed: int = 0, first: int = 0) -> Iterator[Trajectories]:
@@ -64,43 +64,26 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def of_capacity(capacity: int) -> list[Row]:
-    """Merges, samples and checkpoints of a full buffer, of its own and by the trainer's merger."""
-    buffer, revisions = ReplayBuffer(BufferSection(capacity=capacity), seed=0), iter(range(1 << 30))
+    """Merges and checkpoints of a full buffer, of its own and by the trainer's merger."""
+    buffer, revisions = ReplayBuffer(BufferSection(capacity=capacity), seed=0), itertools.count()
     large, small = shards(LARGE), shards(GROUP * GROUPS, seed=1)
 
-    def merge(*parts: Trajectories) -> float:
-        revision, began = next(revisions), time.perf_counter()
-        for part in parts:
-            buffer.merge(part, revision)
-        return (time.perf_counter() - began) / len(parts)
-
-    def take(source: Iterator[Trajectories], count: int) -> list[Trajectories]:
-        return [next(source) for _ in range(count)]
+    def merge(part: Trajectories) -> float:
+        return seconds(lambda: buffer.merge(part, next(revisions)))
 
     filling = [merge(next(large)) for _ in range(capacity // LARGE + 1)]
-    each = [merge(shard) for shard in take(small, SHARDS)]
-    together = [merge(*take(small, TOGETHER)) for _ in range(SHARDS // TOGETHER)]
-    samples = [
-        seconds(lambda: buffer.sample(step, groups=8, group_size=20))  # noqa: B023
-        for step in range(300)
-    ]
+    each = [merge(shard) for shard in itertools.islice(small, SHARDS)]
     turning = [merge(next(large)) for _ in range(len(buffer) // LARGE + 1)]
     pauses = [seconds(buffer.snapshot) for _ in range(5)]
-    snapshot = buffer.snapshot()
-    with tempfile.TemporaryDirectory() as folder:
-        writing = seconds(lambda: write_arrays(Path(folder) / "buffer.h5", snapshot()))
     size = f", {capacity:,} trajectories"
     return [
         row(f"merge of a shard of 32{size}", 1e3 * statistics.median(each), "ms", "0.15"),
-        row(f"of each of {TOGETHER} in a sync{size}", 1e3 * statistics.median(together), "ms", "0.15"),
         *(of_merger(capacity, searchers) for searchers in (64, 256, 1024)),
         row(f"longest of {SHARDS} merges{size}", 1e3 * max(each), "ms", "50"),
         row(
             f"longest merge of 1,024, filled and turned over{size}", 1e3 * max(filling + turning), "ms", "50"
         ),
-        row(f"sample of 8 groups of 20{size}", 1e3 * statistics.median(samples), "ms", "-"),
         row(f"snapshot in the loop, longest of 5{size}", 1e3 * max(pauses), "ms", "50"),
-        row(f"writing it, beside the loop{size}", writing, "s", "-"),
     ]
 
 
