@@ -34,11 +34,9 @@ def test_time_to_a_threshold_lies_on_the_line_between_two_evaluations() -> None:
     assert curves.time_to(curve, 0.95) is None
 
 
-def test_swing_and_sag() -> None:
+def test_the_last_part_of_a_curve() -> None:
     curve = [(0.0, 0.2), (1.0, 0.9), (2.0, 0.6), (3.0, 0.8), (4.0, 0.7), (5.0, 0.9)]
-    assert curves.last_part(curve) == [0.7, 0.9]
-    assert curves.swing(curve) == pytest.approx(0.1)
-    assert curves.sag(curve) == pytest.approx(0.3)
+    assert curves.last_part(curve, 1 / 3) == [0.7, 0.9] and curves.last_part(curve, 0.1) == [0.9]
 
 
 def test_pace_by_hand() -> None:

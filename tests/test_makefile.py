@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def environment(tmp_path: Path) -> Environment:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[tuple[str, str]]:
+def machines(tmp_path: Path) -> tuple[str, str]:
     """PATH of a machine with a GPU, and of a login node, whose nvidia-smi finds none."""
     answers = {
         "gpu": "echo 'GPU 0: NVIDIA A100 (UUID: GPU-0)'",
@@ -88,7 +87,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[str, str]]:
     with_gpu, login = (
         put_program(tmp_path / name / "nvidia-smi", f"#!/bin/sh\n{text}\n") for name, text in answers.items()
     )
-    yield with_gpu, login
+    return with_gpu, login
 
 
 def test_the_target_that_is_named_counts_more_than_the_machine(

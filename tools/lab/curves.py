@@ -31,24 +31,10 @@ def time_to(curve: Curve, threshold: float) -> float | None:
     return None
 
 
-def last_part(curve: Curve, share: float = 1 / 3) -> list[float]:
+def last_part(curve: Curve, share: float) -> list[float]:
     """pass@1 at the last ``share`` of the points, at least one."""
     count = max(1, round(share * len(curve)))
     return [value for _, value in curve[-count:]]
-
-
-def swing(curve: Curve) -> float:
-    """Standard deviation over the last third of a curve: how far it moves once it should stand still."""
-    return statistics.pstdev(last_part(curve))
-
-
-def sag(curve: Curve) -> float:
-    """Largest fall from a peak to a later point."""
-    peak, fall = -float("inf"), 0.0
-    for _, value in curve:
-        peak = max(peak, value)
-        fall = max(fall, peak - value)
-    return fall
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Objectives on equally stale data: where they end and how steady they are at lags of 1 to 50 steps.
+"""Objectives on equally stale data: where they end at lags of 1 to 50 steps.
 
 Twice, in lockstep: on the enumerable policy, whose optimum is known, and on a whole model.
 """
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lab import lockstep, skill
-from lab.curves import Curve, last_part, sag, swing, time_to
+from lab.curves import Curve, last_part, time_to
 from lab.lockstep import Setup, SparseTable
 from lab.lockstep_model import Run, figures_of
 from lab.results import Panel, Result, Row, Series, Spread
@@ -119,8 +119,6 @@ class Exact:
             "rate": best_rate(tuned),
             "lag": lag,
             "pass@1, %": Spread([_final(curve) for curve in curves]),
-            "swing": Spread([100 * swing(curve) for curve in curves]),
-            "sag": Spread([100 * sag(curve) for curve in curves]),
             "distance": Spread([distance for _, distance in runs]),
         }
 
@@ -133,8 +131,7 @@ class Exact:
             "trained on after the next time, so that data are k … 2k − 1 steps old, the same for every "
             f"objective. B = 8, K = S = 16, β = {BETA}, AdamW; TB with log Z of the behaviour, tapered, Dr. "
             "GRPO clipped at .2, M2PO Dr. GRPO with its mask of .04 instead, AsymRE RLOO with δ = −.1.",
-            "Pass@1: exact probability that a sample is right, mean over the last tenth; swing: standard "
-            "deviation over the last third; sag: largest fall from a peak; in points. Distance: total "
+            "Pass@1: exact probability that a sample is right, mean over the last tenth. Distance: total "
             "variation between the last policy and π_ref·exp(r/β)/Z.",
             "Dr. GRPO and M2PO, without a KL term, do not aim at that posterior; nor does OAPL, whose target "
             "π_lag·exp(r/β)/Z moves on with every sync, towards the best completions alone.",
