@@ -207,6 +207,12 @@ class Stage:
         for name in names:
             self.note(name, summary[name])
 
+    @property
+    def run(self) -> Path:
+        """The directory of the run that it starts, or goes on with."""
+        name = "quickstart" if self.name == "resumed" else self.name
+        return self.scratch / f"runs/{name}-seed0"
+
     def save(self) -> None:
         """Replace the file of the stage, that of an earlier run too."""
         record = {"stage": self.name, "tiny": self.tiny, "state": self.state, "seconds": self.seconds}
@@ -521,29 +527,27 @@ def sentences(name: str, model: Path, tiny: bool) -> list[str]:
 def quickstart(stage: Stage) -> None:
     """The main job, on whatever this machine has; all its processes die at once, some steps are lost."""
     process = start(stage, QUICKSTART, *quickstart_settings())
-    run = stage.scratch / "runs/quickstart-seed0"
 
     def is_late_enough() -> bool:
-        return len(steps_of(run)) > CHECKPOINT_EVERY + 1 and bool(latest_checkpoint(RunDir(run)))
+        return len(steps_of(stage)) > CHECKPOINT_EVERY + 1 and bool(latest_checkpoint(RunDir(stage.run)))
 
     try:
-        follow(stage, process, run, until=is_late_enough)
+        follow(stage, process, until=is_late_enough)
     finally:
         kill(process)
-    stage.note("killed after step", len(steps_of(run)))
+    stage.note("killed after step", len(steps_of(stage)))
 
 
 def resumed(stage: Stage) -> None:
     """From the checkpoint on."""
-    run = stage.scratch / "runs/quickstart-seed0"
-    if not run.is_dir():
+    if not stage.run.is_dir():
         stage.note("left out, for it goes on with the run of another stage", "quickstart")
         return
-    checkpoint = latest_checkpoint(RunDir(run))
+    checkpoint = latest_checkpoint(RunDir(stage.run))
     stage.note("checkpoint", checkpoint.name if checkpoint else None)
-    summary = train(stage, str(run), f"train.steps={len(steps_of(run)) + MORE_STEPS}", run=run)
+    summary = train(stage, str(stage.run), f"train.steps={len(steps_of(stage)) + MORE_STEPS}")
     stage.note_summary(summary, *SCORES, "attempts")
-    audited = subprocess.run([sys.executable, "-m", "tba_hpc", "audit", str(run)], cwd=ROOT)
+    audited = subprocess.run([sys.executable, "-m", "tba_hpc", "audit", str(stage.run)], cwd=ROOT)
     stage.note("nothing was lost, doubled or skipped", audited.returncode == 0)
 
 
@@ -779,19 +783,14 @@ def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
     )
 
 
-def train(
-    stage: Stage, config: str, *changes: str, visible: str | None = None, run: Path | None = None
-) -> dict[str, Any]:
-    """The summary of a run, whose steps are noted as they end.
-
-    visible: the GPUs that it sees. run: its directory; by default the one that the stage has named.
-    """
+def train(stage: Stage, config: str, *changes: str, visible: str | None = None) -> dict[str, Any]:
+    """The summary of the stage's run, whose steps are noted as they end; visible: the GPUs that it sees."""
     process = start(stage, config, *changes, visible=visible)
-    follow(stage, process, run or stage.scratch / f"runs/{stage.name}-seed0")
+    follow(stage, process)
     out, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"the run ended with exit status {process.returncode}, see what it said above")
-    stage.note(MEDIAN, float(np.median(steps_of(run or stage.scratch / f"runs/{stage.name}-seed0"))), "s")
+    stage.note(MEDIAN, float(np.median(steps_of(stage))), "s")
     summary: dict[str, Any] = json.loads(out)
     stage.note_summary(summary, *RUN_FIGURES)
     return summary
@@ -806,17 +805,12 @@ def start(stage: Stage, config: str, *changes: str, visible: str | None = None) 
     return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
 
 
-def follow(
-    stage: Stage,
-    process: subprocess.Popen[str],
-    run: Path,
-    until: Callable[[], bool] = lambda: False,
-) -> None:
-    """Note each optimizer step of a run, until it ends."""
-    began, before = time.monotonic(), len(steps_of(run))
+def follow(stage: Stage, process: subprocess.Popen[str], until: Callable[[], bool] = lambda: False) -> None:
+    """Note each optimizer step of the stage's run, until it ends."""
+    began, before = time.monotonic(), len(steps_of(stage))
     noted = before
     while process.poll() is None and not until():
-        for number, seconds in enumerate(steps_of(run)[noted:], start=noted + 1):
+        for number, seconds in enumerate(steps_of(stage)[noted:], start=noted + 1):
             if noted == before:
                 stage.note("from the start to the end of its first step", time.monotonic() - began, "s")
             stage.note(f"step {number}", seconds, "s")
@@ -824,9 +818,9 @@ def follow(
         time.sleep(0.2)
 
 
-def steps_of(run: Path) -> list[float]:
-    """Seconds of each optimizer step so far."""
-    records = step_records(read_metrics(RunDir(run).metrics_file("trainer")))
+def steps_of(stage: Stage) -> list[float]:
+    """Seconds of each optimizer step of the stage's run so far."""
+    records = step_records(read_metrics(RunDir(stage.run).metrics_file("trainer")))
     return [float(str(record["time/step_seconds"])) for record in records]
 
 
@@ -842,7 +836,7 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 def engine_gap(stage: Stage) -> float:
     """Of the last evaluation of the stage's run, whose weights the engine has merged."""
-    records = read_metrics(RunDir(stage.scratch / f"runs/{stage.name}-seed0").metrics_file("searcher", 0))
+    records = read_metrics(RunDir(stage.run).metrics_file("searcher", 0))
     found = [record["search/engine_gap"] for record in records if "search/engine_gap" in record]
     return float(str(found[-1]))
 
