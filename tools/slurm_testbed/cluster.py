@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -83,16 +83,12 @@ def find(program: str) -> str | None:
 class Cluster:
     """``with Cluster() as cluster:`` six idle nodes, node1 … node6; afterwards no process, mount or file.
 
-    cpus, memory (MiB), gpus: what each node pretends to have. settings: lines of slurm.conf to replace.
-    user: whose the jobs are. disk: size of the file system of ``share``, which is memory then: one that can
-    be filled.
+    gpus: what each node pretends to have. user: whose the jobs are. disk: size of the file system of
+    ``share``, which is memory then: one that can be filled.
     """
 
     nodes: int = 6
-    cpus: int = 8
-    memory: int = 3500
     gpus: int = 4
-    settings: Mapping[str, str] = field(default_factory=dict)
     user: str = "root"
     disk: str = ""
 
@@ -392,8 +388,7 @@ class Cluster:
         )
 
     def _slurm_conf(self, ports: list[int]) -> str:
-        values = {**_SETTINGS, **self.settings}
-        lines = [f"{key}={value}".replace("{root}", str(self.root)) for key, value in values.items()]
+        lines = [f"{key}={value}".replace("{root}", str(self.root)) for key, value in _SETTINGS.items()]
         lines += [
             f"SlurmctldHost={socket.gethostname().split('.')[0]}({self.address(LOGIN)})",
             f"SlurmctldPort={ports[0]}",
@@ -401,8 +396,8 @@ class Cluster:
         for i, (name, port) in enumerate(zip(self._names, ports[1:], strict=True), 1):
             (self.root / "spool" / name).mkdir(parents=True)
             lines.append(
-                f"NodeName={name} NodeAddr={self.address(i)} Port={port} CPUs={self.cpus} "
-                f"CoresPerSocket={self.cpus} RealMemory={self.memory} Gres=gpu:{self.gpus} State=UNKNOWN"
+                f"NodeName={name} NodeAddr={self.address(i)} Port={port} CPUs=8 CoresPerSocket=8 "
+                f"RealMemory=3500 Gres=gpu:{self.gpus} State=UNKNOWN"
             )
         lines += [
             "PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF",
