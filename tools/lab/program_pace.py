@@ -10,7 +10,6 @@ the end the median of the ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,9 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+import typer
 from make_tiny_model import make_tokenizer, publish, shape
 from transformers import LlamaForCausalLM
 
+from lab.tool_use import TEMPLATE
 from tba_hpc.config import Config, TaskSection
 from tba_hpc.config.loading import parse_config
 from tba_hpc.core.ports import Generator, Tokenizer
@@ -39,11 +40,6 @@ from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.tasks import load_task
 
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'A: '}[m.role] + m.content }}"
-    "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
-)
 TURNS = 3
 STOPS = list("0123456789")
 """Random weights end a turn by one of these after some 27 tokens."""
@@ -152,34 +148,27 @@ def conversing(kind: str, engine: Generator, tokenizer: Tokenizer) -> tuple[Gene
     return task.converse(engine, tokenizer), task.prompts("train")
 
 
-def main() -> None:
-    """Print a line of JSON per pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--episodes", type=int, default=48)
-    parser.add_argument("--sequences", type=int, default=8, help="turns that the engine decodes at once")
-    arguments = parser.parse_args()
+def main(width: int = 96, layers: int = 2, pairs: int = 5, episodes: int = 48, sequences: int = 8) -> None:
+    """Print a line of JSON per pair; sequences: turns that the engine decodes at once."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in a rank
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         sys.path.insert(0, folder)
         Path("drill.py").write_text(ENVIRONMENT)
         Path("drill_program.py").write_text(PROGRAM)
-        rows = [json.dumps({"prompt": f"Drill {number}."}) for number in range(arguments.episodes + 1)]
+        rows = [json.dumps({"prompt": f"Drill {number}."}) for number in range(episodes + 1)]
         Path("rows.jsonl").write_text("\n".join(rows))
-        make_model(Path(folder) / "model", arguments.width, arguments.layers)
-        config = settings(Path(folder) / "model", arguments.sequences)
+        make_model(Path(folder) / "model", width, layers)
+        config = settings(Path(folder) / "model", sequences)
         engine = VllmGenerator(config.model, config.generator, seed=0)
         tokenizer = load_tokenizer(config.model.path)
         kinds = [conversing(kind, engine, tokenizer) for kind in TASKS]
         with closing(kinds[1][0]):
             ratios = []
-            for pair in range(-1, arguments.pairs):  # the first warms up
+            for pair in range(-1, pairs):  # the first warms up
                 order = kinds if pair % 2 else kinds[::-1]
-                episodes = 1 if pair < 0 else arguments.episodes
-                found = {id(one): pace(engine, *one, arguments.sequences, episodes) for one in order}
+                played = 1 if pair < 0 else episodes
+                found = {id(one): pace(engine, *one, sequences, played) for one in order}
                 environment, program = (found[id(one)] for one in kinds)
                 ratios.append(program["tokens"] / environment["tokens"])
                 line = {"environment": environment, "program": program, "ratio": ratios[-1]}
@@ -188,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
