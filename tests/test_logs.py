@@ -12,7 +12,7 @@ import pytest
 from recorded import new_run
 
 from tba_hpc.config import ConfigError
-from tba_hpc.report.logs import log_files, print_ends
+from tba_hpc.report.logs import log_files, show_logs
 from tba_hpc.run.directory import RunDir
 
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_the_newest_of_everything_is_shown_below_its_path(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_ends(run, None, None, lines=2)
+    show_logs(run, None, None, lines=2, follow=False)
     latest = run.logs / "attempt-002"
     assert capsys.readouterr().out == (
         f"==> {run.path}/slurm/job-2.log <==\njob 2\n\n"
@@ -44,7 +44,7 @@ def test_the_newest_of_everything_is_shown_below_its_path(
 def test_one_rank_of_one_attempt_is_shown_and_what_is_not_there_refused(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_ends(run, "searcher-3", 1, lines=1)
+    show_logs(run, "searcher-3", 1, lines=1, follow=False)
     assert capsys.readouterr().out.endswith("==\nsearcher-0003 1 4\n")
     assert log_files(run, "batch", None) == [run.path / "slurm/job-2.log"]
     refusals = {
@@ -54,7 +54,7 @@ def test_one_rank_of_one_attempt_is_shown_and_what_is_not_there_refused(
     }
     for (rank, attempt), words in refusals.items():
         with pytest.raises(ConfigError, match=words):
-            print_ends(run, rank, attempt, lines=1)
+            show_logs(run, rank, attempt, lines=1, follow=False)
 
 
 def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(
@@ -62,7 +62,7 @@ def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(
 ) -> None:
     log = run.logs / "latest/trainer-0000.log"
     log.write_bytes(b"\xff\x1b[2J\n 10%\r 50%\r100%\nno end yet")
-    print_ends(run, "trainer-0", None, lines=3)
+    show_logs(run, "trainer-0", None, lines=3, follow=False)
     assert capsys.readouterr().out.splitlines()[1:] == ["\ufffd\\x1b[2J", "100%", "no end yet"]
 
 

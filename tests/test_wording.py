@@ -35,7 +35,7 @@ def test_no_text_commands_a_terminal() -> None:
         Terminal(file=io.StringIO(), width=200),
         Terminal(file=io.StringIO(), width=200, no_color=True),
     ):
-        print_values({HOSTILE: HOSTILE}, console=console)
+        print_values({HOSTILE: HOSTILE}, console)
         table = Table()
         table.add_column(Text(HOSTILE))
         console.print(table)

@@ -500,7 +500,7 @@ def sharing(folder: Path) -> Iterator[None]:
 def learn_sentences(stage: Stage, *changes: str) -> None:
     """A short run of the real model, or of a tiny one in its place."""
     if not stage.tiny and not REAL_MODEL.is_dir():
-        stage.note("left out, for there is no real model", "tba fetch smollm2-135m")
+        stage.note("left out, for there is no real model", f"tba fetch {REAL}")
         return
     model = make_model(stage.scratch / "tiny", TINY) if stage.tiny else REAL_MODEL
     config, *settings = [*sentences(stage.name, model, stage.tiny), *changes]

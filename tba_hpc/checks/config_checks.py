@@ -21,7 +21,7 @@ from tba_hpc.run.notes import Exit
 
 MADE_BY = {
     "tiny-model": "'make quickstart' makes the tiny models, and so does tools/make_tiny_model.py",
-    "smollm2-135m": "'tba fetch smollm2-135m' makes that model",
+    "smollm2-135m": "'tba fetch' with this config makes that model",
 }
 """Advice for a local model that is missing, by a part of its path."""
 

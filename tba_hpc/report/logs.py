@@ -56,27 +56,19 @@ def _name(rank: str) -> str:
     raise ConfigError(f"--rank {rank} is no rank: give trainer-0, searcher-3, mpiexec, or {BATCH}")
 
 
-def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
-    """Print the last ``lines`` of each log, each below its path. Raises ConfigError if there is none."""
-    files = log_files(run, rank, attempt)
-    if not files:
-        what = f"log of {rank}" if rank else "log"
-        known = ", ".join(file.stem for file in log_files(run, None, attempt)) or "none"
-        raise ConfigError(f"{run.path} has no {what} yet; there are: {known}")
-    printer = Printer()
-    for file in files:
-        printer.show(file, last=lines, unfinished=True)
+def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int, follow: bool) -> None:
+    """Print the last ``lines`` of each log, each below its path.
 
-
-def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
-    """Print the end of each log, then new lines, also of later attempts and jobs, until the run is finished.
-
-    attempt: follow only this one. Raises ConfigError.
+    follow: then print new lines, also of later attempts and jobs, until the run is finished. attempt: follow
+    only this one. Raises ConfigError, without ``follow`` also if there is no log.
     """
-    printer = Printer()
-    for file in log_files(run, rank, attempt):
-        printer.show(file, last=lines)
-    while True:
+    files, printer = log_files(run, rank, attempt), Printer()
+    if not files and not follow:
+        known = ", ".join(file.stem for file in log_files(run, None, attempt)) or "none"
+        raise ConfigError(f"{run.path} has no log{f' of {rank}' if rank else ''} yet; there are: {known}")
+    for file in files:
+        printer.show(file, last=lines, unfinished=not follow)
+    while follow:
         over = run.finished_file.exists()  # read first: if it is finished, this check shows the last lines
         for file in log_files(run, rank, attempt):
             printer.show(file)

@@ -194,11 +194,11 @@ def print_summary(
     run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
 ) -> None:
     """Print a run's results and where they lie; as JSON, all of summary.json."""
+    if as_json:
+        print(json.dumps(asdict(summary), indent=2))
+        return
     from tba_hpc.report.tables import print_values
 
-    if as_json:
-        print_values(asdict(summary), as_json=True)
-        return
     under, step = summary.perplexity_reference, summary.evaluated_step
     optional: dict[str, Cell] = {
         RIGHT_AND_ENDED: right_and_ended(summary),
@@ -220,7 +220,7 @@ def print_summary(
         **{name: str(path) for name, path in places.items() if path.exists()},
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
-    print_values(values, console=console)
+    print_values(values, console)
 
 
 def right_and_ended(summary: Summary) -> str | None:

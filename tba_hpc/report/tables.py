@@ -34,13 +34,8 @@ class Terminal(Console):
         raise
 
 
-def print_values(
-    values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None
-) -> None:
-    """Print names and values: a table of two columns, or a JSON object."""
-    if as_json:
-        print(json.dumps(dict(values), indent=2))
-        return
+def print_values(values: Mapping[str, Cell], console: Console | None = None) -> None:
+    """Print names and values as a table of two columns."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")

@@ -34,7 +34,7 @@ SETTINGS = (
 )
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(not MODEL.is_dir(), reason="no real model: .venv/bin/tba fetch smollm2-135m"),
+    pytest.mark.skipif(not MODEL.is_dir(), reason=f"no real model: .venv/bin/tba fetch {CONFIG}"),
     pytest.mark.timeout(2400),
 ]
 
