@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
@@ -37,7 +39,31 @@ from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 from tba_hpc.run.slurm_queue import SlurmError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """The commands of ``tba``, of which a wrong call is one sentence, as every error."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        """Run the command that was typed. Raises ConfigError if there is none, or if it takes other words."""
+        try:
+            return super().invoke(ctx)
+        except TyperException as error:
+            name, said = ctx.invoked_subcommand, error.format_message().rstrip(".")
+            said = f"{said[0].lower()}{said[1:].replace('. Did', ': did')}"
+            raise ConfigError(said if said.endswith("?") else f"{said}: {_call(name, said)}") from None
+
+
+def _call(name: str | None, said: str) -> str:
+    """Say how a command is called, if it has one of this name; ``said`` is what was wrong."""
+    if name is None:
+        return "a run is a folder below runs, and tba status RUN shows it; all commands: tba --help"
+    if name == "submit" and "extra argument" in said:
+        return "a run or a config is given by --config, as in tba submit --config RUN --nodes 4"
+    run = "a run is a folder, such as runs/quickstart-seed0; " if "'RUN'" in said else ""
+    return f"{run}see tba {name} --help"
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 TRAINING = "Train"
 RESULTS = "Results"

@@ -129,6 +129,28 @@ def test_a_run_that_does_not_exist_is_refused_at_once(
     assert (done.returncode, done.stderr) == (2, said)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("list", "no such command 'list': a run is a folder below runs, and tba status RUN shows it; all"),
+        ("stats RUN", "no such command 'stats': did you mean 'status'?\n"),
+        (
+            "status",
+            "missing argument 'RUN': a run is a folder, such as runs/quickstart-seed0; see tba status",
+        ),
+        (
+            "submit runs/it",
+            "extra argument(s) (runs/it): a run or a config is given by --config, as in tba su",
+        ),
+        ("submit --node 4", "option: --node (Possible options: --nodes): see tba submit --help\n"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence_with_the_command_that_helps(words: str, said: str) -> None:
+    done = tba(*words.split())
+    assert done.returncode == 2 and done.stderr.startswith("tba: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr, done.stderr
+
+
 def test_version() -> None:
     """Of the program that is installed."""
     program = Path(sys.executable).parent / "tba"

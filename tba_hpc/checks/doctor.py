@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections import Counter
@@ -102,7 +103,7 @@ def _check_request(site: Site, root: Path) -> Finding:
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
     except LaunchError as error:
-        remedy = "edit the site file; every key: class Site in tba_hpc/launch/plan.py"
+        remedy = f"edit the site file; every key: class Site in {inspect.getsourcefile(Site)}"
         return problem("request", str(error), remedy)
     return ok("request", f"Slurm takes a job of {trial.NODES} nodes: {answer}")
 
