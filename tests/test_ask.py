@@ -11,9 +11,8 @@ import pytest
 import torch
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
+from typed import tba
 
-from tba_hpc import cli
 from tba_hpc.commands.ask import Asked, Reply, ask, print_answers
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import Completion, Sampling
@@ -142,12 +141,10 @@ def test_the_command_finds_a_task_of_the_working_directory(
     (tmp_path / "owntask.py").write_text(OWN)
     run = finished_run(tmp_path, model, task={"name": "owntask:Own", "options": {"chat": False}})
     monkeypatch.chdir(tmp_path)
-    words = ["ask", str(run.path), "1+1?", "--samples", "2", "--temperature", "0.5", "--json"]
-    done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
-    asked = json.loads(done.stdout)
+    asked = json.loads(tba("ask", run.path, "1+1?", "--samples", 2, "--temperature", 0.5, "--json").stdout)
     assert asked["prompt"] == "Q: 1+1? A:" and len(asked["replies"]) == 2
-    shown = CliRunner().invoke(cli.app, ["ask", str(run.path), "1+1?", "--plain"], catch_exceptions=False)
-    assert shown.stdout.startswith("1+1?") and "by transformers on the CPU" in " ".join(shown.stdout.split())
+    shown = tba("ask", run.path, "1+1?", "--plain").stdout
+    assert shown.startswith("1+1?") and "by transformers on the CPU" in " ".join(shown.split())
 
 
 def test_a_task_with_an_environment_answers_in_turns(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
-from typer.testing import CliRunner
+from typed import tba
 
-from tba_hpc import cli
 from tba_hpc.commands.compare import (
     _score_of,
     compare,
@@ -20,7 +19,7 @@ from tba_hpc.commands.compare import (
     values,
     write_comparison,
 )
-from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.config import parse_config
 from tba_hpc.report.estimates import difference, wilson
 from tba_hpc.report.plots import overlays, run_line
 from tba_hpc.run.directory import RunDir
@@ -129,7 +128,5 @@ def test_figures_of_different_references_are_not_put_beside_each_other(
 
 
 def test_the_command_answers_in_json_and_wants_two_runs(runs: list[RunDir]) -> None:
-    done = CliRunner().invoke(cli.app, ["compare", *(str(run.path) for run in runs), "--json"])
-    assert len(json.loads(done.stdout)["runs"]) == 2
-    refused = CliRunner().invoke(cli.app, ["compare", str(runs[0].path), str(runs[0].path)])
-    assert isinstance(refused.exception, ConfigError) and "nothing to compare" in str(refused.exception)
+    assert len(json.loads(tba("compare", *(run.path for run in runs), "--json").stdout)["runs"]) == 2
+    assert "nothing to compare" in tba("compare", runs[0].path, runs[0].path).stderr

@@ -9,9 +9,8 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 from tabular_run import EVERY, STEPS, make_config, start
-from typer.testing import CliRunner
+from typed import tba
 
-from tba_hpc.cli import app
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import figures
@@ -107,11 +106,11 @@ def test_a_stale_summary_and_a_missing_report_are_made_again(
 ) -> None:
     """As a kill leaves them between the end of a run and its report, or a resume that ended early."""
     run, told = killed_run
-    for command in (["report", str(run.path)], ["run", str(run.path)]):
+    for command in ("report", "run"):
         run.report.unlink()
         run.summary.write_text(json.dumps({"finished": False, "trajectories": 0}))
-        done = CliRunner().invoke(app, [*command, "--json"])
-        assert done.exit_code == 0, done.output
+        done = tba(command, run.path, "--json")
+        assert done.returncode == 0, done
         summary = json.loads(run.summary.read_text())
         assert summary["finished"] and {name: summary[name] for name in NAMES} == told[-1][0]
         assert run.report.exists()

@@ -20,9 +20,7 @@ from recorded import new_run
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typed import tba
-from typer.testing import CliRunner
 
-from tba_hpc import cli
 from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.ports import Reference
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
@@ -251,10 +249,8 @@ def test_a_task_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.chdir(tmp_path)
     model = make_random_model(tmp_path / "model", tied=True)
-    words = ["evaluate", str(model), "--task", "herebefore:Own"]
-    refused = CliRunner().invoke(cli.app, words)
-    assert isinstance(refused.exception, ConfigError)
-    assert "the task herebefore:Own has no prompt in its test split" in str(refused.exception)
+    refused = tba("evaluate", model, "--task", "herebefore:Own")
+    assert "the task herebefore:Own has no prompt in its test split" in refused.stderr
 
 
 def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) -> None:

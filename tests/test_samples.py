@@ -16,11 +16,10 @@ import tabular_run
 from byte_tokenizer import ByteTokenizer
 from recorded import new_run, write
 from tiny_models import make_tokenizer
-from typer.testing import CliRunner
+from typed import tba
 
-from tba_hpc import cli
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.core.types import BEGIN, BEHAVIOUR, Completion, Group, Prompt, Request, Sampling
+from tba_hpc.core.types import BEGIN, BEHAVIOUR, Completion, FinishReason, Group, Prompt, Request, Sampling
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
 from tba_hpc.report.samples.select import Query, run_tokenizer, sealed_shards, select
@@ -188,23 +187,33 @@ def test_a_run_without_trajectories_says_how_to_keep_them(tmp_path: Path) -> Non
     assert "--set exchange.keep_shards=1" in shown(new_run(tmp_path), Query())
 
 
+def seal_conversation(run: RunDir, text: bytes, given: dict[int, float], finish: FinishReason) -> None:
+    """A shard of one completion, a token a byte. given: marks of tokens that the policy did not sample."""
+    tokens = np.frombuffer(text, np.uint8).astype(np.int32)
+    logprobs, ref_logprobs = np.full((2, len(tokens)), [[-0.5], [-1.0]], np.float32)
+    for place, mark in given.items():
+        logprobs[place], ref_logprobs[place] = mark, 99
+    request = Request(Prompt(0, BYTES.encode("ask"), ""), 0, 1, Sampling(1.0, 1.0, 50))
+    writer = ShardWriter(run, 0)
+    group = Group(request, (Completion(tokens, logprobs, finish),), np.zeros((1, 2), np.int32))
+    writer.append(group, [1.0], [ref_logprobs])
+    assert writer.seal()
+
+
+def shown_lines(run: RunDir) -> list[str]:
+    with redirect_stdout(out := StringIO()):
+        print_samples(select(run, Query(), BYTES.decode))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
 def test_a_conversation_shows_who_gave_what(tmp_path: Path) -> None:
     """Terminal: the environment's part has an indent of its own; page: a class of its own, and no ratio."""
     run = new_run(tmp_path)
-    tokens = np.frombuffer(b"2+2=?4!", np.uint8).astype(np.int32)
-    logprobs = np.full(7, -0.5, np.float32)
-    logprobs[4:6] = np.nan
-    request = Request(Prompt(0, BYTES.encode("ask"), ""), 0, 1, Sampling(1.0, 1.0, 50))
-    writer = ShardWriter(run, 0)
-    group = Group(request, (Completion(tokens, logprobs, "turns"),), np.zeros((1, 2), np.int32))
-    writer.append(group, [1.0], [np.where(np.isnan(logprobs), 99, -1).astype(np.float32)])
-    writer.seal()
+    seal_conversation(run, b"2+2=?4!", {4: np.nan, 5: np.nan}, "turns")
     (sample,) = select(run, Query(), BYTES.decode).samples
     assert sample.segments == (("policy", "2+2="), ("environment", "?4"), ("policy", "!"))
     assert sample.log_ratio == 0.5
-    with redirect_stdout(out := StringIO()):
-        print_samples(select(run, Query(), BYTES.decode))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    lines = shown_lines(run)
     assert lines[lines.index("  ask") + 1 :][:4] == ["  2+2=", "      ?4", "  !", "  […cut off]"]
     write_page(tmp_path / "page.html", run, select(run, Query(), BYTES.decode), BYTES.decode)
     shades = [shade for _, shade, _ in Page((tmp_path / "page.html").read_text()).tokens]
@@ -213,21 +222,12 @@ def test_a_conversation_shows_who_gave_what(tmp_path: Path) -> None:
 
 def test_where_a_sequence_begins_is_shown(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    tokens = np.frombuffer(b"ab?c!Sub:d", np.uint8).astype(np.int32)
-    logprobs = np.full(10, -0.5, np.float32)
-    logprobs[[2, 6, 7, 8]], logprobs[5] = np.nan, BEGIN
-    request = Request(Prompt(0, BYTES.encode("ask"), ""), 0, 1, Sampling(1.0, 1.0, 50))
-    writer = ShardWriter(run, 0)
-    group = Group(request, (Completion(tokens, logprobs, "stop"),), np.zeros((1, 2), np.int32))
-    writer.append(group, [1.0], [logprobs])
-    writer.seal()
+    seal_conversation(run, b"ab?c!Sub:d", {2: np.nan, 5: BEGIN, 6: np.nan, 7: np.nan, 8: np.nan}, "stop")
     (sample,) = select(run, Query(), BYTES.decode).samples
     who, said = zip(*sample.segments, strict=True)
     assert who == ("policy", "environment", "policy", "sequence", "policy")
-    assert said == ("ab", "?", "c!", "Sub:", "d") and sample.log_ratio == 0.0
-    with redirect_stdout(out := StringIO()):
-        print_samples(select(run, Query(), BYTES.decode))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert said == ("ab", "?", "c!", "Sub:", "d") and sample.log_ratio == 0.5
+    lines = shown_lines(run)
     assert lines[lines.index("  c!") + 1 :][:3] == [SEQUENCE, "      Sub:", "  d"]
     write_page(tmp_path / "page.html", run, select(run, Query(), BYTES.decode), BYTES.decode)
     said = "".join(text for text, *_ in Page((tmp_path / "page.html").read_text()).tokens)
@@ -306,11 +306,9 @@ def test_the_tokenizer_is_the_runs_and_needs_no_torch(tmp_path: Path) -> None:
         run_tokenizer(bare)
 
 
-def test_the_command_answers_in_json_and_refuses_a_span_that_is_none(run: RunDir, tmp_path: Path) -> None:
+def test_the_command_answers_in_json_and_refuses_a_span_that_is_none(run: RunDir) -> None:
     make_tokenizer().save_pretrained(run.export)
-    words = ["samples", str(run.path), "--by", "best", "--steps", "0-3", "--json"]
-    done = CliRunner().invoke(cli.app, words)
+    done = tba("samples", run.path, "--by", "best", "--steps", "0-3", "--json")
     assert [found["reward"] for found in json.loads(done.stdout)] == [1.0, 0.0]
     for bad in ("x", "3-", "-4", "3-x"):
-        refused = CliRunner().invoke(cli.app, ["samples", str(run.path), f"--steps={bad}"])
-        assert isinstance(refused.exception, ConfigError) and "is no span" in str(refused.exception)
+        assert f"--steps {bad} is no span" in tba("samples", run.path, f"--steps={bad}").stderr

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
+from typed import tba
 
 from tba_hpc.config import Config, load_config
 from tba_hpc.report.track.follow import OWNER, News, follow, tracked
@@ -27,10 +28,6 @@ BLOCK = 32768
 
 def config_of(run: RunDir, *overrides: str) -> Config:
     return load_config(run.config_file, list(overrides))
-
-
-def finish(run: RunDir) -> None:
-    run.mark_finished()
 
 
 # --- News ---
@@ -221,9 +218,7 @@ def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:
 def test_the_command_tells_a_run_that_names_no_tracker(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     resumed_run(run)
-    command = [str(Path(sys.executable).parent / "tba"), "track", str(run.path)]
-    asked = [*command, "--set", "track.tensorboard=true"]
-    assert subprocess.run(asked, capture_output=True, text=True, timeout=120).returncode == 0
+    assert tba("track", run.path, "--set", "track.tensorboard=true").returncode == 0
     assert len([e for e in events(run.track / "tensorboard") if e.summary.value]) > 20
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = tba("track", run.path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "names no tracker" in done.stderr

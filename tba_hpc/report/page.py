@@ -22,7 +22,6 @@ from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.metrics import number
 
 TEMPLATES = Path(__file__).parent
 
@@ -76,7 +75,6 @@ def render(data: RunData, summary: Summary) -> str:
         plots=plots(data) if data.step else [],
         answers=answers(data.evaluated("test")),
         graded=data.graded,
-        waits=waits(data),
         attempts=attempt_rows(data),
         faults=fault_words(data.faults),
         config=dump_config(config),
@@ -179,37 +177,7 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
     return Answers(tuple(evaluation.step for evaluation in ends), rows)
 
 
-# --- Tables ---
-
-
-WAITS = (
-    ("Publish stall", "sync/publish_stall_seconds", "the trainer's loop hands over weights"),
-    ("Propagation", "search/propagation_seconds", "publish called to loaded in a searcher"),
-    ("Loading weights", "search/load_seconds", "a searcher's engine takes new weights"),
-    ("Sealing shards", "search/seal_share", "a searcher makes trajectories durable"),
-    ("Searcher busy", "search/busy_share", "a searcher's wall time inside the engine"),
-)
-"""Name, metric and meaning of each possible wait."""
-
-
-def waits(data: RunData) -> list[tuple[str, str, str, str]]:
-    """Return rows of how long trainer and searchers waited: name, meaning, mean and latest value."""
-    wait = number(data.trainer.latest, "train/wait_share")
-    trainer = "wall time outside forward, backward and optimizer, after warm-up"
-    rows = [("Trainer wait", trainer, NOTHING if wait is None else _share(wait), "")]
-    for name, metric, meaning in WAITS:
-        curve, show = data.trends.curves[metric], _share if metric.endswith("share") else _time
-        mean, latest = (NOTHING if value is None else show(value) for value in (curve.mean, curve.latest))
-        rows.append((name, meaning, mean, latest))
-    return rows
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.2f} %" if value < 0.02 else f"{100 * value:.1f} %"
-
-
-def _time(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+# --- Attempts ---
 
 
 def attempt_rows(data: RunData) -> list[dict[str, Any]]:

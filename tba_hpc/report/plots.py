@@ -381,6 +381,16 @@ BUFFER = [
     ("buffer/duplicates", ORANGE, "duplicates"),
     ("buffer/evicted", ROSE, "evicted"),
 ]
+SEARCHERS_TIME = [
+    ("search/busy_share", BLUE, "in the engine"),
+    ("search/paused_share", ORANGE, "idle"),
+    ("search/seal_share", GREEN, "sealing shards"),
+]
+WEIGHTS = [
+    ("sync/publish_stall_seconds", ROSE, "trainer hands over"),
+    ("search/load_seconds", GREEN, "engine loads"),
+    ("search/propagation_seconds", BLUE, "publish to use"),
+]
 
 FIGURES = (
     Lines("Reward", "mean per completion", _both("reward"), compared=True),
@@ -403,6 +413,8 @@ FIGURES = (
     Lines("Replay ratio", "steps that learned from a trajectory", _one("train/replay_ratio"), compared=True),
     Lines("Staleness", "optimizer steps, of a batch", STALENESS, _from_zero, True),
     Lines("Trainer wait", "wall time outside the optimizer step", _one("train/wait_share"), _small_share),
+    Lines("Searchers' time", "shares of wall time", SEARCHERS_TIME, _shares),
+    Lines("Weights", "seconds to publish and to load them", WEIGHTS, _from_zero),
     Lines("Replay buffer", "trajectories", BUFFER, _counts),
     Lines("Learning rate", "of the step", _one("train/learning_rate"), _from_zero),
     Lines("β", "KL coefficient of the step", _one("train/beta", ORANGE), _from_zero),

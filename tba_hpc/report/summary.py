@@ -186,6 +186,8 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
         "tokens per searcher-second": summary.goodput,
+        "tokens generated": summary.generated_tokens,
+        "generated per second": summary.searcher_tokens_per_second,
         "alerts": len(summary.alerts),
     }
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def submit(
     return partial(tba, "submit", "--config", config, "--site", site, "--nodes", 3)
 
 
+@contextmanager
+def main_partition(cluster: Cluster, changed: str, usual: str) -> Iterator[None]:
+    """Change a setting of the partition for a while."""
+    cluster.run("scontrol", "update", "PartitionName=main", changed)
+    try:
+        yield
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", usual)
+
+
 def test_what_would_fail_is_refused_in_a_sentence(
     cluster: Cluster,
     submit: Callable[..., subprocess.CompletedProcess[str]],
@@ -212,14 +223,11 @@ def test_what_would_fail_is_refused_in_a_sentence(
     }
     large = _write(tmp_path / "large.yaml", SITE | {"gpus_per_node": 8})
     refusals["--site", str(large)] = "Requested node configuration is not available; change the site key gpus"
-    cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
-    try:
+    with main_partition(cluster, "MaxTime=1-0", "MaxTime=UNLIMITED"):
         for options, words in refusals.items():
             done = submit(*options)
             assert done.returncode == 2, done.stdout
             assert words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=UNLIMITED")
     assert not cluster.run("squeue", "--noheader") and not (tmp_path / "runs").exists()
 
 
@@ -254,18 +262,12 @@ def test_elastic_jobs_are_checked_before_submission(
     assert refused.returncode == 2 and "nothing whole of model.path=org/model is in" in refused.stderr
     assert f"type: tba fetch {run.path} --site {tmp_path}/site.yaml" in refused.stderr
     (tmp_path / "elsewhere").rename(weights)
-    cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
-    try:
+    with main_partition(cluster, "MaxTime=1-0", "MaxTime=UNLIMITED"):
         refused = lend("--nodes", "1", "--time", "2-00:00:00")
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=UNLIMITED")
     assert refused.returncode == 2 and "is beyond MaxTime=1-00:00:00 of partition main" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and not cluster.run("squeue", "--noheader")
-    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-    try:
+    with main_partition(cluster, "State=DOWN", "State=UP"):
         lent = lend("--nodes", "1", "--json")
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     assert lent.returncode == 0, lent.stderr
     answer = json.loads(lent.stdout)
     assert any("partition main is DOWN, so that jobs stay queued" in said for said in answer["warnings"])
