@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -43,7 +43,7 @@ from tba_hpc.run.slurm_queue import SlurmError
 class _Commands(TyperGroup):
     """The commands of ``tba``, of which a wrong call is one sentence, as every error."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed. Raises ConfigError if there is none, or if it takes other words."""
         try:
             return super().invoke(ctx)
