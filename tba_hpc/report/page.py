@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tba_hpc.config import Config, ConfigError, dump_config
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.core.wording import count, duration, printable
+from tba_hpc.core.wording import count, duration, percent, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
@@ -132,7 +132,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
     ended = data.attempts and data.attempts[-1].end  # an attempt that goes on still changes it
-    ettr = f", ETTR {_share(summary.ettr)}" if ended and summary.ettr is not None else ""
+    ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
     rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
