@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point: what a batch script asks at every turn need not import the other commands."""
+    """Run ``tba``. ``supervise``, which batch scripts call often, imports no other command."""
     verb = sys.argv[1:2]
     if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise

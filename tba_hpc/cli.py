@@ -471,7 +471,7 @@ def plan_run(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate whether a run fits in GPU memory, and what would; exit 1 if it does not."""
+    """Estimate whether a run fits in GPU memory; if not, say which keys would help, and exit 1."""
     from tba_hpc.checks import planner
 
     fits = planner.plan_run(
@@ -586,7 +586,7 @@ def samples(
     text: Annotated[
         str, typer.Option(help="Only with this text in question or answer; case is ignored.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Most to show, duplicates once; 0: all.")] = 10,
+    limit: Annotated[int, typer.Option(min=0, help="How many to show, duplicates once; 0: all.")] = 10,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -700,7 +700,7 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
             command()
         finally:
             if sys.stdout:
-                sys.stdout.flush()  # else the interpreter does, and a failure is its own
+                sys.stdout.flush()  # else the interpreter does it at exit, where a failure is not caught
     except (
         ConfigError,
         OwnedError,

@@ -339,7 +339,7 @@ class SearchParts:
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         hold_to_prompts(run, prompts)
         generator = task.converse(generator, tokenizer)
-        # A new run's first one; a resume gets the current one with its first weights.
+        # The initial reference; a resume loads the current one with its first weights.
         reference = backend.reference(run.reference) if config.train.searcher_has_reference else None
         return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 

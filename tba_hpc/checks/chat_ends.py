@@ -61,7 +61,7 @@ def odd_ends(
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Return a phrase: the template's text after an answer ends no completion; with a remedy."""
+    """Return a phrase on the template's text after an answer, which ends no completion, and a remedy."""
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
     remedy = known + stop if end else "give its tokenizer_config.json a chat_template that ends messages"

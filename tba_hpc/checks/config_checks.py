@@ -161,4 +161,4 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
     if done.returncode not in (Exit.DONE, Exit.REFUSED):
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         found = f"the check of the task ended in its midst ({last[0]})"
-        yield warning("task", found, "correct that first, unless ranks on the nodes have what it lacks here")
+        yield warning("task", found, "correct that first, unless the nodes have what the check lacks here")

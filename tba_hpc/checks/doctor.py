@@ -43,7 +43,7 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     """Return all findings about runs in ``root`` that start from ``model`` (None: not checked).
 
     site: None for this machine, or for its Slurm without a site file. seconds: longest wait for a trial
-    start; None starts none.
+    job; None submits none.
     """
     if site is None and shutil.which("sbatch") is None:
         alone = "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"
@@ -109,7 +109,7 @@ def _check_request(site: Site, root: Path) -> Finding:
 
 
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
-    """Join findings ``here`` with a trial start's, whose nodes know better about MPI and the file system."""
+    """Join findings made ``here`` with those of a trial's nodes, which prevail on MPI and the file system."""
     known = {finding.name for finding in there}
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)
     findings = []

@@ -53,7 +53,7 @@ MACHINE = (
 """Checks of a machine on which ranks will run."""
 
 NODE = (*MACHINE, machine.check_network)
-"""Checks by the nodes of a trial start."""
+"""Checks that each node of a trial job makes."""
 
 LAPTOP = (
     mpi_checks.check_library,

@@ -69,7 +69,7 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine(facts: Facts) -> Iterator[Finding]:
-    """Check that vLLM's compiled parts find the system libraries they need. Nodes may have others."""
+    """Check that this machine has the system libraries that vLLM needs. Compute nodes may have others."""
     if facts.in_container or (facts.config and is_own(facts.config.model.path)):
         return
     if library := missing_library():
@@ -103,7 +103,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     mpiexec = facts.config is None or facts.config.one_world
     if found := unprotected(mpiexec=mpiexec):
         files = ", or set exchange.transport=files, which needs no mpiexec" if mpiexec else ""
-        yield warning("ports", found, f"among strangers take a machine for yourself{files}")
+        yield warning("ports", found, f"if others use this machine, take one for yourself{files}")
     else:
         yield ok("ports", "closed to others once ranks are up")
 

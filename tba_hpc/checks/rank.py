@@ -1,4 +1,4 @@
-"""A rank of the doctor's trial start: joins the world, reports what its node lacks, joins in a broadcast.
+"""A rank of the doctor's trial job: joins the MPI world, reports what its node lacks, and broadcasts.
 
 Importing this module starts MPI.
 """

@@ -86,7 +86,7 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 
 
 def hub_home(environment: Mapping[str, str]) -> Path:
-    """Return the folder of all that the Hugging Face libraries loaded from the hub."""
+    """Return the folder in which the Hugging Face libraries keep whatever they download."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     return _expanded(home)
 

@@ -113,9 +113,9 @@ def prepare(
 
 
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
-    """Submit a trial start, wait up to ``seconds`` for its end, and return its findings.
+    """Submit a trial job, wait up to ``seconds`` for its end, and return its findings.
 
-    The first finding says whether the ranks form one world. Raises ConfigError for a read-only ``root``.
+    The first finding says if its ranks formed one MPI world. Raises ConfigError for a read-only ``root``.
     """
     config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=separate_nodes)
     run = RunDir.create(config)

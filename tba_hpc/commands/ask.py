@@ -36,8 +36,8 @@ MAX_TOKENS = 256
 class Reply:
     """An answer.
 
-    truncated: whether a limit ended it. tokens: number of tokens, with the end. failed: whether its
-    environment failed. fault: why, if it raised.
+    truncated: whether a limit ended it. tokens: number of tokens, including the end of sequence. failed:
+    whether its environment failed. fault: the environment's error, if there was one.
     """
 
     text: str
@@ -74,10 +74,10 @@ def ask(
 ) -> Asked:
     """Load the named model and let it answer; the same seed draws the same answers.
 
-    temperature: None: greedy for one sample, and as in training for several. max_tokens: None: as in
-    training. chat: whether to use the chat template; None: as the task does, or without a task, if the model
-    has a template. Raises ConfigError if there is no such run or model or no chat template, or if the
-    question is too long.
+    temperature: by default greedy for one sample, and as in training for several. max_tokens: by default as
+    in training. chat: whether to use the chat template; by default as the task does, or without a task, if
+    the model has a template. Raises ConfigError if there is no such run or model or no chat template, or if
+    the question is too long.
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
@@ -155,7 +155,7 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
-    raise ConfigError(f"{model.path} is not served to answer a question: add --plain or --chat")
+    raise ConfigError(f"the task needs {model.path}, which is not served here: add --plain or --chat")
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""``tba compare``: shows runs side by side: differences of their configs, their results and their curves.
+"""``tba compare``: shows runs side by side: how their configs differ, their results, and their curves.
 
 The command only reads runs and changes nothing in them.
 """

@@ -67,7 +67,7 @@ def submit_elastic(
 
 
 def _searchers(config: Config, site: Site, nodes: int) -> Component:
-    """Return the searchers of a node. Raises ConfigError if all nodes have more than the run takes."""
+    """Return the searchers of one node. Raises ConfigError if all nodes together exceed launch.elastic."""
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
     searcher, most = searchers_of_a_node(config, site), config.launch.elastic

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class RunFrames:
-    """Tables of a run. Each is read when first requested; another ``read`` reads them again.
+    """Tables of a run. Each is read when first requested; ``tba_hpc.read`` reads the run anew.
 
-    path: the run directory. Raises ConfigError if it is none, ModuleNotFoundError without pandas.
+    path: the run directory. Raises ConfigError for any other path, ModuleNotFoundError without pandas.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class RunFrames:
     def metrics(self) -> DataFrame:
         """One row per optimizer step, index ``step``, with all that trainer.jsonl says about it.
 
-        If a resume did a step again, the row is of the later one.
+        If a resume did a step again, the row has the later values.
         """
         records = step_records(read_metrics(self.run.metrics_file("trainer")))
         return _frame([{"step": 0, **record} for record in records], ["step", "time"]).set_index("step")

@@ -41,7 +41,7 @@ NOTE = "replay.json"
 def replay(
     path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
 ) -> tuple[RunDir, Config]:
-    """Train on a run's shards by its config and ``overrides``, in a run of its own beside it.
+    """Train on a run's shards by its config and ``overrides``, in a separate run in the same folder.
 
     Shards arrive as they did, ``delay`` steps later, or all at once. Another call resumes the replay.
     partial: replay even if shards are gone. Raises ConfigError and the errors of training.
@@ -141,7 +141,7 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Remove keys from ``train`` that followed from its other keys, and will follow from those ``given``."""
+    """Remove keys from ``train`` that were derived from others, so that those ``given`` determine them."""
     objective = given.get("train.objective", train["objective"]["name"])
     if "train.objective" in given:
         del train["ratio_bound"]
@@ -152,7 +152,7 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, RecordedShards]:
-    """Read what a replay by ``config`` needs of a run's recording. Raises ConfigError if it lacks that."""
+    """Read what a replay by ``config`` needs of a run. Raises ConfigError for what was not recorded."""
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:
         raise ConfigError(
@@ -175,6 +175,6 @@ def read_recorded(
         remedy = ", or replay what is left with --partial" if there else ""
         raise ConfigError(
             f"{len(wanted) - len(there)} of the {len(wanted)} shards that {source.path} learned from are "
-            f"gone, as a checkpoint holds what counts of them: record with exchange.keep_shards=1{remedy}"
+            f"gone, deleted once they were in a checkpoint: record with exchange.keep_shards=1{remedy}"
         )
     return recording.only(there), read

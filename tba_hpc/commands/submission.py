@@ -29,7 +29,7 @@ MOST_SEEDS = 500
 """Largest number of seeds; each run is checked before the first one is submitted."""
 
 HEADER_SIGNAL = 300
-"""Seconds of ``--signal`` in slurm/tba_*.sbatch, the scripts for editing by hand, for every site file."""
+"""Seconds of ``--signal`` in slurm/tba_*.sbatch, scripts to edit by hand, whatever the site file says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Submission:
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
     shipped one. after: a run whose job must end first. options: further options of sbatch, such as
-    ``--time-min=60``. chain: number of jobs, one after another. here: id of this job, if it runs on its own
-    nodes. The other fields are options of ``tba submit``.
+    ``--time-min=60``. chain: number of jobs, one after another. here: id of the job that runs this
+    command, if the nodes are its own. The other fields are options of ``tba submit``.
     """
 
     config: Path
@@ -107,10 +107,10 @@ def _given(site: Site) -> dict[str, object]:
 
 
 def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the file of a config and ``overrides``. ``path`` may be a run directory.
+    """Return the config file at ``path``, which may be a run directory, and the overrides to load it with.
 
-    For a run directory the file is its frozen config, and the overrides also set run.root to the place where
-    the directory is. Raises ConfigError if the name of the directory is not that of its run.
+    For a run directory the file is its frozen config, and a further override sets run.root to the directory's
+    parent. Raises ConfigError if the directory does not have the name of its run.
     """
     if not path.is_dir():
         return path, [*overrides]
@@ -163,7 +163,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def nodes_of_this_job(*, ready: bool) -> int:
-    """Return the number of nodes of the job that sources the script, if ``ready``. Raises ConfigError."""
+    """Return the number of nodes of this Slurm job. Raises ConfigError outside one, or unless ``ready``."""
     if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
         return int(nodes)
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")
@@ -234,7 +234,7 @@ def script_of(
 
 
 def again(submission: Submission, run: RunDir) -> str:
-    """Return the command that resubmits the run from any folder; the frozen config knows the settings."""
+    """Return a command that resubmits the run from any folder. Overrides are in the frozen config."""
     site = shipped.find(submission.site, "sites").absolute()
     words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", submission.nodes]
     words += ["--trainer-nodes", submission.trainer_nodes] if submission.trainer_nodes else []
@@ -246,7 +246,7 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _typed() -> list[object]:
-    """Return the typed program and command, ``tba submit`` or tools/submit.py, for use in any folder."""
+    """Return the beginning of the user's command, ``tba submit`` or tools/submit.py, with absolute paths."""
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":
         return [sys.executable, "-P", "-m", "tba_hpc", "submit"]

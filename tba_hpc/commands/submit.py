@@ -94,7 +94,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
     """Check a submission. found: warnings by config, so that several seeds of a config need one check."""
     site = submission.load_site()
     config, split = submission.resolve(site)
-    if not (site.setup or site.modules):  # which may set any variable
+    if not (site.setup or site.modules):  # these may set any variable
         require_addresses(config, job_environment(site))
     if new := submission.config not in found:
         found[submission.config] = _warnings(config, split, site, submission)
@@ -172,7 +172,7 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
-    """Describe a submission for JSON: job (None: the run is finished), run, commands, warnings, split."""
+    """Describe a submission for JSON: job (None: the run is finished), run, commands, warnings, plan."""
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
@@ -186,7 +186,7 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
 
 
 def _commands(ready: Ready) -> dict[str, str]:
-    """Return the commands that may come next, by name."""
+    """Return the commands that the user may type next, by purpose."""
     run, jobs = str(ready.run.path), slurm_queue.jobs_of(ready.run)
     return {
         "watch": shlex.join(["tba", "status", run]),
@@ -221,6 +221,6 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell_warnings(sentences: Sequence[str]) -> None:
-    """Print a line for each on stderr."""
+    """Print each sentence as a warning on stderr."""
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)

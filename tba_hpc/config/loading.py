@@ -106,7 +106,7 @@ def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
     for key, value in flat(tree).items():
         if isinstance(value, bool) and key in numbers:
             raise ConfigError(
-                f"config key {key!r} has the value {value}, but is a number: write that, or null"
+                f"config key {key!r} has the value {value}, but must be a number: write one, or null"
             )
 
 
@@ -168,7 +168,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 def _place(
     location: tuple[int | str, ...], model: type[BaseModel]
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the key's names on the way to a location of a pydantic error, and the section that holds it.
+    """Return the names that make up the key at a location of a pydantic error, and the key's section.
 
     Tags of variants, which pydantic puts into locations, are left out.
     """

@@ -202,7 +202,7 @@ class GeneratorSection(Section):
     completions_per_prompt: Count = 24
     """S: completions sampled per prompt; at least train.completions_per_prompt."""
     temperature: Positive = 0.7
-    """Sampling temperature in training; evaluation is greedy."""
+    """Sampling temperature in training. Evaluation is greedy, unless the task has its own temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Probability mass of nucleus sampling. Below 1 objectives lose their guarantee, since some completions
     are never sampled."""
@@ -351,9 +351,9 @@ class TrainSection(Section):
     """K: trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum number of tokens per forward and backward pass, at least model.context_length. A group's prompt
-    counts once. If a layer lacks full attention, sequences are padded, and padding counts. Larger groups are
-    split and computed twice. null: as many tokens as have 8 GiB of activations on a GPU (1 GiB on a CPU), at
-    most 32k, but at least the step's largest group."""
+    counts once. If a layer lacks full attention, sequences are padded, and padding counts. A group that
+    exceeds the limit is split, and computed twice. null: the tokens whose activations fill 8 GiB on a GPU
+    (1 GiB on a CPU), at most 32k, but at least the step's largest group."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
@@ -362,7 +362,7 @@ class TrainSection(Section):
     target_temperature: Schedule = Field(1.0, validate_default=True)
     """T in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): the higher, the flatter. A number or a schedule."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ in the same target: the higher, the less the reference weighs. A number or a schedule."""
+    """γ in the target of target_temperature: the higher, the less π_ref weighs. A number or a schedule."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
@@ -507,9 +507,9 @@ class LaunchSection(Section):
 
     @property
     def stack_seconds(self) -> float:
-        """Time without a safe point after which a rank writes its stack traces, s.
+        """Longest time between a loop's checks for a stop before its rank writes its stack traces, s.
 
-        It is shorter than the time after which other ranks give up on it.
+        It is shorter than the time after which other ranks give up on that rank.
         """
         return 0.8 * self.silence_seconds
 

@@ -109,7 +109,7 @@ class ClippedTokens(PolicyGradient):
     ratio_clip: Fraction = 0.2
     """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
     second_moment_limit: Positive | None = None
-    """Limit of M2PO's mask, nats² (M2PO: .04), instead of the clip. Of the tokens that have moved in the
+    """Limit of M2PO's mask, nats² (M2PO: 0.04), instead of the clip. Of the tokens that have moved in the
     direction of their advantage, it masks those with the largest log-ratios until the mean square of the rest
     is at most this limit. null: clip."""
 

@@ -63,14 +63,14 @@ def plan(
     """Plan a rank's micro-batches. All ranks get equally many parts, with equally many micro-batches in each.
 
     ZeRO moves weights and gradients between ranks in every micro-batch, so the ranks must compute in step.
-    budget: most tokens of a micro-batch, padding included; None: those of the largest group, or ``enough`` if
+    budget: token limit of a micro-batch, padding included; None: the largest group's tokens, or ``enough`` if
     that is more. share_prompts: a group's completions share its prompt, and nothing is padded. Attention
     still reads the prompt once per completion, so a micro-batch is also limited to READS times the budget.
-    Without it, a trajectory of several sequences may exceed the budget by its padding.
+    Without share_prompts, a trajectory of several sequences may exceed the budget by its padding.
 
-    Groups larger than the budget come first, in one part of several micro-batches; ranks with fewer of them
-    add smaller groups. Every other part is one micro-batch of whole groups. These parts have about equally
-    many tokens and come largest first, so that a lack of memory shows at once.
+    Groups larger than the budget share the first part, in several micro-batches; ranks with fewer such groups
+    add smaller ones. Every other part is one micro-batch of whole groups. These parts have about equally many
+    tokens and come largest first, so that a lack of memory shows at once.
     Raises ConfigError if a single sequence exceeds the budget.
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
@@ -188,7 +188,7 @@ def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
     recorded = batch.top_logprobs.shape[1]
     if k > recorded:
         raise ConfigError(
-            f"train.score_centering={k} needs as many of the sampler's likeliest tokens at each place, but "
+            f"train.score_centering={k} needs as many of the sampler's likeliest tokens per position, but "
             f"trajectories hold {recorded}: leave it out, or use a generator that records "
             "request.sampling.top_logprobs"
         )

@@ -31,8 +31,8 @@ _NOTHING = Trajectories(
 class LiveStore:
     """Groups of live trajectories.
 
-    groups: columns of each group by number, oldest first; a group holds only its own prompt. live: for each
-    prompt, the number of the group of each completion's key, oldest first.
+    groups: columns of each group by number, oldest first; a group holds only its own prompt. live: by
+    prompt, the keys of its completions, oldest first, each with the number of its group.
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def linear_layers(self) -> dict[str, int]:
-        """Inputs plus outputs of each nn.Linear module of a layer, by name; experts and GPT-2 have none."""
+        """Input plus output width of each nn.Linear of a layer, by name; experts and GPT-2 have none."""
         hidden, wide = self.hidden, self.hidden + self.inner
         if self.kind == "gpt2":
             return {}
@@ -148,7 +148,7 @@ CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """Bytes of float32 logits that are computed at once, by device. A GPU needs large products to be busy."""
 
 PASS_TOKENS = 16 << 10
-"""Most tokens in one pass of a searcher's reference over several groups. One group alone may have more."""
+"""Token limit of several groups in one pass of a searcher's reference. A single group may exceed it."""
 
 ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Default limit on a micro-batch's activations, in bytes, by device. Micro-batches of this size keep a GPU

@@ -15,7 +15,7 @@ from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
 LONGEST_WORDS = 300
-"""Most characters of a user's error message that are shown."""
+"""Largest number of characters shown of a user's error message."""
 
 OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
 """Remedy for a file that the user's code does not find. A run copies files that the module's code names."""

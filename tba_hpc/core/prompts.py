@@ -183,8 +183,8 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
         )
     if config.selective and prompts < wanted:
         raise ConfigError(
-            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
-            "max_staleness, replay_limit or a reference that is reset each gives a step one group: lower it"
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, each of "
+            "which gives a step one group with max_staleness, replay_limit or reference=reset: lower it"
         )
     if config.queue:
         _refuse_a_small_queue(config, prompts)

@@ -15,7 +15,7 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Return the learning rate of ``step``. Its schedule spans all ``steps``, unless ``decay`` ends before.
+    """Return the learning rate of ``step``. It decays from the warm-up to the last step, or over ``decay``.
 
     No step has a rate of zero. Step 0 has peak / warmup_steps, and step warmup_steps − 1 has the peak. The
     rate would reach zero one step after the last.

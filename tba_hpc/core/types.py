@@ -210,7 +210,7 @@ class Completion:
     @property
     def action_T(self) -> np.ndarray:
         """Mask, bool [T]: True where the policy sampled the token, False where the environment gave it."""
-        return self.logprobs < BEGIN  # NaN is not
+        return self.logprobs < BEGIN  # False for NaN, too
 
     @property
     def begin_T(self) -> np.ndarray:
@@ -309,7 +309,7 @@ class Trajectories:
     @property
     def action_T(self) -> np.ndarray:
         """Mask, bool [T], of completion tokens: True where the policy sampled, not an environment."""
-        return self.logprobs < BEGIN  # NaN is not
+        return self.logprobs < BEGIN  # False for NaN, too
 
     @property
     def begin_T(self) -> np.ndarray:

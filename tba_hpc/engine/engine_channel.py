@@ -20,7 +20,7 @@ LENGTH_BYTES = 4
 """Bytes of the length that precedes each message."""
 
 READ_BYTES = 1 << 20
-"""Most bytes read from the socket at once."""
+"""Largest number of bytes read from the socket at once."""
 
 
 class EngineSettings(Section):

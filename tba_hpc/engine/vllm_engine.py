@@ -410,7 +410,7 @@ class WeightLoader:
     """Memory maps of the files of published weights."""
 
     def rendezvous(self) -> str:
-        """Return the path of torch.distributed's rendezvous file; any other string if there is none."""
+        """Return the path of torch.distributed's rendezvous file, or its init method if it uses no file."""
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
     def base_mismatch(self, layout: str) -> str:

@@ -80,7 +80,7 @@ NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
 """Setting that turns CUDA graphs off."""
 
 LONGEST_LOOK = 1.0
-"""Most silence counted between two calls, s. A rank that was itself stopped must not blame its engine."""
+"""Longest silence counted between two calls, s: a rank that was itself stopped must not blame its engine."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
 """Time limits, s: for the end of a process that has closed its socket, of a dead engine's workers, and of a
@@ -135,8 +135,7 @@ class VllmGenerator:
         """Start the engine.
 
         keys: config keys that errors name, first that of the model's path, then those to check if vLLM
-        refuses. start_seconds, silence_seconds: see EngineProcess. top_logprobs: the most that a request asks
-        for.
+        refuses. start_seconds, silence_seconds: see EngineProcess. top_logprobs: see EngineSettings.
         """
         self._top_logprobs = top_logprobs
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}

@@ -124,7 +124,7 @@ class ProgramSession:
         self.failed_calls += malformed
         known = [*self.asked.plain, ChatMessage.model_validate(message).plain]
         self._known[self.sequence] = self.asked.tools, known
-        with suppress(InvalidStateError):  # refused meanwhile
+        with suppress(InvalidStateError):  # the request was refused meanwhile
             self._answer.set_result(completion(message, **count))
         added = self._next()
         return added, not added
@@ -161,7 +161,7 @@ class ProgramSession:
     def _refuse(self, why: str) -> None:
         """Refuse the request that waits for an answer, and all that follow."""
         self._over = self._over or why
-        with suppress(InvalidStateError):  # there is none
+        with suppress(InvalidStateError):  # no request is waiting
             self._answer.set_exception(RefusedError(self._over))
 
     def _next(self) -> list[Message]:
@@ -231,7 +231,7 @@ class Programs(Conversations):
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         in_background(episode.session.end)
-        own = isinstance(error, ProgramError | TimeoutError | ValueError)  # its sentence says all
+        own = isinstance(error, ProgramError | TimeoutError | ValueError)  # needs no traceback
         super()._fail(episode, error.with_traceback(None) if own else error)
 
 

@@ -22,7 +22,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ChatTokenizer, Message, decoder
 
 MOST_CALLS = 8
-"""Most tool calls of a turn that are executed."""
+"""Largest number of tool calls that are executed in a turn."""
 
 CALL = re.compile(
     r"<(?:tool_call|｜tool▁call▁begin｜)>(.*?)(?:</tool_call>|<｜tool▁call▁end｜>|$)", re.DOTALL

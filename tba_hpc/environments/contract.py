@@ -50,7 +50,7 @@ ERROR = "error:"
 """Beginning of the result of a failed call."""
 
 ERROR_CHARS = 300
-"""Most characters of an error that the model sees."""
+"""Largest number of characters that the model sees of an error."""
 
 ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 """Line of a docstring that describes an argument."""
@@ -59,7 +59,7 @@ ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 class Contract:
     """An environment class and its tools. Raises ConfigError if the class breaks the contract.
 
-    key: config key that names the class. name: ``module:Class``. max_chars: most characters of a tool's
+    key: config key that names the class. name: ``module:Class``. max_chars: length limit of a tool's
     result. seconds: time limit of the environment's work in a turn. Tool calls begin only in the first half
     of it, so that a call may take the other half.
     """

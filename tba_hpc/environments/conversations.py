@@ -350,7 +350,7 @@ class Workers:
         if self._hanging >= MOST_HANGING:
             raise ConfigError(
                 f"{self._hanging} calls of the environment take more than task.options.step_seconds="
-                f"{self._seconds:g} and do not end: give what they wait for a timeout, or raise that"
+                f"{self._seconds:g} and do not end: set a timeout on what they wait for, or raise that"
             )
         self._fill()
 

@@ -53,8 +53,8 @@ class Conversational(Jsonl):
     ) -> None:
         """Make a task from the config's options; for the others see Jsonl. Raises ConfigError.
 
-        max_turns: most turns of the model, after which an episode is ended. step_seconds: time limit of the
-        partner's part of a turn, s. concurrency: most partners of a searcher that work concurrently.
+        max_turns: number of the model's turns at which an episode ends. step_seconds: time limit of the
+        partner's part of a turn, s. concurrency: number of a searcher's partners that may work concurrently.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
         """
         super().__init__(tokenizer, chat=chat, **options)
@@ -175,7 +175,7 @@ class Environment(Conversational):
     ) -> None:
         """Make a task from the config's options; for the others see Conversational. Raises ConfigError.
 
-        environment: ``module:Class``, see environments.contract. max_tool_chars: most characters of a tool's
+        environment: ``module:Class``, see environments.contract. max_tool_chars: length limit of a tool's
         result. step_seconds: time limit of an environment's work in a turn; tool calls begin only in the
         first half of it.
         """

@@ -28,7 +28,7 @@ OPERATIONS: dict[type, Callable[..., Any]] = {
 }
 
 LONGEST_EXPRESSION = 200
-"""Most characters of an expression."""
+"""Length limit of an expression, in characters."""
 
 
 class Calculator:

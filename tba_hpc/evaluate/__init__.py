@@ -1,4 +1,4 @@
-"""``tba evaluate``: scores a model on a task, with confidence intervals, and its distance from the reference.
+"""``tba evaluate``: measures a model's score, with confidence intervals, and distance from the reference.
 
 It needs no running processes: it reads a run's config and model, or any other model. It must not train.
 """

@@ -62,7 +62,7 @@ KEEP = 2
 """Number of newest weights that are always kept, because a searcher may be opening the previous ones."""
 
 MOST_WAITING = 4
-"""Most weights kept for incomplete validations. A dead searcher never completes its part."""
+"""Limit on weights kept for incomplete validations, as a dead searcher never completes its part."""
 
 MANIFEST_CHECK_SECONDS = 0.1
 """Minimum interval at which a searcher reads ``latest.json``, s. Metadata servers are slow and shared.
@@ -98,7 +98,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of ``latest.json``. attempt: that of the trainer that wrote it.
+    """Contents of ``latest.json``. attempt: name of the attempt whose trainer wrote it.
 
     cursors: index of the next shard to merge, per searcher. entries: the weights on disk, oldest first.
     """
@@ -137,9 +137,9 @@ class FileTrainerExchange:
     """The leading trainer's end of the exchange.
 
     folder: folder of the weights. attempt: name of the attempt, unique among the trainers of a run.
-    read_pending: returns all readable shards at or beyond the cursors, in order. progress: progress of the
-    run at the start. evaluated: tells whether the evaluation of a split with the weights of a version is
-    complete. timeout: seconds to wait while a disk is full.
+    read_pending: returns the readable shards of each searcher, in order, from the given index on. progress:
+    requests completed and shards merged before this start. evaluated: tells whether the evaluation of a split
+    with the weights of a version is complete. timeout: seconds to wait while a disk is full.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class FileTrainerExchange:
         if copied:
             copied()
         changes = None
-        if publication.evaluate is None and not publication.final:  # those are kept or waited for, so whole
+        if publication.evaluate is None and not publication.final:  # others stay on disk, so whole
             changes = self._memory.changes()
         sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
         name = f"step-{publication.version:06d}"
@@ -245,7 +245,7 @@ class FileTrainerExchange:
         if self._manifest != before:
             self._announce()
             self._remove_superseded()
-        # A folder that cannot be listed now will be in another round.
+        # A folder that cannot be listed now will be listed in a later round.
         names: list[str] = if_available(lambda: listing(self._folder), otherwise=[])
         self._stop_requested |= any(name.startswith(STOP) for name in names)
 
@@ -332,10 +332,11 @@ def _of_an_attempt_before(publication: Publication) -> Publication:
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: folder of the weights, which need not exist yet. attempt: of the trainer.
+    """A searcher's end of the exchange.
 
-    start_deadline: time limit for the trainer's start, s (default: ``deadline``). deadline: one sixth of the
-    longest pause between two rounds, s.
+    folder: folder of the weights, which need not exist yet. attempt: name of the trainer's attempt.
+    start_deadline: time limit for the trainer's start, s (default: ``deadline``). deadline: the longest
+    pause between two rounds, divided by IDLE_DEADLINES, s.
     """
 
     def __init__(
@@ -382,10 +383,10 @@ class FileSearcherExchange:
         self._offered.append(shard.index)
 
     def poll(self) -> WeightUpdate | None:
-        """Return unseen weights, mapped read-only: the oldest to evaluate, or else the newest. None: no news.
+        """Return new weights, mapped read-only: the oldest to evaluate, else the newest; None without any.
 
         Raises ExchangeError if the trainer has not started within its deadline, or has not changed the
-        manifest for IDLE_DEADLINES deadlines.
+        manifest for IDLE_DEADLINES times the deadline.
         """
         self._look()
         entry = self._next_entry()
@@ -412,7 +413,7 @@ class FileSearcherExchange:
         if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         missed = [link for link in links if link.sequence > self._own_sequence]
-        # Read all before applying any: a rebuilt engine loads our copy, by the version it was given out as.
+        # Read all before applying any: a rebuilt engine loads our copy, and expects the version given out.
         for link, changes in [(link, self._changes(link)) for link in missed]:
             apply_changes(changes, self._own.map("r+"))
             self._own_sequence = link.sequence
@@ -510,7 +511,7 @@ class FileSearcherExchange:
 
 
 class ElasticSearcherExchange(FileSearcherExchange):
-    """An elastic searcher's end. It can only stop itself, and survives absences of the trainer.
+    """An elastic searcher's end of the exchange. It stops only itself, and survives the trainer's absence.
 
     lease: number of its slot's lease. timeout: longest absence of the trainer, s. leaving, finished,
     evaluates: functions that return whether this searcher must leave, whether the run is finished, and

@@ -65,7 +65,7 @@ EVERYBODY = range(1 << 20)
 """All possible searcher numbers, limited by the bits in a uid."""
 
 SEARCHERS_AT_FULL_RATE = 64
-"""Most searchers that seal every ``exchange.seal_seconds``. More searchers share the total rate of these."""
+"""Number of searchers up to which each seals every ``exchange.seal_seconds``. More seal as often in total."""
 
 _DTYPES = dict(
     zip(
@@ -173,7 +173,7 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
     """Verify a file; return its attributes (empty unless it is a shard) and arrays. Raises ShardError."""
     schema = _verify(path, kind, data)
     try:
-        # The low-level interface takes .6 ms for a shard, h5py.File over the same bytes 1.1 ms.
+        # The low-level interface takes 0.6 ms for a shard, h5py.File over the same bytes 1.1 ms.
         with contextlib.closing(h5py.h5f.open_file_image(data)) as file:
             group = h5py.h5g.open(file, b"/")
             _require_schema(path, schema, _number(group, "schema"))
@@ -437,7 +437,7 @@ class PendingShards:
             index += 1
 
     def _listed_end(self, searcher: int) -> int | None:
-        """Return the index after the last listed one, or None if listing failed and must be tried again."""
+        """Return the index after the last listed shard's; None if listing failed and must be tried again."""
         folder = self._run.shard_folder(searcher)
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
@@ -484,7 +484,7 @@ class PendingShards:
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
         """Return whether a path has been missing for so long that the run continues without it.
 
-        has_waited: whether the path does not exist and the wait for an earlier path has just ended.
+        has_waited: do so at once, because ``path`` is missing after the wait for an earlier one.
         """
         if path in self._given_up:
             return True

@@ -1,4 +1,4 @@
-"""The trainer's end of both exchanges, for a run whose MPI world has elastic searchers besides.
+"""The trainer's end of both exchanges, for a run that has both an MPI world and elastic searchers.
 
 Weights go to the MPI world first. Once they are complete in the memory of the leader's node, the next call
 starts a copy to files in a thread. Elastic searchers get them a moment later, at no cost to the others.

@@ -52,8 +52,8 @@ IDLE_PAUSE = 2e-3
 """Pause between two checks of a rank that is not expected to answer soon, s."""
 
 SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
-"""Python's switch interval in seconds, during a round and otherwise: how long a busy main thread may delay
-the exchange thread. MPI moves data only while it is polled, and Python's own 5 ms are long for that."""
+"""Python's switch interval during a round, and otherwise, s: how long a busy main thread may keep the
+exchange thread from running. MPI moves data only while that thread polls it; Python's default is 5 ms."""
 
 
 class Purpose(IntEnum):
@@ -128,7 +128,7 @@ class ExchangeThread:
 
 
 class MpiTrainerExchange:
-    """The leader's end; see the module's docstring for a round. Only ``close`` and the constructor wait.
+    """The leader's end of the exchange, in rounds. Only ``close`` and the constructor wait.
 
     The constructor waits until all ranks are set up, and sends them ``progress``. It raises ExchangeError
     that names the missing ranks.
@@ -152,11 +152,10 @@ class MpiTrainerExchange:
         )
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
+        """Start a round; see ports.TrainerExchange. ``write`` fills this node's memory in place.
 
-        With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``. The exchange's thread begins the round
-        when all have written.
+        With several trainer ranks, rank i writes part i of ``layout.parts``: the leader inside ``write``, the
+        others into the memory that ``slot()`` returns. The round begins when all have written.
         """
         if not self._thread.finished:
             return False
@@ -362,7 +361,7 @@ class _Peer:
 
 
 class MpiTrainerFollower(_Peer):
-    """Trainer rank other than the leader: it writes its run of ``layout.parts`` and answers the rounds."""
+    """Trainer rank other than the leader: it writes its part of ``layout.parts`` and answers the rounds."""
 
     _writes = 0
 
@@ -378,7 +377,7 @@ class MpiTrainerFollower(_Peer):
 
 
 class MpiSearcherExchange(_Peer):
-    """A searcher's end. No call waits, and every call proves that the main thread lives."""
+    """A searcher's end of the exchange. No call waits; each proves that the main thread lives."""
 
     def __init__(self, world: MpiWorld) -> None:
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread

@@ -3,9 +3,9 @@
 Only this module imports mpi4py; importing it starts MPI. Every process must be started with ``python -m
 mpi4py`` so that an uncaught exception on one rank ends the world.
 
-Messages go point to point so that a missing peer can be named. Only the weights use a collective, and on a
-world of one node they do not travel at all. Nothing blocks: Open MPI's blocking calls spin, and there may be
-fewer cores than ranks.
+Messages go point to point so that a missing peer can be named. Only the weights use a collective, and only
+between nodes. No blocking call is made, because Open MPI's spin while they wait, and there may be more ranks
+than cores.
 
 When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and their launcher
 restarts them all.
@@ -353,9 +353,9 @@ class NodeMemory:
         return self._map_of(write)
 
     def reader(self, write: int) -> WeightFile:
-        """Return a write's weights for reading; they do not change while the returned object lives.
+        """Return the weights of a write, for reading; they do not change while the returned object lives.
 
-        Call it before ``has_room`` is called for the write after the next.
+        Call it before ``has_room(write + 2)``.
         """
         place = self._order[write % 2]
         reader = self._files[place].reader()
@@ -398,7 +398,7 @@ class NodeMemory:
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Allocate memory for a third copy if there is enough; return whether there was."""
+        """Allocate a third copy of the weights, in file ``spare``; return whether there was enough memory."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
         with suppress(OSError):  # another process has taken the memory
@@ -407,7 +407,7 @@ class NodeMemory:
         return False
 
     def _refuse_readers(self, seconds: float, *, spare_is_read: bool) -> None:
-        """Raise ExchangeError if readers have delayed the next write for too long."""
+        """Raise ExchangeError if readers have delayed the next write for READ_DEADLINES deadlines."""
         longest = READ_DEADLINES * self._world.deadline
         if seconds <= longest:
             return
@@ -421,7 +421,7 @@ class NodeMemory:
         )
 
     def spread(self, write: int) -> None:
-        """Copy the weights from the trainers' nodes, where they were written, into this node's slot."""
+        """Copy the weights from the trainers' nodes, where they were written, into this node's memory."""
         empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
             self._broadcast(write)

@@ -33,7 +33,7 @@ MOST = 0.25
 """Maximum size of changes, as a share of the weights' bytes. Above it, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Most links of a chain, and their bytes as a share of the weights'; a joining searcher reads all."""
+"""Limits on a chain, which joining searchers read: its links, and its bytes as a share of the weights'."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """Threads that compare weights in parallel; numpy releases Python's lock."""

@@ -1,6 +1,6 @@
-# Sourced by every batch script of this project: the environment of the ranks, and what of a job's life must happen
-# on the first node outside any container, where Slurm's commands are: signals, nodes, steps, the queue. What comes
-# next it asks `tba supervise` (supervise.py). The script that sources it says what is where:
+# Sourced by every batch script of this project. It sets the environment of the ranks. On the first node,
+# outside any container, it does what needs Slurm's commands: signals, nodes, steps, the queue. What comes
+# next `tba supervise` (supervise.py) decides. The script that sources this library sets:
 #   RUN              the run directory, on a file system that all nodes share
 #   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
 #   NODES, TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where; a het job needs TRAINERS, SEARCHERS
@@ -14,17 +14,17 @@
 umask 077                                             # a run is its owner's business
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONUNBUFFERED=1
-export PYTHONUTF8=${PYTHONUTF8:-1}                     # libraries read models' files in the locale's encoding, which may be another
+export PYTHONUTF8=${PYTHONUTF8:-1}                     # else model files are read in the locale's encoding
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom reach the internet; waiting for it costs minutes
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
-export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # Open MPI's one-sided way over libfabric: unused, and its start sleeps 1 s
+export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # its one-sided messages are unused, and cost 1 s
 
-STEP_MEMORY=${STEP_MEMORY---mem=0}                     # so that a step waits for no other; empty: this site takes no --mem
-export SLURM_EXPORT_ENV=ALL                           # after `sbatch --export=NONE`, srun would leave all of this behind
-unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters that came along from your shell
+STEP_MEMORY=${STEP_MEMORY---mem=0}                     # so that no step waits for another; empty: no --mem
+export SLURM_EXPORT_ENV=ALL                           # else `sbatch --export=NONE` makes srun pass nothing
+unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters inherited from your shell
 
-needs() {            # needs KEY NAME…: refuse what a site key fills in if it is not set
+needs() {            # needs KEY NAME…: end the job if a variable that a site key uses is not set
     local key=$1 name
     for name in "${@:2}"; do
         [ -n "${!name+set}" ] || refuse "$name is not set on $HERE, but the site key $key uses it: set it under setup \
@@ -51,21 +51,21 @@ place_caches() {     # place_caches NAME: on the node itself; a home may be read
     done
 }
 
-# --- What is said, and what is asked ---
+# --- Messages, events and decisions ---
 
-# Outside of subshells a command's output is taken by backticks: bash 5.2 loses a signal that arrives while it parses
-# a $(…), and so the stop that Slurm asks for.
+# Outside of subshells, output is captured by backticks: bash 5.2 loses a signal that arrives while it parses
+# a $(…), and with it Slurm's request to stop.
 
 say() { printf '[%(%F %T)T job %s restart %s] %s\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*"; }
 
-event() {            # event NAME ['"KEY": VALUE']: a line of the run's history; log_event in tba_hpc/run/events.py has them all
+event() {            # event NAME ['"KEY": VALUE']: append to the run's events; log_event in events.py has all
     [ ! -d "${RUN:-}" ] || printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "`date +%s.%N`" "$1" \
         "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
 }
 
 in_json() { tr '\000-\037' ' ' | sed 's/[\\"]/\\&/g; s/ *$//'; }
 
-refuse() {           # refuse SENTENCE: end the job for good with what only the user can fix
+refuse() {           # refuse SENTENCE: end the job for good, with a sentence about what only the user can fix
     local sentence
     sentence=`in_json <<< "$1"`
     event refused "\"sentence\": \"$sentence\""
@@ -75,7 +75,7 @@ refuse() {           # refuse SENTENCE: end the job for good with what only the 
 
 NEXT='' WITH=() FAILURES=0
 
-ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the words WITH it; ends the job if that is the answer
+ask() {              # ask TURN KEY=VALUE…: set NEXT, the next action, and WITH, its arguments, or end the job
     local answer
     NEXT='' WITH=()
     answer=`"${TBA[@]}" supervise "$1" "$RUN" "stop=$STOP" "failures=$FAILURES" "relaunches=${RELAUNCHES:-3}" \
@@ -89,19 +89,19 @@ ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the w
 
 # --- Being asked to stop ---
 # Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@…), not to the ranks: it would kill the other commands
-# below. The shell listens from here on, remembers, and passes it on; the ranks checkpoint at their next safe point
-# and end, or end at once if they are still starting. The trainer also keeps an eye on the clock by itself: from
-# TBA_JOB_END it counts back the time that its saves have taken.
+# below. From here on the shell catches the signal and passes it on; the ranks checkpoint at their next safe
+# point and end, or end at once if they are still starting. The trainer also stops by itself, as long before
+# TBA_JOB_END as its longest save has taken.
 
 STOP=0 STEP='' GUARD=''
 trap 'asked_to_stop' USR1
-[ "${ASKED_EARLY:-0}" = 0 ] || STOP=1    # while slurm/tba_*.sbatch made this script
+[ "${ASKED_EARLY:-0}" = 0 ] || STOP=1    # asked while slurm/tba_*.sbatch was making this script
 trap ':' TERM        # Slurm is ending the job; stay to see the step off
 
 asked_to_stop() {
     [ "$STOP" = 1 ] && return
     STOP=1
-    # What elastic searchers are asked is no part of the run's history.
+    # Requests to elastic searchers are no events of the run.
     [ "${TRAINERS:-0}" = 0 ] || { event signal; touch "${RUN:-}/slurm/asked" 2>/dev/null; }
     say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
     pass_on
@@ -113,7 +113,7 @@ pass_on() {          # srun hands USR1 to every rank of every component
     GUARD=$!
 }
 
-repeat_stop() {           # repeat_stop SRUN: it may lose a signal that comes while it is starting the ranks
+repeat_stop() {           # repeat_stop SRUN: srun may lose a signal that arrives while it starts the ranks
     local end=$((SECONDS + SAVE_SECONDS))
     while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
     kill -KILL "$1"  # a rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good
@@ -121,7 +121,7 @@ repeat_stop() {           # repeat_stop SRUN: it may lose a signal that comes wh
 
 # --- A step ---
 
-await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step, which is the status
+await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step; return its status
     local code
     STEP=$1
     [ "$STOP" = 0 ] || pass_on               # asked just now
@@ -133,7 +133,7 @@ await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step,
     return $code
 }
 
-await_folder() {     # this node may have lost RUN for a while: what comes next is in it, and Slurm cannot start a job without
+await_folder() {     # wait until RUN is visible, if this node has lost it: both `ask` and a requeue need it
     local began=$SECONDS most=$ANSWER_SECONDS left
     if [ -n "${TBA_JOB_END:-}" ]; then       # what follows must fit in the job, too
         left=`date +%s`
@@ -146,10 +146,10 @@ await_folder() {     # this node may have lost RUN for a while: what comes next 
     done
 }
 
-WATCH_SECONDS=60     # pause between two looks at the nodes
+WATCH_SECONDS=60     # pause between two checks of the nodes
 STEP_SECONDS=20      # the same for a step, whose trainers touch their files every ten seconds
 
-draining() {         # the first node of this job that is being drained, if the job is to go on elsewhere
+draining() {         # print the first of this job's nodes being drained, if the job may continue elsewhere
     local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
     [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$SLURM_JOB_ID" "$RUN/slurm/chain" | grep -qvxF "$SLURM_JOB_ID" || return 0
     timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
@@ -168,7 +168,7 @@ watch_nodes() {      # watch_nodes SRUN: stop in time for a node that is being d
     done
 }
 
-teller_steps() {     # number of steps that are none of the ranks'
+teller_steps() {     # print the number of steps that run no ranks
     [ "${TBA[0]}" = srun ] && kill -0 "${TELLER:-none}" 2>/dev/null && echo 1 || echo 0
 }
 
@@ -212,8 +212,8 @@ watch_leader() {     # in one allocation: keep a watchdog on the second node, wh
     WATCHDOG=$! WATCHDOG_HOST=${hosts[1]}
 }
 
-drop_orphans() {     # when the first node of a het job is lost, Slurm starts component 0 again elsewhere and leaves the
-    # others as they are, at work for a leader that is gone. Their nodes are still ours: only the old step must go.
+drop_orphans() {     # cancel old steps. If a het job's first node is lost, Slurm starts component 0 elsewhere
+    # again, and the other ranks go on although their leader is gone. Their nodes still belong to the job.
     local group other steps seen end=$((SECONDS + 60))
     for ((group = 1; group < ${SLURM_HET_SIZE:-1}; group++)); do
         other=SLURM_JOB_ID_HET_GROUP_$group seen=''
@@ -228,29 +228,29 @@ drop_orphans() {     # when the first node of a het job is lost, Slurm starts co
 
 # --- The job in Slurm ---
 
-# Of an array it is this job alone: the id of the last one to start is that of them all, too.
+# Id of this job alone; SLURM_JOB_ID of the array's last job to start is also the id of the whole array.
 ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 ME=${ME:-$SLURM_JOB_ID}
-ANSWER_SECONDS=300   # longest wait for Slurm's controller, which may be on its way to another machine
+ANSWER_SECONDS=300   # longest wait for Slurm's controller, which may be moving to another machine
 ANSWER_PAUSE=5
-LEAVE_SECONDS=60     # what it takes to go back to the queue
+LEAVE_SECONDS=60     # time that a requeue takes
 
 state() { squeue --noheader --jobs="$ME" --format=%T 2>/dev/null | head -n 1; }
 
-ending() {           # whether Slurm is ending this job: what fails then is no fault of ranks or nodes
+ending() {           # whether Slurm is ending this job; failures are then no fault of ranks or nodes
     local state
     state=`state`
     [ "${state:-RUNNING}" != RUNNING ]       # no answer is no end
 }
 
-job_end() {          # export when the time of this allocation is over, in unix seconds, unless it has no limit
+job_end() {          # export the end of this allocation, in unix seconds, unless it has no limit
     local end
     unset TBA_JOB_END
     end=`TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1`
     [ -z "$end" ] || ! end=`TZ=UTC date +%s -d "$end" 2>/dev/null` || export TBA_JOB_END=$end
 }
 
-refuse_end() {       # leave if Slurm ends this job already: one that was cancelled would run again if it queued itself
+refuse_end() {       # exit if Slurm is ending this job: a cancelled job that requeues itself would run again
     local end=$((SECONDS + ANSWER_SECONDS)) state
     until state=`state`; [ -n "$state" ]; do
         [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to resume"; exit 1; }
@@ -287,7 +287,7 @@ allocated() {        # allocated [GROUP]: host names of all components, or of on
 
 PROBE_SECONDS=60     # longest wait for the nodes to start a process
 
-# Says this node's name, with a "!" if RUN is not seen there, with a "?" if no rank should start there.
+# Prints the name of its node, after "!" if the node does not see RUN, or "?" if it fails the health check.
 CHECK='
     mark=
     for place in /dev/shm /tmp; do
@@ -305,8 +305,8 @@ CHECK='
     [ -r "$0/config.yaml" ] || mark=!
     echo "$mark$SLURMD_NODENAME"'
 
-probe() {            # probe "GROUP" HOST…: those that start a process, as CHECK names them
-    # One step over all of them; a node that is lost leaves the words of the others.
+probe() {            # probe "GROUP" HOST…: print the output of CHECK on each host that starts a process
+    # A single step for all hosts; if one is lost, the output of the others remains.
     local group=()
     [ -n "$1" ] && group=("--het-group=$1")
     shift
@@ -320,7 +320,7 @@ joined() { (IFS=,; echo "$*"); }
 
 SICK=()              # nodes that have failed their check twice
 
-place() {            # whether the ranks may start on the nodes that the job has
+place() {            # decide whether the ranks may start on the job's nodes
     local look het=0 hosts others='' wanted answers found ascending='' answer
     for look in 0 1; do                      # another place in the queue would cost more than a second look
         if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
@@ -342,9 +342,9 @@ place() {            # whether the ranks may start on the nodes that the job has
     [ "$NEXT" = go ]
 }
 
-exclude_sick() {     # for the next start alone, now that this job is pending again: Slurm changes no other
+exclude_sick() {     # exclude SICK from the job's next start; possible once the job is pending again
     local job=$ME group name excluded kept before=() added=() lists=() note=$RUN/slurm/excluded-$ME
-    [ ! -r "$note" ] || mapfile -t before < "$note"          # for each component, what was added to its own
+    [ ! -r "$note" ] || mapfile -t before < "$note"          # nodes that were added for each component
     [ -n "${before[*]}${SICK[*]}" ] || return 0
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
@@ -385,7 +385,7 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
     esac
 }
 
-go_once() {          # go_once TURN: the ranks from their start to their end; whether they are to start again
+go_once() {          # go_once TURN: run the ranks to their end; return whether to start them again
     local code began=$SECONDS watchers
     ranks &
     STEP=$!
@@ -423,8 +423,8 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     queue_again
 }
 
-# As `bash -c "$KEEP" TIMES COMMAND…`: runs an elastic searcher, again if it crashes so often in a row while its
-# neighbours go on. Slurm signals all processes of a step, the searcher too.
+# `bash -c "$KEEP" TIMES COMMAND…` runs an elastic searcher, and again after up to TIMES crashes in a row,
+# while its neighbours go on. Slurm signals all processes of a step, including the searcher.
 KEEP='
     trap asked=1 USR1 TERM INT
     while :; do
@@ -444,7 +444,7 @@ KEEP='
 healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails its check"; false; }; }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
-    unset TBA_ATTEMPT     # its ranks are others
+    unset TBA_ATTEMPT     # that is the name of an attempt of other ranks
     [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     healthy || { sleep 5; healthy; } || SICK=("$HERE")

@@ -510,7 +510,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 def refusal(logs: Path) -> str | None:
     """Return the first sentence about a failure that only the user can fix, or None."""
     free = shutil.disk_usage(logs).free
-    full = (  # then no rank can leave its sentence
+    full = (  # said if no rank could write a note
         f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
         "the same run again; nothing sealed is lost"
     )

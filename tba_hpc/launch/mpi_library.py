@@ -20,7 +20,7 @@ WHEEL, SITE = "wheel", "site"
 """Values of the site key ``mpi_library`` that are not paths."""
 
 NO_NETWORK = {**ONE_MACHINE, "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic"}
-"""ONE_MACHINE for every Open MPI: release 4 calls shared memory ``vader`` and refuses ``sm``."""
+"""Like ONE_MACHINE, for any Open MPI: release 4 calls shared memory ``vader`` and refuses ``sm``."""
 
 
 def variables(choice: str) -> dict[str, str]:

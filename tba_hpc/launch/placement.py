@@ -109,7 +109,7 @@ class Placement:
             if self.first_gpu % count and torch._C._cuda_getDeviceCount() != self.gpus:
                 raise ConfigError(
                     f"this rank was to compute on GPU {','.join(mine)} alone, but all {count} were opened "
-                    "before (by an MPI library that knows GPUs, or for want of NVML): have the launcher give "
+                    "before (by a GPU-aware MPI library, or because NVML is missing): have the launcher give "
                     f"each rank its own, with --gpus-per-task={self.gpus} in the site key srun_arguments"
                 )
 

@@ -79,7 +79,7 @@ class ComponentSite(Section):
     constraint: str | None = None
     """Node features of the component."""
     memory: str | None = None
-    """Memory per node of the component."""
+    """Memory per node of the component (``sbatch --mem``)."""
     memory_per_cpu: str | None = None
     """Memory per core of the component."""
     gpu_request: str | None = None
@@ -133,7 +133,7 @@ class Site(Section):
     """Additional ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
     network_interface: str | None = None
     """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
-    choose, and MPI's TCP listens on all interfaces, in a one-node job on none."""
+    choose one. MPI's TCP then listens on all interfaces, or on none in a job of one node."""
     setup: tuple[str, ...] = ()
     """Shell lines that run first on the first node, such as ``module use /my/modules`` or ``source
     /opt/conda/etc/profile.d/conda.sh``; their exports reach all ranks."""
@@ -314,7 +314,7 @@ def refuse_rank_overrides(overrides: Sequence[str]) -> None:
         if key in ("launch.trainers", "launch.searchers"):
             raise ConfigError(
                 f"--set {override} has no effect under Slurm, since ranks follow from nodes: use "
-                "--nodes and --trainer-nodes; how many ranks a node has, the site file says"
+                "--nodes and --trainer-nodes; the site file sets the number of ranks on a node"
             )
 
 

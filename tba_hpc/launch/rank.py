@@ -67,7 +67,7 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 
 @contextmanager
 def stoppable() -> Iterator[StopFlag]:
-    """Run the block of a rank that the leader ends, and give it a StopFlag.
+    """Provide a StopFlag to the block, the work of a rank other than the leader.
 
     After a stop request, missing ranks are not an error: they were still starting and had nothing to save.
     """

@@ -16,7 +16,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def place(run: Path) -> Path:
-    """Return the folder that ``take`` would return; its name is a digest of all files of the package."""
+    """Return the folder for a copy of the package as it is now, named by a digest of all its files."""
     return run / "code" / _digest(PACKAGE)
 
 

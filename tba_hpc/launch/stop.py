@@ -169,7 +169,7 @@ def _end(run: RunDir, owner: Owner) -> None:
     gone = _goes(run, owner, signal.SIGKILL, KILLED_SECONDS)
     log_event(run, "aborted")
     if not gone:
-        raise LaunchError(f"{owner} was killed, and {KILLED_SECONDS:g} s later is there still: look with ps")
+        raise LaunchError(f"{owner} was killed, but still exists {KILLED_SECONDS:g} s later: look with ps")
 
 
 def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:

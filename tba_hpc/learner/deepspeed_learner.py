@@ -81,13 +81,13 @@ PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 """Classes that DeepSpeed's pickles may contain besides tensors and numbers. Others are refused."""
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes of weights that ZeRO-3 gathers at once for copying. Fewer take less memory but more messages."""
+"""Bytes of weights that ZeRO-3 gathers at once for copying. Fewer take less memory but more messages."""
 
 NOWHERE = np.empty(0, np.uint8)
 """Empty buffer for ranks that write no weights because the leader writes all of them."""
 
 CONVERTERS = 4
-"""Most processes that convert a checkpoint to another number of ranks. Each loads one rank's part."""
+"""Largest number of processes that convert a checkpoint to other ranks. Each loads one rank's part."""
 
 
 class DeepSpeedLearner:
@@ -331,7 +331,7 @@ class DeepSpeedLearner:
     def _not_finite(
         self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
     ) -> list[int]:
-        """Return the prompts of groups, on any rank, whose loss is not finite."""
+        """Return the prompt ids of all ranks' groups whose loss is not finite."""
         flags = np.zeros(batch.groups)
         for part, output in zip(parts, outputs, strict=True):
             flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
@@ -358,9 +358,9 @@ class DeepSpeedLearner:
         return self._lora.disabled(self._engine)
 
     def _write(self, out: np.ndarray) -> None:
-        """Begin to write weights into ``out``: in one MPI world each rank its part, otherwise the leader all.
+        """Begin to write weights into ``out``: this rank's part; without one MPI world, all on the leader.
 
-        On a GPU the copies run during the next step, which changes the weights only after them.
+        On a GPU the copies run during the next step, which waits for them before it changes the weights.
         """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
@@ -399,7 +399,7 @@ class DeepSpeedLearner:
                         yield slot, parameter.detach()
 
     def _save_in_background(self, folder: Path) -> None:
-        """Save a follower's part in the background; ``gather`` sends the result to the leader."""
+        """Write a follower's part of a checkpoint in the background, and report the result to the leader."""
         wait([self._written])  # its memory is reused
         write = self._save(folder)
         self._written = in_background(write)
@@ -411,7 +411,7 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write and flush this rank's files; return the inventory's lines of all ranks.
+        """Write and flush this rank's files; return the inventory's lines for the files of all ranks.
 
         Raises StateError or DiskFullError if any rank failed.
         """
@@ -444,7 +444,7 @@ class DeepSpeedLearner:
             self._load_universal(folder)
 
     def _load_universal(self, folder: Path) -> None:
-        """Load a checkpoint of another number of ranks, which is first converted in a temporary folder."""
+        """Load a checkpoint that another number of ranks wrote, after converting it in a temporary folder."""
         scratch = folder.with_name(f".{folder.name}.universal.tmp")
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -567,7 +567,7 @@ def _layout(
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Drop frozen weights from checkpoints; DeepSpeed would keep those with a second name. A torch hook."""
+    """Torch hook that drops frozen weights from checkpoints. DeepSpeed would keep tied ones."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)

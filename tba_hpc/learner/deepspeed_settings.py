@@ -10,7 +10,7 @@ import torch
 from tba_hpc.config import Config
 
 BUCKET_ELEMENTS = 128 << 20
-"""Most parameters in one reduction of gradients. Fewer take less memory but more messages."""
+"""Largest number of parameters in a reduction of gradients. Fewer take less memory but more messages."""
 
 
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 class HfAnswers:
     """A model in evaluation mode, on the GPU if there is one.
 
-    path: folder or hub name. dtype: None: the stored one. Raises ConfigError if there is no such model.
+    path: folder or hub name. dtype: by default, the stored one. Raises ConfigError if there is no such model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:

@@ -56,7 +56,7 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text`` at the start of a sequence: with any BOS, without EOS."""
+        """Return the tokens, int32 [T], of ``text`` with a BOS if the tokenizer adds one, without EOS."""
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
@@ -139,7 +139,7 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # while it lives, loading shards
+    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # loading shards while it exists
     policy, found = _from_pretrained(
         AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype], output_loading_info=True
     )
@@ -157,7 +157,7 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
     """Replace the computed buffers of a sharded model, such as position frequencies, by exact ones.
 
-    ZeRO-3 creates every tensor in the dtype of the weights; frequencies in bfloat16 are up to .4 % off.
+    ZeRO-3 creates every tensor in the dtype of the weights; frequencies in bfloat16 are up to 0.4 % off.
     Buffers that were read with the weights stay as they are.
     """
     with init_empty_weights(include_buffers=False):
@@ -207,8 +207,8 @@ class PolicyLogprobs(nn.Module):
 
     The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But logits are
     computed only for sampled tokens, in chunks, and again in the backward pass. log-sum-exp is float32 for
-    every dtype of the model; with ``fp32_head`` logits are float32, too. chunk_bytes: most bytes of float32
-    logits at once; None: CHUNK_BYTES.
+    every dtype of the model; with ``fp32_head`` logits are float32, too. chunk_bytes: limit on the float32
+    logits in memory, bytes; None: CHUNK_BYTES.
 
     Raises ConfigError for models that change logits after the output layer (soft caps, scales).
     """

@@ -30,10 +30,10 @@ class HfReference:
     """A Reference on a causal language model of transformers. Use it in one thread.
 
     section: settings of log-probabilities. policy_of: function that loads the policy of a step, for a
-    reference that is reset. adapter_of: the same for LoRA, loading only the adapter.
+    reference that is reset. adapter_of: with LoRA, loads only the adapter of a step.
 
     The model stays in host memory until log-probabilities are first needed, because an engine that is being
-    built takes any GPU memory allocated meanwhile for its own.
+    built counts any GPU memory allocated meanwhile as its own.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class RegisteredMemory:
             self._give_up(nbytes, error)
             return
         self._pages.add(first)
-        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # its end releases them all
+        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # exit frees all
 
     def _unregister(self, first: int) -> None:
         self._pages.discard(first)

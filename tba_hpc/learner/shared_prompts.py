@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from tba_hpc.core.packing import Padded, Varlen
 
 ATTENTION = "by-sequence"
-"""Name under which transformers knows this attention. Without ``packed`` it is plain ``sdpa``."""
+"""Name by which transformers knows ``attend_by_sequence``."""
 
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """Mask passed with ``packed``. Its four axes stop transformers from making a mask from positions."""

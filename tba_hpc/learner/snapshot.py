@@ -58,7 +58,7 @@ class Snapshot:
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Return whether a copy fits into memory. The first answer is final, because its memory is reused."""
+        """Return whether a copy of the file fits into memory. Checked once: later copies reuse the memory."""
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room

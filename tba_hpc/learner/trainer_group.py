@@ -29,7 +29,7 @@ from tba_hpc.run.listeners import own_listeners, stop_listening
 IDLE_DEADLINE = timedelta(days=2)
 """Longest time between two commands. The leader may wait hours for its first buffer.
 
-Its death is noticed at once, because its connection closes.
+The leader's death is noticed at once, because its connection closes.
 """
 
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

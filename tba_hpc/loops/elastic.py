@@ -133,7 +133,7 @@ class ElasticSearchers:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Within the block, let a stop end the process at once and release its lease: nothing is to be sealed."""
+    """Let a stop signal within the block end the process at once, since it has no completions to seal."""
     asked = False
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Most steps, or syncs if these take longer, without a new shard. After them a step waits for a shard."""
+"""Number of steps, or of syncs if these take longer, without a shard, after which a step waits for one."""
 
 
 class Freshness:
@@ -91,7 +91,7 @@ class Freshness:
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """Number of completions (at first) or groups that ``step`` waits for; 1 may mean any new group."""
+        """Number of groups that ``step`` waits for (at least 1 if ``starved``), or of initial completions."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         wanted = self._config.train.prompts_per_step if self._config.selective else 0
@@ -113,7 +113,7 @@ class Freshness:
 
     @property
     def _groups(self) -> int:
-        """Groups in the buffer: one per request, or per prompt if used trajectories leave parts of groups."""
+        """Groups in the buffer: its requests, or its prompts if ``buffer.replay_limit`` splits up groups."""
         limited = self._config.buffer.replay_limit is not None
         return self._buffer.prompts if limited else self._buffer.requests
 
@@ -200,8 +200,8 @@ class RolloutBudget:
     ahead.
 
     Each slot has an end of its own, under the lease of its holder, which alone may issue what was granted.
-    When the lease has gone, or changed, others may begin as many; the next holder begins with what is not
-    completed.
+    Once the lease is gone or changed, as many requests are granted to others, and the slot's next holder
+    begins with those that are not completed.
 
     completed: requests completed when the attempt begins.
     """
@@ -216,7 +216,7 @@ class RolloutBudget:
         self._slots = range(config.launch.searchers, config.launch.places)
         self._ends = {self._own: 0, **{_only(slot): slot for slot in self._slots}}  # by places that share it
         self._there = dict[int, int]()  # leases of the elastic searchers at work, by slot
-        self._granted = dict[int, int]()  # the same at the last grant
+        self._granted = dict[int, int]()  # leases at the last grant, by slot
         self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._open: dict[int, int] = {}  # version at the grant by unanswered request, oldest first
@@ -304,7 +304,7 @@ class RolloutBudget:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Withdraw requests granted to searchers that left. A slot's next holder begins at its start."""
+        """Withdraw requests granted to searchers that left. Their slots begin again at the first request."""
         gone = {slot for slot in self._slots if not self._holds(slot)}
         kept = self._open.items()
         self._open = {one: version for one, version in kept if self._place_of(one) not in gone}
@@ -338,7 +338,7 @@ class RolloutBudget:
         return Counter(place for place in places if place not in idle)
 
     def exclude(self, places: set[int], why: str) -> None:
-        """Ignore these searchers until they deliver. Raises ExchangeError(``why``) if none is left."""
+        """Ignore these places until they deliver. Raises ExchangeError(``why``) if no searcher is left."""
         self._silent |= places
         if not self.has_searchers:
             raise ExchangeError(why)

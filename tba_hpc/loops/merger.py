@@ -72,7 +72,7 @@ class Merger:
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
-        """Merge a shard without the groups answered before; mark all of its requests as completed."""
+        """Merge a shard, except groups whose request was answered before; mark its requests as completed."""
         arrived = shard.trajectories
         requests, kept = shard.request_ids, arrived
         answered = requests[self.completed.among(requests)]

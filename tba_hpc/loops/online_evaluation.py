@@ -18,7 +18,7 @@ from tba_hpc.core.types import Completion, Group, Request, Sampling, Split
 from tba_hpc.run.evaluations import Answer, Evaluation
 
 LONGEST_TEXT = 2000
-"""Most characters that are kept of a question or an answer."""
+"""Largest number of characters that are kept of a question or an answer."""
 
 
 @dataclass(slots=True)

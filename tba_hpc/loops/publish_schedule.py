@@ -1,4 +1,4 @@
-"""Decides when weights go out."""
+"""Decides when the trainer publishes its weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PublishSchedule:
         """Return whether the weights of ``step`` must be published now."""
         return (
             not self.publishes
-            or self.put_off  # the budget already counts on what it grants
+            or self.put_off  # the budget already includes what it grants
             or step >= min(self.version + self._config.exchange.sync_every, self._config.train.steps)
             or self._freshness.reference != self._reference
             or self._freshness.exhausted(step)

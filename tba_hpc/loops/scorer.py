@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 32
-"""Number of unscored groups above which ``finished`` waits for the oldest of them. It is also the most groups
-that are scored together. With twice as many, no new requests should be started (``full``)."""
+"""Number of unscored groups above which ``finished`` waits for the oldest of them, and largest number that is
+scored together. With twice as many, no new requests should be started (``full``)."""
 
 BACKLOG_SECONDS = 1.0
 """Longest time that ``finished`` waits, s, because the searcher has other work, too."""
 
 ANSWERS_AT_ONCE = 16
-"""Most evaluation answers judged together. Training groups are scored before the next answers."""
+"""Largest number of evaluation answers judged together; training groups are scored before the next ones."""
 
 MOST_REJECTED = 10
 """Number of consecutive groups without a usable reward, or of unjudged answers, at which a searcher ends."""
@@ -63,7 +63,7 @@ ENDS_THE_RUN = (ConfigError, EngineError)
 
 
 Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
-"""The rewards of a group's completions, and their parts by name."""
+"""The rewards of a group's completions, and the summands of these rewards by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """The completions of a group that have a usable reward, their rewards, and the parts of these by name.
+    """The completions of a group that have a usable reward, these rewards, and their summands by name.
 
     sums: figures of the whole group.
     """
@@ -306,7 +306,7 @@ class Scorer:
         return [[np.full_like(row, np.nan) for row in of_group] for of_group in rows]
 
     def _rewards(self, group: Group) -> Itemised:
-        """Return a reward for each completion, and their parts; NaN for all if the task's code raises."""
+        """Return each completion's reward, NaN if the task's code raises, and the summands of the rewards."""
         request, total = group.request, len(group.completions)
         call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
         error = None
@@ -394,5 +394,5 @@ NOTHING = Scored()
 
 
 def _end_of(error: BaseException) -> str:
-    """Return how a call that gave no result ended, as the end of a sentence."""
+    """Return why a call gave no result, as the end of a sentence about it."""
     return str(error) if isinstance(error, OverranError) else f"raised {in_words(error)}"

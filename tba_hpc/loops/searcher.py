@@ -73,7 +73,7 @@ class Searcher:
             self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
-            if self.exchange.ended:  # a trainer that is late stops alone
+            if self.exchange.ended:  # the trainer has stopped, perhaps alone, for lack of time
                 self.evaluator.abandon()
             self._note_stage()
             if time.monotonic() - self._logged >= self.log_seconds:

@@ -15,7 +15,7 @@ from tba_hpc.loops.publish_schedule import PublishSchedule
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 WARMUP_STEPS = 5
-"""First optimizer steps of an attempt, which are left out of the wait share."""
+"""Number of first steps of an attempt that ``train/wait_share`` leaves out."""
 
 
 @dataclass

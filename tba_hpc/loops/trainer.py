@@ -82,8 +82,8 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, and save. Returns True if it was reached, False if stopped before.
 
-        Once the initial buffer is filled, the loop does not wait as long as shards keep arriving, except with
-        bounded staleness or uses, with a reset reference, or after a resume. Shards end every wait.
+        Once the initial buffer is filled, and while shards keep arriving, the loop waits only with bounded
+        staleness, a replay limit or a reset reference, or after a resume. New shards end any wait.
         ``ending`` continues after the last step.
         """
         self._update_reference()  # even if no step is left to take

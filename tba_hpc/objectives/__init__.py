@@ -1,4 +1,4 @@
-"""Losses over whole groups, as pure functions of torch tensors. ``make_objective`` makes the one of a config.
+"""Losses over whole groups, as pure functions of torch tensors. ``make_objective`` builds a config's loss.
 
 Nothing here knows about models, ranks or optimizers.
 """

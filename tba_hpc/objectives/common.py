@@ -104,8 +104,8 @@ class Groups:
     def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
         """Combine recorded values, as tensors, with the policy's log-probabilities.
 
-        policy_T: float32, log π_θ of all completion tokens, with gradient, 0 at an environment's tokens; or
-        [T, 1 + C], followed by those of the C tokens of ``top_policy_BKLC``.
+        policy_T: float32 [T], log π_θ of all completion tokens, with gradient, 0 at an environment's tokens;
+        or [T, 1 + C], with log π_θ of the C tokens of ``top_policy_BKLC`` in the last C columns.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape

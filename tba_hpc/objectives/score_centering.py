@@ -16,7 +16,7 @@ from torch import Tensor
 from tba_hpc.objectives.common import Groups
 
 LEAST_MASS = 1e-6
-"""Lower bound on the total probability of all other tokens, near the rounding error of a float32 sum."""
+"""Lower bound on the probability of all but the C likeliest tokens: about a float32 sum's rounding error."""
 
 
 def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:

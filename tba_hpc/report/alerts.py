@@ -28,7 +28,7 @@ SMOOTH = 3
 """Number of neighbouring points that are averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Steps that an early sign averages: enough to average out chance, and a tenth of a collapse's duration."""
+"""Number of steps averaged for an early sign of a collapse, which takes ten times as long."""
 
 
 HUGE = 1e6
@@ -69,7 +69,7 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Remedy that many rules share."""
+        """Remedy in many alerts: a learning rate below the present peak."""
         return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
 
     def values(self, name: str) -> list[float]:
@@ -77,7 +77,7 @@ class View:
         return [point.value for point in self.trends.trend(name)]
 
     def held(self, name: str, wrong: Callable[[float], bool]) -> tuple[float, int] | None:
-        """Return a metric's value now, and since which step it is always wrong; None if it is right now."""
+        """Return a metric's current value, and the step since which it is wrong; None if it is not wrong."""
         now, since = self.trends.latest(name), _since(self.trends.trend(name), wrong)
         return (now, since) if now is not None and since is not None and wrong(now) else None
 
@@ -157,7 +157,7 @@ def wrong_reference(view: View) -> Alert | None:
     ratio, lengths = view.trends.first_log_ratio, view.values("search/length")
     if ratio is None or view.config.train.reference.name == "behaviour":
         return None
-    # Engines of any dtype differ by less than .02 nats per token.
+    # Engines of any dtype differ by less than 0.02 nats per token.
     if abs(ratio) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
         return None
     return _alert(
@@ -214,7 +214,7 @@ def rejected_rewards(view: View) -> Alert | None:
 
 
 def nan_groups(view: View) -> Alert | None:
-    """Alert if logprobs of groups were not numbers although the weights are."""
+    """Alert if engines gave NaN logprobs for groups although the weights are finite."""
     if not (groups := view.trends.nan_groups):
         return None
     return _alert(
@@ -241,7 +241,7 @@ def falling(view: View) -> Alert | None:
 
 
 def unjudged_answers(view: View) -> Alert | None:
-    """Alert if the last evaluation counts answers as wrong that have no reward, where others have one."""
+    """Alert if some answers of the last evaluation have no reward, and therefore count as wrong."""
     last = view.by_step[-1] if view.by_step else None
     if last is None or not 0 < last.graded < last.total:
         return None
@@ -256,7 +256,7 @@ def unjudged_answers(view: View) -> Alert | None:
 def _fall_of_score(view: View) -> str:
     """Say if an evaluation is below an earlier one by 15 points and by three standard errors.
 
-    Good runs sag by less, or make up for it: a policy that has regained half of a fall is not unlearning.
+    Good runs fall by less, or recover: a policy that has regained half of a fall is not unlearning.
     Graded rewards are left out, since the share of correct answers is not their score.
     """
     found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
@@ -274,7 +274,7 @@ def _fall_of_score(view: View) -> str:
 
 
 def _standard_error(evaluation: Evaluation) -> float:
-    """Return a score's standard error with one right and one wrong answer added: few prompts prove no 0."""
+    """Return a score's standard error, with one right and one wrong answer added so that it is never 0."""
     share = (evaluation.correct + 1) / (evaluation.total + 2)
     return sqrt(share * (1 - share) / evaluation.total)
 
@@ -301,8 +301,8 @@ def _fall_of_reward(view: View) -> str:
 def sinking_answers(view: View) -> Alert | None:
     """Alert if rewarded completions have become less likely since they were sampled.
 
-    Recorded runs that learn from data 10 to 99 steps old stay above −.01 nats a token. Runs that fail to
-    learn reach −.04 to −1.
+    Recorded runs that learn from data 10 to 99 steps old stay above −0.01 nats per token. Runs that fail to
+    learn reach −0.04 to −1.
     """
     length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
@@ -330,7 +330,7 @@ def sinking_answers(view: View) -> Alert | None:
 def distant_policy(view: View) -> Alert | None:
     """Alert if the policy is farther from its reference than the reward pays for, or far in any case.
 
-    Below .1 nats per token a KL is never too high; above 1 the text is another language to the reference. At
+    Below 0.1 nats per token a KL is never too high; above 1 the text is another language to the reference. At
     the optimum, β·KL is at most the rise of the reward.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
@@ -378,7 +378,7 @@ def collapsed_entropy(view: View) -> Alert | None:
 
 
 def few_effective(view: View) -> Alert | None:
-    """Alert if few completions carry the gradient of an objective that reweights or assumes own samples."""
+    """Alert if few completions carry the gradient, unless the objective holds for any sampling policy."""
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioWeighted):
         return None  # trajectory balance holds for any sampling distribution
@@ -396,7 +396,7 @@ def few_effective(view: View) -> Alert | None:
 
 
 def engine_gap(view: View) -> Alert | None:
-    """Alert if engine and learner differ in logprobs of equal weights; bfloat16 alone makes .01 nats."""
+    """Alert if engine and learner disagree on logprobs under equal weights; bfloat16 explains 0.01 nats."""
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
     first, dtype = (view.values(name) or [0.0])[0], view.config.model.dtype
     if not (held := view.held(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
@@ -436,7 +436,7 @@ def biased_samples(view: View) -> Alert | None:
     )
 
 
-# --- What wastes it ---
+# --- What wastes time ---
 
 
 def flat_groups(view: View) -> Alert | None:
@@ -502,7 +502,7 @@ def slow_reward(view: View) -> Alert | None:
 
 
 def idle_searchers(view: View) -> Alert | None:
-    """Searchers stand still for lack of weights."""
+    """Alert if searchers stand still for lack of weights."""
     points = view.trends.trend("search/paused_share")
     if len(points) < LEAST_POINTS or view.in_turns:
         return None

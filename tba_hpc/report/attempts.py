@@ -32,16 +32,17 @@ FAULTS = {
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",
 }
-"""Words by kind of fault. Metrics have the first two kinds; the others are read from the events."""
+"""Text for each kind of fault. The first two kinds are read from metrics, the others from events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One start of the ranks, or of a job that started none (``name`` is empty).
 
-    job, restarts: Slurm's job, and the number of its requeues before. start, end: unix seconds; ``end`` is
-    None while the attempt goes on, or if nobody noted it. outcome: one of ENDS, KILLED, or empty while it
-    goes on. note: exit status or sentence. requeued: whether the job then went back to the queue.
+    job, restarts: id of the Slurm job, and how often it had been requeued. start, end: unix seconds;
+    ``end`` is None while the attempt goes on, or if nobody noted its end. outcome: one of ENDS, KILLED, or
+    empty while it goes on. note: exit status or sentence. requeued: whether the job then went back to the
+    queue.
     """
 
     name: str = ""
@@ -62,7 +63,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
-        if last and kind == "start" and same and not last.name and not last.end:  # that allocation's ranks
+        if last and kind == "start" and same and not last.name and not last.end:  # last: an allocation
             found[-1] = replace(_begun(event), start=last.start)
         elif kind in ("allocated", "start"):
             if last and not last.end:  # an attempt without an end by now will never have one

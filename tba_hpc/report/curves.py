@@ -1,4 +1,4 @@
-"""Folds a run's metrics record by record into curves of a few hundred points; two curves can be added."""
+"""Condenses a run's metrics, record by record, to curves of a few hundred points, which can be added."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Trends:
             self.curves[name].take(step, value, weight)
 
     def add(self, other: Trends) -> None:
-        """Add the trends folded from a searcher's file."""
+        """Add the trends made from a searcher's records."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
         self.trajectories += other.trajectories

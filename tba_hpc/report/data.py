@@ -1,4 +1,4 @@
-"""Data of a run for status, summary, report and compare, folded from its files as they grow.
+"""Data of a run for status, summary, report and compare, computed from its files as they grow.
 
 It can be read at any time and on any machine, in bounded memory: each metrics file has a digest, after which
 only later lines are read.
@@ -26,7 +26,7 @@ from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
-"""Number of searchers above which only the mean of their rates and the band of their curves are shown."""
+"""Largest number of searchers shown one by one. Of more, only the mean and the range of rates are shown."""
 
 MEAN_REWARD = "mean reward"
 """Name of the score if rewards are not just 0 and 1."""
@@ -37,8 +37,8 @@ class Counts:
     """Counts of what a run has done, for ``tba status``, ``tba audit`` and the summary.
 
     attempts: starts of the trainer's loop. steps: in the surviving history. redone: steps that resumes took
-    back. shards, trajectories, tokens: acknowledged ones, which no accident takes back. They are merged by
-    the surviving history or sealed beyond it; tokens are of completions. duplicates, evicted: merged
+    back. shards, trajectories, tokens: acknowledged ones, which no accident takes back. They were merged in
+    the surviving history, or wait for their merge; tokens are of completions. duplicates, evicted: merged
     trajectories that the replay buffer rejected as duplicates, or evicted. dropped: merged trajectories that
     answered a request a second time.
     """
@@ -112,7 +112,7 @@ class RunData:
         if path not in self._tails:
             digest, self._tails[path] = kept_digest(path, SearcherDigest(index))
             self.trends.add(digest.trends)
-            digest.trends = self.trends  # later records are folded into the run's trends
+            digest.trends = self.trends  # later records are added to the run's trends
             self.searchers[index] = digest
         for record in self._tails[path].records():
             self.searchers[index].take(record)
@@ -206,7 +206,7 @@ class RunData:
 
     @property
     def stretches(self) -> list[list[Stretch]]:
-        """Stretches of the trainer, per attempt."""
+        """The trainer's ``Stretch`` objects, per attempt."""
         until = [*(attempt.start for attempt in self.attempts[1:]), math.inf]
         return [
             [stretch for stretch in self.trainer.stretches if attempt.start <= stretch.start < end]
@@ -225,7 +225,7 @@ class RunData:
     def ettr(self) -> float | None:
         """Effective training time ratio: seconds of surviving steps divided by seconds of held machines.
 
-        None before the first attempt, and if clocks that were set back leave fewer held seconds than useful.
+        None before the first attempt, or if a clock that was set back makes the ratio exceed 1.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
         return useful / held if held >= useful and held > 0 else None

@@ -1,4 +1,4 @@
-"""Folds a metrics file record by record in bounded memory, and keeps the result next to the file.
+"""Condenses a metrics file record by record, in bounded memory, and keeps the result next to the file.
 
 The writer of the file keeps its digest (``KeptDigest``), so that a reader parses only the last lines even of
 a long run. A digest that is missing or does not fit its file is made again from the lines.
@@ -110,7 +110,7 @@ class TrainerDigest:
     stretches: list[Stretch] = field(default_factory=list)
 
     def take(self, record: Record) -> None:
-        """Fold one more record."""
+        """Add one more record."""
         self.trends.take(record)
         event = str(record.get("event", ""))
         if event in ("merged", "evicted"):
@@ -148,7 +148,7 @@ class TrainerDigest:
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
     def _begin(self, step: int, revision: int) -> None:
-        """Go back to the state at which an attempt begins: a checkpoint's, or an empty one."""
+        """Reset counts to those of the checkpoint from which an attempt begins, or to 0 without one."""
         self.starts += 1
         self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
@@ -173,11 +173,11 @@ class TrainerDigest:
 class SearcherDigest:
     """Digest of a searcher's records.
 
-    trends: of its own records, or the whole run's, into which its records then go. stays: seconds of its
-    earlier starts, each up to its last record. since, until: first and last record of its last start, unix
-    seconds. tokens: generated, even if lost with their searcher. rates: tokens per second by unix second.
-    at_work: the same, only while it generated. stage, reached: stage of its engine's start, and when it was
-    reached, unix seconds. last: the last record that is not an event.
+    trends: the searcher's, until they are added to the run's trends; from then on the run's. stays: total
+    seconds of earlier starts, each up to its last record. since, until: times of the first and last record of
+    the last start, unix seconds. tokens: generated, even if lost with their searcher. rates: tokens per
+    second by unix second. at_work: tokens per second while it generated. stage, reached: stage of the
+    engine's start, and when it was reached, unix seconds. last: the last record that is not an event.
     """
 
     index: int
@@ -196,11 +196,11 @@ class SearcherDigest:
     until: float = 0.0
 
     def take(self, record: Record) -> None:
-        """Fold one more record."""
+        """Add one more record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
             self.stays, self.since = self.seconds, when
-        elif when < self.until:  # the clock was set back, and ``since`` is as it has it now
+        elif when < self.until:  # the clock was set back, and ``since`` with it
             self.since += when - self.until
         self.until = when
         self.rebuilds.take(record)
@@ -230,7 +230,7 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """Path of a metrics file's digest: a line with FORMAT, covered length and checksum, then the digest."""
+    """Path of a metrics file's digest. Its first line has FORMAT, number of bytes digested, and checksum."""
     return metrics.with_suffix(".digest.json")
 
 
@@ -257,9 +257,9 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
 
 
 class KeptDigest(Generic[D]):
-    """Folds records as they are written to a metrics file, and keeps the digest next to it.
+    """Adds records to a digest as they are written to a metrics file, and keeps the digest next to the file.
 
-    digest: a fresh one; records that the file already holds are folded first.
+    digest: a fresh one; records that the file already holds are added first.
     """
 
     def __init__(self, metrics: Path, digest: D) -> None:
@@ -271,7 +271,7 @@ class KeptDigest(Generic[D]):
         self._next = 0.0  # a digest that did not fit the file is replaced at once
 
     def __call__(self, records: Sequence[Record], end: int | None) -> None:
-        """Fold new records (see ``run.metrics.Digest``)."""
+        """Add new records (see ``run.metrics.Digest``)."""
         for record in records:
             self._digest.take(record)
         if end is not None and time.monotonic() >= self._next:

@@ -40,7 +40,7 @@ RUN_CHECK_SECONDS = 15.0
 """Pause between two checks of the run, s."""
 
 QUIET_SECONDS = 3600.0
-"""Time for which an alert must have been gone to be told of again, s."""
+"""Time that an alert must have been absent before it is reported again, s."""
 
 SEND_SECONDS = 10.0
 """Timeout of a message, s."""
@@ -52,7 +52,7 @@ START_SECONDS = 30
 """Longest time until the process listens to signals."""
 
 BOOT_SECONDS = 2.0
-"""Error of the time at which a process began, as the kernel gives it, s."""
+"""Error of the start time that the kernel reports for a process, s."""
 
 LOG = "notify.log"
 
@@ -77,7 +77,8 @@ class Notifier:
     """Sender of messages about what has changed in a run since the last check.
 
     queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
-    an earlier attempt had such a process, too, which has told of the alerts that stand now.
+    a launcher or batch script started this process. Alerts that exist at the start are then not reported:
+    the process of an earlier attempt did so.
     """
 
     def __init__(self, run: RunDir, queue: Queue, since: float, *, beside: bool = False) -> None:
@@ -131,7 +132,7 @@ class Notifier:
             self._send("alert", f"alert: {alert.short}", self._command("report"))
 
     def _new_alerts(self) -> list[Alert]:
-        """Note the alerts that stand, and return those that did not within QUIET_SECONDS."""
+        """Note the present alerts; return those not seen in the last QUIET_SECONDS."""
         now, new = time.monotonic(), []
         for alert in self._monitor.alerts:
             key = alert.short.rpartition(": ")[2]  # the figure in a standing alert changes with every check
@@ -196,7 +197,7 @@ def _left(entry: QueueEntry) -> QueueEntry:
 def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     """Send messages about a run until it is finished or this process gets SIGTERM or SIGINT.
 
-    queue: see ``RunMonitor``. beside: whether the launcher or the batch script sends this signal when it
+    queue: see ``RunMonitor``. beside: whether the launcher or the batch script sends SIGTERM when it
     ends; the end of the run is then reported, too. Raises ConfigError if run.notify is not set, or lacks an
     address.
     """
@@ -251,6 +252,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Let SIGTERM wait until ``watch`` has a handler, in a new process that gets it when its parent ends."""
+    """Have a new process get SIGTERM when ``parent`` ends, but not before ``watch`` has a handler for it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

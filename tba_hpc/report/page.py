@@ -33,7 +33,7 @@ OUTCOMES = {
     "refused": "refused",
     KILLED: "killed, or its node lost",
 }
-"""Words by outcome of an attempt."""
+"""Text shown for each outcome of an attempt."""
 
 
 class Tile(NamedTuple):
@@ -131,7 +131,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """Return the headline numbers."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ended = data.attempts and data.attempts[-1].end  # an attempt that goes on still changes it
+    ended = data.attempts and data.attempts[-1].end  # a running attempt still changes the ETTR
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []

@@ -358,7 +358,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """Return the lines of a metric of fresh completions and of the batch."""
+    """Return two lines of a metric: for fresh completions, and for the training batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 

@@ -30,7 +30,7 @@ QUEUE_SECONDS = 10.0
 """Shortest pause between two queries to Slurm."""
 
 FRESH_SECONDS = 60.0
-"""Silence after which a searcher with two late records counts as stopped, s. Clocks may differ by less."""
+"""Shortest silence after which a searcher counts as stopped, s. Clocks differ by less than this."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
@@ -42,7 +42,8 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 class RunMonitor(RunData):
     """Data of a run that is updated while it runs.
 
-    queue: function that returns Slurm's view of the run's job. elastic: its present elastic searchers.
+    queue: function that returns Slurm's view of the run's job. elastic: owners of the run's present elastic
+    searchers, by searcher.
 
     abandoned: whether the launcher of a run without a job is gone.
     """
@@ -99,14 +100,14 @@ class RunMonitor(RunData):
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the newest attempt began, up to its end; before the first, since this was opened."""
+        """Duration of the newest attempt so far, s; without an attempt, the age of this monitor."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
 
     @property
     def eta(self) -> float | None:
-        """Seconds that the remaining steps take at the current pace; None while none is taken."""
+        """Seconds that the remaining steps take at the current pace; None unless the run is training."""
         if self.phase != "training" or not (pace := self.step_seconds.latest):
             return None
         return pace * (self.config.train.steps - self.step)
@@ -185,7 +186,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if the run was started otherwise after that job."""
+    """Return the components of the run's job; none if the run has since been started outside of it."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -324,7 +325,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready, and what the first other one does; empty if no other one reports."""
+    """Say how many engines are ready, and which stage another is in; empty if all that report are ready."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""

@@ -81,7 +81,7 @@ def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
-    """Format the last evaluation's perplexity, and the policy it is under if the reference changes."""
+    """Format the last evaluation's perplexity, with the name of its reference if the reference changes."""
     text = _show(evaluations[-1].perplexity if evaluations else None, "{:.3f}")
     if text == NOTHING or config.train.reference.name != "reset":
         return text

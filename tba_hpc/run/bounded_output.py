@@ -6,7 +6,7 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Most characters that a rank's stdout or stderr may add to its log; log messages do not count."""
+"""Number of characters that a rank's stdout or stderr may add to its log. Log messages do not count."""
 
 
 class BoundedOutput(TextIOWrapper):

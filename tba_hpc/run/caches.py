@@ -15,17 +15,17 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 CACHES = "TBA_CACHES"
-"""Environment variable that names the folder. Batch scripts set it; the libraries' variables lead into it."""
+"""Environment variable that names the folder. In batch scripts libraries' variables name paths in it."""
 
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-"""Refuses links out of the folder, and devices. Python 3.11.0 to 3.11.3 lack this; the archive is our own."""
+"""Makes tarfile refuse devices and links out of the folder. Python 3.11.3 cannot; the archive is our own."""
 
 ARCHIVE = "TBA_COMPILED"
 """Environment variable that names the run's archive of the folder. Nodes without the folder unpack it."""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
-    """Make the folder of CACHES, or verify that it is ours; otherwise redirect its variables to a new folder.
+    """Make the folder of CACHES, or verify that it is ours; otherwise have the variables name a new folder.
 
     Its parent may be writable by everybody, and its name is known, so that somebody else may have made it.
     """
@@ -35,7 +35,7 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
     if not folder or _is_ours(Path(folder)):
         return
     fresh = tempfile.mkdtemp(prefix="tba-")
-    log.warning("%s is not ours alone, or not to be had: caches are in %s instead", folder, fresh)
+    log.warning("%s cannot be made, or is open to other users: caches are in %s instead", folder, fresh)
     for name, value in environment.items():
         if value == folder or value.startswith(f"{folder}/"):
             environment[name] = fresh + value.removeprefix(folder)

@@ -48,7 +48,7 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 
 
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Map dotted keys to (old, new value) if ``config`` resumes a run; empty if that run came to nothing.
+    """Map dotted keys to (old, new value) if ``config`` resumes a run; empty if it has produced nothing.
 
     Keys of ranks and places are left out, since every start has its own.
     """
@@ -72,7 +72,7 @@ def consequences(run: RunDir, config: Config) -> str:
 
 
 def _of_the_rate(run: RunDir, config: Config) -> str:
-    """Phrase about the learning rate, the only value that depends on the length of a run."""
+    """Phrase about a learning rate whose decay now ends at another step; empty if that is unchanged."""
     old, new, step = run.config().train, config.train, reached(run)
     before, after = (schedules.laid_out_for(train) for train in (old, new))
     if old.learning_rate.schedule == "constant" or before == after:

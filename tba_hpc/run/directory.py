@@ -42,7 +42,7 @@ SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Beginning of config.yaml, before a checksum of all that follows the first line."""
 
 NAMED = 3
-"""Most keys that an error lists with their values."""
+"""Largest number of keys that an error lists with their values."""
 
 REFUSED = ".refused"
 """Suffix of the name of a shard that was set aside."""
@@ -124,8 +124,8 @@ class RunDir:
 
         Sets the process's umask to 077. If the config differs in what a resume may change (``MayChange``),
         the old one goes to the ``history``. So does the summary of a finished run that is to take more steps.
-        Raises ConfigError if the config differs in anything else, unless the run came to nothing. Raises it
-        also if the directory holds anything else or cannot be written.
+        Raises ConfigError if the config differs in anything else, unless the run has produced nothing.
+        Raises it also if the directory holds anything else or cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)
@@ -243,7 +243,7 @@ class RunDir:
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
         """Raise ConfigError if ``config`` changes keys that a resume may not change.
 
-        but_nothing: allow this if the run came to nothing.
+        but_nothing: allow this if the run has produced nothing.
         """
         self._refuse_an_edited_config()
         try:
@@ -342,7 +342,7 @@ class RunDir:
         return _shards_in(self.shards, suffix)
 
     def shard_folders(self) -> list[int]:
-        """Return the searchers that have a folder of shards, ascending."""
+        """Return the indices of searchers that have a folder of shards, ascending."""
         return _numbers(self.shards, "searcher-", "", digits=4)
 
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:

@@ -131,7 +131,7 @@ def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: in
 
 
 def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
-    """List the places of searchers whose parts are missing, if ``searchers`` parts make an evaluation."""
+    """List the missing parts of an evaluation in ``searchers`` parts, as numbers from 0."""
     if _read(_whole_file(run, split, step)):
         return []
     there = _part_names(_folder(run, split, step))
@@ -207,7 +207,7 @@ def _read(path: Path) -> Evaluation | None:
 @functools.cache
 def _warn_of_damage(path: Path) -> None:
     """Log the damage of a file once per process."""
-    log.warning("%s is damaged: it counts for nothing", path)
+    log.warning("%s is damaged, so it is ignored", path)
 
 
 def _part_names(folder: Path) -> set[str]:

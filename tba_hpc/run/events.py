@@ -27,15 +27,15 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
-    failed      they ended badly; ``code``: exit status
-    aborted     they were killed on request, by Ctrl-C twice
-    stopped     they ended because they were asked to, or their time was over
+    failed      the ranks ended badly; ``code``: exit status
+    aborted     the ranks were killed on request, by Ctrl-C twice
+    stopped     the ranks ended because they were asked to, or their time was over
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the job goes back to the queue
     unreachable ``nodes`` do not answer
-    unhealthy   they fail the check before a start, twice: the job does not get them again
+    unhealthy   ``nodes`` failed the check before a start twice: the job does not get them again
     draining    ``nodes`` are about to be drained: the job leaves them
-    hung        srun outlived its step
+    hung        srun did not end with its step, and was killed
     orphan      a step from before the last requeue was cancelled
     finished    the run is finished
     refused     the user must fix something; ``sentence``

@@ -21,7 +21,7 @@ COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
 
 READ_BYTES = 8 << 20
-"""Bytes per read of a file that is checksummed: enough for all cores to share."""
+"""Bytes per read of a file that is checksummed: enough to keep all cores busy."""
 
 READERS = 8
 """Maximum number of files read at once."""

@@ -38,8 +38,8 @@ STEP = {
     ),
     "train/better_log_weight": _curve(
         "nats per completion",
-        "the same over completions that beat their group's mean reward: below 0 if rewarded answers have "
-        "become less likely",
+        "train/log_weight over completions that beat their group's mean reward: below 0 if rewarded answers "
+        "have become less likely",
     ),
     "train/ess": _curve(
         "share", "effective sample size of w = π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
@@ -49,13 +49,13 @@ STEP = {
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
     "train/length": _curve("tokens", "sampled tokens per completion, mean of the batch"),
-    "train/environment_share": _curve("share", "the completions' tokens that an environment wrote"),
+    "train/environment_share": _curve("share", "tokens of the batch's completions that an environment wrote"),
     "train/replay_ratio": _curve(
         "steps", "steps that have learned from a trajectory, this one included; mean over the batch"
     ),
     "train/engine_gap": _curve(
         "nats per token",
-        "mean of |log π_engine − log π_learner| over completions of this step's weights, if any",
+        "mean of |log π_engine − log π_learner| over completions that this step's weights sampled, if any",
     ),
     "train/residual": Metric("objective's", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
@@ -68,28 +68,30 @@ STEP = {
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
-    "time/learn_seconds": Metric("s", "part of it inside ``learner.step``"),
-    "time/reference_seconds": Metric("s", "part of it for the reference, if the trainer computes it"),
+    "time/learn_seconds": Metric("s", "part of time/step_seconds inside ``learner.step``"),
+    "time/reference_seconds": Metric("s", "part of time/step_seconds that the reference takes, if any"),
     "sync/version": Metric("step", "the last weights published"),
     "sync/publish_stall_seconds": _curve("s", "stall of the loop in this step's publish, if any"),
     "sync/late": Metric("count, so far", "publishes postponed, since the previous one was still in progress"),
     "sync/publishes": Metric("count, so far", "publishes"),
     "buffer/size": _curve("count", "trajectories in the replay buffer"),
-    "buffer/prompts": Metric("count", "distinct prompts in it"),
+    "buffer/prompts": Metric("count", "distinct prompts in the replay buffer"),
     "buffer/added": _curve("count, so far", "trajectories merged, without duplicates"),
     "buffer/duplicates": _curve("count, so far", "trajectories dropped as equal or similar to another"),
     "buffer/evicted": _curve("count, so far", "trajectories evicted: capacity, age, reference or reuse"),
     "staleness/mean": _curve(
         "steps", "mean of step − version of the weights that sampled a completion's first token"
     ),
-    "staleness/max": _curve("steps", "the batch's maximum"),
-    "staleness/end": _curve("steps", "the same for the last token: in a conversation, the last turn's"),
+    "staleness/max": _curve("steps", "maximum over the batch of what staleness/mean averages"),
+    "staleness/end": _curve(
+        "steps", "as staleness/mean, for the last token: in a conversation, the last turn's"
+    ),
 }
 """The trainer's record of an optimizer step."""
 
 SEARCH = {
     "search/tokens": Metric("count", "tokens generated"),
-    "search/tokens_per_second": Metric("tokens/s", "the same per second of wall time"),
+    "search/tokens_per_second": Metric("tokens/s", "tokens generated per second of wall time"),
     "search/trajectories": Metric("count", "training completions scored"),
     "search/groups": Metric("count", "training requests answered"),
     "search/reward": _curve("reward", "mean over completions"),
@@ -106,9 +108,11 @@ SEARCH = {
     ),
     "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
     "search/length": _curve("tokens", "sampled tokens per fresh completion, mean"),
-    "search/environment_share": _curve("share", "their tokens that an environment wrote"),
+    "search/environment_share": _curve("share", "tokens of fresh completions that an environment wrote"),
     "search/turns": _curve("turns", "turns per fresh completion, mean: 1 without an environment"),
-    "search/failed_calls": _curve("share", "their tool calls whose result begins with ``error:``"),
+    "search/failed_calls": _curve(
+        "share", "tool calls of fresh completions whose result begins with ``error:``"
+    ),
     "search/engine_gap": _curve(
         "nats per token", "as train/engine_gap, on some answers of an evaluation; often absent"
     ),
@@ -122,7 +126,7 @@ SEARCH = {
     "search/pending_shards": Metric("count", "shards sent but not yet merged"),
     "search/recompute_share": Metric(
         "share, so far",
-        "tokens computed again after a load of weights (generator.keep_kv: false), of all",
+        "computed tokens that repeat earlier work after a load of weights (generator.keep_kv: false)",
     ),
     "search/rebuilds": Metric("count, so far", "engines rebuilt after a failure"),
     "search/nan_groups": Metric("count, so far", "groups sampled again: a log-probability was no number"),
@@ -137,9 +141,9 @@ CURVES = tuple(name for name, metric in METRICS.items() if metric.curve)
 
 TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
-    "resumed": "it begins from the checkpoint of ``step``; earlier records of later steps no longer count",
-    "filling": "it waits for the first completions",
-    "waiting": "it waits for a shard: none for 50 steps (5 syncs if longer) or since a resume",
+    "resumed": "the loop begins from the checkpoint of ``step``; records of later steps no longer count",
+    "filling": "the loop waits for the first completions",
+    "waiting": "the loop waits for a shard: none for 50 steps (5 syncs if longer) or since a resume",
     "reset": "the policy became the reference",
     "merged": "a shard entered the buffer: see the fields below",
     "evicted": "trajectories left for age, reference or reuse (buffer.replay_limit): ``evicted``",

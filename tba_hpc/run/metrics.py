@@ -47,8 +47,8 @@ new records, and the file's length in bytes, or None if some of them are not wri
 class MetricsWriter:
     """Appends records to ``path``, a line each, visible to readers at once.
 
-    On a full disk records wait in memory until there is space. digest: of this file; it already covers the
-    existing records. ``sync`` may be called in another thread.
+    On a full disk records wait in memory until there is space. digest: summarises this file, and already
+    covers its present records. ``sync`` may be called in another thread.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:

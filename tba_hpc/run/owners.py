@@ -45,7 +45,7 @@ SILENT_OWNER_SECONDS = 60.0
 """Seconds without a sign of life after which an owner on another host counts as dead."""
 
 EARLIER_OWNER_SECONDS = 10.0
-"""Seconds that a rank whose launcher died has to leave before its successor is refused."""
+"""Seconds that a rank waits for an earlier one on its machine to end, before it is refused."""
 
 CLAIM_CHECK_SECONDS = 0.2
 """Seconds between two looks at a claim."""
@@ -132,7 +132,7 @@ def refuse_owned(run: RunDir) -> None:
 
 
 def owner_at_work(run: RunDir) -> Owner | None:
-    """Return the run's living owner, or None. Writes nothing."""
+    """Return the run's owner if it is alive, otherwise None. Writes nothing."""
     claim = _newest(run, LAUNCH)
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 

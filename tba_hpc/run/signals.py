@@ -13,7 +13,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 
 KILL_ROUNDS = 3
-"""Maximum number of searches for processes left of a session that is to end."""
+"""Maximum number of searches for remaining processes of a session that is killed."""
 
 _libc = ctypes.CDLL(None)
 
@@ -58,7 +58,7 @@ def kill_session(leader: int) -> None:
 
 
 def _kill_if_of(session: int, pid: int) -> bool:
-    """Kill a process if it is of that session and still runs; return whether it was killed."""
+    """Kill a process if it belongs to the session and still runs; return whether it was killed."""
     with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)

@@ -45,7 +45,7 @@ SQUEUE_FIELDS = {
     "left": "%L",
     "comment": "%k",
 }
-"""Fields of a component, mapped to squeue's codes. ``start`` may be a guess; ``left`` is wall time."""
+"""squeue's codes of a job component's fields. ``start`` may be estimated; ``left``: wall time left."""
 
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 """Units of ``--mem``, in MiB."""
@@ -79,7 +79,7 @@ def fields(line: str) -> dict[str, str]:
 
 
 def mebibytes(memory: str) -> float:
-    """Convert a size of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is none."""
+    """Convert a size of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is no size."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
@@ -112,7 +112,7 @@ def active_job(run: RunDir) -> ActiveJob | None:
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """Return the job with these components, or None. Its state is that of a component with nodes, if any."""
+    """Return the job with these components, None if it has ended. Components with nodes decide its state."""
     for states in (WITH_NODES, QUEUED):
         for row in components:
             if row["state"] in states:

@@ -24,7 +24,7 @@ HEAD = 256
 earlier end of the process in a call."""
 
 MOST_BYTES = 1 << 16
-"""Most bytes of the file that are read."""
+"""Largest number of bytes that are read from the file."""
 
 MOST_ENDS = 2
 """Number of times that the process may end in the same call; at this number the run ends."""

@@ -16,7 +16,7 @@ from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
 
 LONGEST = 4000
-"""Most characters of an answer that is parsed. A longer one must be identical to the gold answer."""
+"""Length limit of an answer that is parsed, characters. A longer one must be identical to the gold one."""
 
 POINTS, DIGITS = 5, 40
 """Number of random points at which expressions are compared, and number of digits that must agree."""
@@ -45,7 +45,7 @@ LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
 SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\frac(?=\{))+", re.DOTALL)
-"""Arithmetic of written numbers only."""
+"""Arithmetic of numbers alone, without letters."""
 
 LEFT_TO_DO = re.compile(
     r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"

@@ -23,7 +23,7 @@ from tba_hpc.core import web
 from tba_hpc.tasks.fields import filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Most bytes of a reply that are read."""
+"""Largest number of bytes that are read of a reply."""
 
 RETRIES = 3
 """Number of retries if a judge is busy, unreachable or silent."""

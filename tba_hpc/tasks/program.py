@@ -34,19 +34,19 @@ from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
-"""Most bytes of any file that a program writes, including its output."""
+"""Largest size of any file that a program writes, its output included, bytes."""
 
 LARGEST_LINE = 1 << 16
-"""Most bytes at the end of a program's error output that are read."""
+"""Number of bytes read from the end of a program's error output."""
 
 OPEN_FILES = 64
-"""Most files that a program may have open."""
+"""Largest number of files that a program may have open."""
 
 START_SECONDS = 60.0
 """Longest wait for a program's process, s."""
 
 QUOTED = 200
-"""Most characters of a program's last line that an error quotes."""
+"""Largest number of characters that an error quotes of a program's last line."""
 
 # Limits are set in a separate program, because code between fork and exec may hang in a process with threads.
 # The kernel kills it together with the thread that starts it, as in run.signals.die_with.

@@ -39,13 +39,13 @@ TEMPLATES = {
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer without content, whose grade any answer gets."""
+"""An answer without content. Its grade shows what any answer gets."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 """Generators of version 0.1.25 that draw from sets of strings, whose order depends on PYTHONHASHSEED."""
 
 TRIES = 20
-"""Most problems generated, per problem of a split, to find enough that are in no other split."""
+"""Largest number of problems generated per problem of a split, to find enough that are in no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class ReasoningGym(Rows[Item]):
         generators: name of a generator; or several by name, each with its options, ``level`` (0, 1, …) and
         ``weight``, to which its share of the problems is proportional (1 by default). A level sets all
         attributes of difficulty; an attribute with fewer levels uses its highest.
-        answer: the part that is graded: "tags" the last text between <answer> and </answer>, "whole" the
-        whole completion. template: text of the prompt, with {question}. chat: apply the model's chat template
-        to it, as a user's message.
-        partial_credit: give partially right answers the grader's grade. A right answer among other words
-        still gets 0, and so does any grade that every answer gets. seed: seed of the problems.
+        answer: what is graded: the last text between <answer> and </answer> ("tags"), or all ("whole").
+        template: text of the prompt, with {question}. chat: apply the model's chat template to it, as a
+        user's message. partial_credit: reward a partly right answer by the generator's grade, unless it only
+        contains the right answer among other words, or "I do not know" gets as high a grade. seed: seed of
+        the problems.
         """
         super().__init__(tokenizer, chat=chat, template=TEMPLATES[answer] if template is None else template)
         refuse_files("reasoning_gym", train_file, test_file, remedy="it makes its problems; leave them out")

@@ -38,7 +38,7 @@ TRIAL_SECONDS = 10.0
 """Longest time that the start of a run waits for a function's trial call, s."""
 
 TRIAL_COMPLETIONS = 8
-"""Most empty completions in a trial call. It is small because each may cost a request to a judge."""
+"""Largest number of empty completions in a trial call: few, as each may cost a request to a judge."""
 
 ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
 """Explanation for functions that were written for TRL, whose other arguments are lists."""

@@ -21,7 +21,7 @@ Row = TypeVar("Row")
 
 
 class Rows(Task, Generic[Row]):
-    """Task that keeps the row of each prompt for computing rewards. room: most tokens of a prompt."""
+    """Task that keeps the row of each prompt for computing rewards. room: token limit of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
         """Set how prompts are made. Raises ConfigError if ``template`` lacks {question}.

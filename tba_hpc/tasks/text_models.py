@@ -239,7 +239,7 @@ class Guard(TextModel):
             )
 
     def _shows_both(self, *, in_parts: bool) -> bool:
-        """Return whether the template shows messages of this form; some templates silently omit them."""
+        """Return whether the template shows text given as a string or ``in_parts``; some omit it silently."""
         if self._tokenizer.chat_template is None:
             return False
         text = self._template(*PROBE, in_parts=in_parts)

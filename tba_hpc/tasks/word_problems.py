@@ -146,9 +146,9 @@ def _trimmed(text: str, ends: str) -> str:
 def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
-    It is the text after the last ``####``, or else the last line. If that contains words, it is the last
-    formula, or without formulas the last arithmetic. After ``####`` there must be only one; otherwise the
-    result is empty.
+    The answer is the text after the last ``####``, or else the last line. If it contains words, the
+    expression is its last formula, or without formulas its last arithmetic. After ``####`` several of these
+    give an empty result.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]

@@ -29,11 +29,11 @@ ENGINE_RUNTIME = 1.5 * GIB
 """Bytes of an engine's CUDA context, graphs and workspaces."""
 
 BUCKET, LIVE = 128 << 20, 10**9
-"""Most weights in one gradient reduction (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
-gathered at once (DeepSpeed's default)."""
+"""Largest number of weights in one gradient reduction (deepspeed_settings.BUCKET_ELEMENTS), and of those that
+ZeRO-3 keeps gathered at once (DeepSpeed's default)."""
 
 BATCHED_TOKENS, LARGE_GPU = 8192, 70
-"""Most tokens that an engine computes per step (vLLM's default), and GiB from which that is doubled."""
+"""Largest number of tokens in an engine's step (vLLM's default); GPU memory, GiB, that doubles it."""
 
 KV_CACHE = "engine: KV cache"
 
@@ -44,8 +44,8 @@ Items = dict[str, float]
 class Workload:
     """Work that a config gives its ranks. prompt: mean tokens. adapter: LoRA weights, 0 for none.
 
-    readers: models by task option. victim: model of the red-teaming task. embedder: model of the trainer's
-    buffer.
+    readers: models that read whole texts, by the task option (READERS) that names them. victim: model of the
+    red-teaming task. embedder: model of the trainer's buffer.
     """
 
     config: Config

@@ -46,7 +46,7 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 
 def _fields(path: str, key: str) -> dict[str, Any]:
-    """Read the config.json of a folder or hub name, unless its fields are known. Raises ConfigError."""
+    """Return a model's config.json: a local one, else that in KNOWN, else a download. Raises ConfigError."""
     file = find_file(path, "config.json", os.environ)
     if file is None and (known := read_yaml(KNOWN.read_text(encoding="utf-8")).get(path)):
         return dict(known)

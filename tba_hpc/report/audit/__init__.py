@@ -25,7 +25,7 @@ class Audit(Counts):
     """The verdict on a run, and counts of what it has done.
 
     resumes: number of steps that each resume took back. merged: number of trajectories in the newest
-    checkpoint. pending: number on disk beyond it, which are not lost.
+    checkpoint. pending: number of trajectories on disk that this checkpoint lacks; they are not lost.
     """
 
     finished: bool

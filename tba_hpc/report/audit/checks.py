@@ -44,7 +44,7 @@ class Check:
 
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
-    """Make all checks, in the order of a trajectory's path."""
+    """Make all checks, in the order in which a trajectory passes them."""
     return (
         check_files(evidence),
         check_records(evidence),
@@ -88,7 +88,7 @@ def check_seals(evidence: Evidence) -> Check:
     safe = merged | set(evidence.waiting)
     missing = {key: size.trajectories for key, size in evidence.sizes.items() if key not in safe}
     violations = [*_sealed_again(evidence.seals)]
-    if evidence.gap:  # for shards before its cursors the newest checkpoint is the only evidence
+    if evidence.gap:  # the newest checkpoint is the only evidence of shards before its cursors
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
@@ -165,7 +165,7 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
 
 
 def check_prompts(evidence: Evidence) -> Check:
-    """Check that every request is in one shard, and completed in those checkpoints that hold it."""
+    """Check that every request is in one shard, and that checkpoints list just the merged ones as done."""
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = _times_taken(evidence, sealed)
@@ -179,10 +179,10 @@ def check_prompts(evidence: Evidence) -> Check:
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
-    """Count how often each request was sealed, without the answers that a merge left out as repeated.
+    """Count how often each request was sealed, without the repeated answers that a merge left out.
 
-    A resume will leave out repeated answers among the shards beyond the checkpoint, too. This applies to
-    requests that an elastic searcher has issued.
+    Repeated answers in ``waiting`` shards do not count either if an elastic searcher has sealed the request:
+    a resume will leave them out.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
@@ -251,7 +251,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Check that checkpoints are intact, count what was merged by then, and have the shards after them."""
+    """Check that checkpoints are intact and agree with earlier merges, and that later shards exist."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),

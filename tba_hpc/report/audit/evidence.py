@@ -91,8 +91,9 @@ Seals = Mapping[ShardKey, list[ShardSize]]
 class Evidence:
     """Contents of a run directory.
 
-    seals: sizes that searchers recorded for every seal of a shard's index. sizes: of every shard on record
-    when the disk was read, 0 if no record says. files, refused: visible files and those set aside, by shard.
+    seals: recorded sizes by shard, one for each time that its index was sealed. sizes: size of every shard
+    that was on disk, merged or sealed, EMPTY for a skipped index. files, refused: visible files and those set
+    aside, by shard.
     """
 
     run: RunDir
@@ -110,8 +111,8 @@ class Evidence:
         """Read a run in any state.
 
         Shards are read after the metrics, since all that metrics mention is on disk by then. Checkpoints
-        follow, since they hold whatever has left the shards' folders meanwhile. The metrics are then read
-        on, since they record what the checkpoints count.
+        follow, since they hold whatever has left the shards' folders meanwhile. Metrics written meanwhile
+        are read last, since they record what the checkpoints count.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = list(_without_figures(tail.records()))
@@ -202,7 +203,7 @@ class Evidence:
 
 
 def _without_figures(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield the trainer's records, but of steps only the number: a long run's figures take gigabytes."""
+    """Yield the trainer's records, but drop the figures of steps, which take gigabytes in a long run."""
     for record in records:
         if "event" in record:
             yield record
@@ -211,7 +212,7 @@ def _without_figures(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def _seals(run: RunDir) -> Seals:
-    """Read the sizes of all seals by index. There are several if an earlier file had vanished."""
+    """Read the recorded sizes of sealed shards. A shard has several if it was sealed again."""
     seals = defaultdict[ShardKey, list[ShardSize]](list)
     for searcher, path in run.searcher_files().items():
         for record in MetricsTail(path).records():

@@ -30,7 +30,7 @@ State = Literal["waiting", "merged", "buffer", "gone"]
 checkpoint's buffer. gone: evicted, or equal to another."""
 
 RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
-"""Fields of a sample that stand so in its record."""
+"""Fields that a sample takes unchanged from its record."""
 
 Rank = tuple[float, int, int]
 
@@ -39,7 +39,7 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Lives:
-    """Fates of a run's trajectories, from its metrics and the newest readable checkpoint.
+    """What became of a run's trajectories, by its metrics and its newest readable checkpoint.
 
     step: of that checkpoint, None without one. revision: the last one whose merges it holds. uses: number of
     steps that had learned from each trajectory of its buffer, by uid.
@@ -52,7 +52,7 @@ class Lives:
 
     @classmethod
     def read(cls, run: RunDir) -> Lives:
-        """Read the present fates; a damaged or just deleted checkpoint gives way to the one before."""
+        """Read the metrics, and the newest checkpoint that is neither damaged nor just deleted."""
         merges = {merge.key: merge for merge in History.read(run).merges}
         for folder in reversed(checkpoint_folders(run, complete=True)):
             try:
@@ -95,13 +95,13 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory, its fate and its arrays.
+    """A trajectory, its state and its arrays.
 
-    searcher, shard, row: its place. log_ratio: mean over its sampled tokens of log π_behaviour − log π_ref,
-    nats; None if the sampling weights are the reference, or if the trainer scores it. merged_step: optimizer
-    steps done when it was merged. uses: steps that had learned from it by the newest checkpoint, None if
-    unknown. segments: parts of the completion, each as its source and text. The source is "policy",
-    "environment", or "sequence" if a further sequence begins with what the environment gave.
+    searcher, shard, row: where it lies. log_ratio: mean over sampled tokens of log π_behaviour − log π_ref,
+    nats; None if the sampling weights are the reference, or if only the trainer computes log π_ref.
+    merged_step: optimizer steps done when it was merged. uses: steps that had learned from it by the newest
+    checkpoint, None if unknown. segments: parts of the completion, each as its source and text. The source is
+    "policy", "environment", or "sequence" if a further sequence begins with what the environment gave.
     """
 
     uid: int
@@ -128,7 +128,7 @@ class Sample:
 
     @property
     def staleness(self) -> int | None:
-        """Optimizer steps from the weights that sampled the first token to the merge; None before it."""
+        """Optimizer steps from the weights that sampled the first token to the merge; None if not merged."""
         return None if self.merged_step is None else abs(self.merged_step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
-    """Rank rows: the first to be shown ranks highest; among equals it is the newest."""
+    """Return the rank of each row; the highest is shown first. Of equal rows the newest ranks highest."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":

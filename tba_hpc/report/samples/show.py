@@ -36,7 +36,7 @@ STATES = {
 }
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
-"""Values of |log π_behaviour − log π_ref|, in nats, from which a token's colour is stronger."""
+"""Values of |log π_behaviour − log π_ref|, in nats, at which a token's colour becomes stronger."""
 
 END = "■"
 """Mark for a token without text, such as the end of a sequence."""
@@ -45,7 +45,7 @@ SEQUENCE = "  ── another sequence of the episode begins:"
 """Line before the tokens with which a program began a further sequence."""
 
 CONTEXT = 4
-"""Number of preceding tokens that decide how a token reads, such as whether a blank comes first."""
+"""Number of preceding tokens decoded with a token. They decide, for example, if it begins with a blank."""
 
 BROKEN = "\ufffd"
 """Text of a token that is only a part of a character."""

@@ -187,13 +187,13 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a signal that ends the others spares it, to send the rest
+            start_new_session=True,  # signals that end the ranks leave it to send the rest
         )
     try:
         yield
     finally:
         if process is None or not _ends(process):
-            log.warning("the trackers of %s do not have all of it: see %s, then tba track", run.path, path)
+            log.warning("the trackers of %s lack some figures: see %s, then tba track", run.path, path)
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
