@@ -81,8 +81,8 @@ class Endpoint:
         try:
             return await self._accepted(request)
         except RefusedError as error:
-            status, why = error.status, str(error)
-        except web.HTTPException as error:  # its body is too large
+            status, why = 400, str(error)
+        except web.HTTPException as error:
             status, why = error.status, str(error.text)
         fault = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
         return web.json_response({"error": fault}, status=status)
@@ -90,11 +90,11 @@ class Endpoint:
     async def _accepted(self, request: web.Request) -> web.Response:
         session = self.sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
         if session is None:
-            raise RefusedError("no open episode has this key", status=401)
+            raise web.HTTPUnauthorized(text="no open episode has this key")
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [MODEL]})
         if request.path != "/v1/chat/completions":
-            raise RefusedError("there are only chat/completions and models", status=404)
+            raise web.HTTPNotFound(text="there are only chat/completions and models")
         async with session.one_at_a_time:
             asked = ChatRequest.of(await request.read(), session.request)
             answer = await session.ask(asked)

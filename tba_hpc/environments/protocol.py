@@ -47,11 +47,7 @@ Arguments = Annotated[Json[dict[str, Any]] | dict[str, Any] | str, Field(union_m
 
 
 class RefusedError(ValueError):
-    """Raised for a request that is refused; the message says why. status: that of the HTTP answer."""
-
-    def __init__(self, why: str, status: int = 400) -> None:
-        super().__init__(why)
-        self.status = status
+    """Raised for a request that is refused; the message says why, and what to change."""
 
 
 class Function(BaseModel):
