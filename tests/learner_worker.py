@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
@@ -140,23 +140,27 @@ def run(folder: Path, config: Config, plan: Plan, *, fused: bool = False) -> Run
 
     fused: with the AdamW that a GPU would have.
     """
-    (folder / "store").mkdir(parents=True)
-    ranks = config.launch.trainers
-    processes = [fork(_work, folder, config, plan, rank, fused) for rank in range(ranks)]
-    codes = join(processes)
-    logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(ranks))
-    assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
+    play(_work, folder, config, plan, fused, ranks=config.launch.trainers)
     return Run(folder)
 
 
-def join(processes: list[ForkServerProcess]) -> list[int | None]:
-    """Exit codes; None for a process that had to be killed after five minutes."""
+def play(
+    part: Callable[..., None], folder: Path, *arguments: object, ranks: int = 2, codes: Sequence[int] = ()
+) -> None:
+    """Let each rank, a process, call ``part(folder, rank, *arguments)``; fails with their logs.
+
+    codes: the exit codes that they are to have, if not 0. One that had to be killed after five minutes has
+    None.
+    """
+    (folder / "store").mkdir(parents=True, exist_ok=True)
+    processes = [fork(part, folder, rank, *arguments) for rank in range(ranks)]
     for process in processes:
         process.join(300)
-    codes = [process.exitcode for process in processes]
+    found = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    return codes
+    logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("log-*")))
+    assert found == [*(codes or [0] * ranks)], f"exit codes {found}\n{logs}"
 
 
 def log_to(path: Path) -> None:
@@ -167,14 +171,18 @@ def log_to(path: Path) -> None:
     os.dup2(log, 2)
 
 
-def _work(folder: Path, config: Config, plan: Plan, rank: int, fused: bool) -> None:
+def learner_of(folder: Path, rank: int, config: Config) -> DeepSpeedLearner:
+    """In a rank's process: its learner; its output goes to a file."""
     log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    return DeepSpeedLearner(config, rank=rank, ranks=config.launch.trainers, store=folder / "store")
+
+
+def _work(folder: Path, rank: int, config: Config, plan: Plan, fused: bool) -> None:
     if fused:
         deepspeed_learner.is_fused = lambda device: True
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
-    torch.set_num_threads(1)
-    ranks = config.launch.trainers
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     if rank == 0:
         _lead(learner, folder, plan)
     else:

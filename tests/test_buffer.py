@@ -222,7 +222,10 @@ KINDS = [{"duplicates": kind} for kind in ("equal", {"name": "edits", "limit": 0
 
 @dataclass
 class History:
-    """A buffer and its naive model through the same random events; ``check`` compares all that shows."""
+    """A buffer and its naive model through the same random events; ``check`` compares all that shows.
+
+    After a restore the buffer from which the state came goes on as its twin, and draws the same samples.
+    """
 
     kind: dict[str, Any]
     seed: int
@@ -239,7 +242,7 @@ class History:
         self.limit = (None, 1, 2)[self.seed % 3]
         sizes = {"capacity_per_prompt": per_prompt, "capacity": capacity, "replay_limit": self.limit}
         self.make = partial(new_buffer, self.seed, **sizes, **self.kind)
-        self.real = self.make()
+        self.real = self.twin = self.make()
         section = BufferSection(**self.kind)
         self.naive = Naive(
             per_prompt,
@@ -263,18 +266,20 @@ class History:
             self.values |= {item.uid: value for item, value in zip(items, values, strict=True)}
         self.revision += 1
         expected = [self.naive.merge(items, self.revision // 2) for items in shards]
-        packed = map(pack, shards)
-        found = [self.real.merge(one, self.revision, sync=self.revision // 2) for one in packed]
-        assert found == expected
-        self.duplicates += sum(merged.duplicates for merged in found)
-        self.evicted += sum(merged.evicted for merged in found)
+        for buffer in self.both:
+            packed = map(pack, shards)
+            assert [buffer.merge(one, self.revision, sync=self.revision // 2) for one in packed] == expected
+        self.duplicates += sum(merged.duplicates for merged in expected)
+        self.evicted += sum(merged.evicted for merged in expected)
 
     def sample(self) -> None:
         """All of it is live; count the uses."""
         if not self.naive.live:
             return
         self.step += 1
-        found = set(chain.from_iterable(groups_of(self.real.sample(self.step, groups=4, group_size=3))))
+        first, *others = (buffer.sample(self.step, groups=4, group_size=3) for buffer in self.both)
+        assert all(image(other) == image(first) for other in others)
+        found = set(chain.from_iterable(groups_of(first)))
         assert found <= {replace(item, request=None) for item, _ in self.naive.live}
         self.uses.update(item.uid for item in found)
 
@@ -284,12 +289,13 @@ class History:
         touched = {item.prompt for item, _ in self.naive.live if self.uses[item.uid] >= limit}
         few = {prompt for prompt in touched if left[prompt] < 3}
         gone = self._keep(lambda item: self.uses[item.uid] < limit and item.prompt not in few)
-        assert self.real.evict_used_up(3) == gone
+        assert all(buffer.evict_used_up(3) == gone for buffer in self.both)
 
     def evict_some(self) -> None:
         modulus = int(self.rng.integers(2, 5))
         gone = self._keep(lambda item: item.uid % modulus != 0)
-        assert self.real.evict_where(lambda record: record["uid"] % modulus == 0) == gone
+        for buffer in self.both:
+            assert buffer.evict_where(lambda record: record["uid"] % modulus == 0) == gone
 
     def _keep(self, wanted: Callable[[Item], bool]) -> int:
         before = len(self.naive.live)
@@ -298,9 +304,14 @@ class History:
         return before - len(self.naive.live)
 
     def restore(self) -> None:
-        """Go on with a buffer made from the state."""
-        arrays, self.real = self.real.state(), self.make()
-        self.real.restore(arrays)
+        """Go on with a buffer made from the state, which drops all that it held."""
+        self.twin, self.real = self.real, self.make()
+        self.real.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)
+        self.real.restore(self.twin.state())
+
+    @property
+    def both(self) -> list[ReplayBuffer]:
+        return [self.real] if self.real is self.twin else [self.real, self.twin]
 
     def check(self) -> None:
         live = [item for item, _ in self.naive.live]
@@ -314,6 +325,7 @@ class History:
         counts = (len(self.real), self.real.added, self.real.duplicates, self.real.evicted)
         assert counts == (len(live), self.merged - self.duplicates, self.duplicates, self.evicted)
         arrays = self.real.state()
+        assert_equal_states(arrays, self.twin.state())
         assert arrays["record"]["uses"].tolist() == [self.uses[item.uid] for item in live]
         assert arrays["record"]["value"].tolist() == [self.values[item.uid] for item in live]
         assert arrays["record"]["sync"].tolist() == [sync for _, sync in self.naive.live]
@@ -611,44 +623,6 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
 
     assert one(0, 7) == one(0, 7)
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_buffer_goes_on_bit_by_bit(kind: dict[str, object]) -> None:
-    make = partial(new_buffer, 4, capacity_per_prompt=6, capacity=40, replay_limit=2, **kind)
-    rng = np.random.default_rng(1)
-    real = make()
-    for revision in range(50):
-        for part in range(2):
-            items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
-            real.merge(pack(items), 10 * revision + part, sync=10 * revision)
-        real.sample(revision, groups=4, group_size=3)
-        real.evict_used_up(3)
-        if revision % 10 == 5:
-            arrays = real.state()
-            restored = make()
-            restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
-            restored.restore(arrays)
-            follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)
-
-
-def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int) -> None:
-    """Both go on alike, first with the sync under way: samples, merges, evictions, counters, next state."""
-    rng = np.random.default_rng(seed)
-    for step in range(8):
-        items = random_items(rng, 7, 1000 * revision + 10 * step, prompts=20)
-        batches = [b.sample(step, groups=5, group_size=4) for b in (real, restored)]
-        assert image(batches[0]) == image(batches[1])
-        merged = [
-            b.merge(pack(items), revision + step, sync=revision - 1 + step // 4) for b in (real, restored)
-        ]
-        assert merged[0] == merged[1]
-        assert real.evict_used_up(4) == restored.evict_used_up(4)
-    assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
-        *(len(restored), restored.prompts),
-        *(restored.added, restored.duplicates, restored.evicted),
-    ]
-    assert_equal_states(real.state(), restored.state())
 
 
 def assert_equal_states(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

@@ -24,7 +24,6 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_optimizer_state
-from forks import fork
 from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
@@ -33,10 +32,11 @@ from learner_worker import (
     SPOILT_PROMPT,
     Plan,
     Run,
-    join,
+    learner_of,
     log_to,
     make_batch,
     make_config,
+    play,
     run,
     shared_window,
 )
@@ -55,7 +55,6 @@ from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner import deepspeed_learner
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, layers_of
 from tba_hpc.learner.deepspeed_learner import (
-    DeepSpeedLearner,
     _replacing,
     _Work,
 )
@@ -467,17 +466,14 @@ def test_a_checkpoint_that_no_resume_would_read_is_refused_when_it_is_written(
     runs: Runs, tmp_path: Path
 ) -> None:
     """By the rank that wrote it, here a follower; the leader raises what that rank found."""
-    (tmp_path / "store").mkdir()
     (tmp_path / "checkpoint").mkdir()
     config = ZERO_1.config(runs.model(ZERO_1.tied))
-    processes = [fork(_save_what_is_refused, tmp_path, rank, config) for rank in range(2)]
-    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    play(_save_what_is_refused, tmp_path, config)
 
 
 def _save_what_is_refused(folder: Path, rank: int, config: Config) -> None:
     """A version of DeepSpeed whose state has a class that the second rank's reader does not know."""
-    log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     if rank == 0:
         write = learner.save(folder / "checkpoint")
         with pytest.raises(
@@ -567,12 +563,10 @@ def test_publishing_holds_a_bucket_of_parameters_at_a_time(
     runs: Runs, tmp_path: Path, transport: str
 ) -> None:
     """Under ZeRO-3; and the weights are those of the run that gathers all at once, to the bit."""
-    (tmp_path / "store").mkdir()
     config = ZERO_3.config(runs.model(ZERO_3.tied))
     exchange = config.exchange.model_copy(update={"transport": transport})
     config = config.model_copy(update={"exchange": exchange})
-    processes = [fork(_write_by_buckets, tmp_path, rank, config) for rank in range(2)]
-    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    play(_write_by_buckets, tmp_path, config)
     whole = runs.whole(ZERO_3)
     assert (tmp_path / "window").read_bytes() == (whole.folder / "weights").read_bytes()
     largest = max(slot.end - slot.start for slot in whole.layout.slots)
@@ -587,9 +581,7 @@ SMALL_BUCKET = 30_000
 
 def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     """The steps of ``WHOLE``, and a publish; notes the bytes that are whole at a time."""
-    log_to(folder / f"log-{rank}")
-    torch.set_num_threads(1)
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
     gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
 
@@ -621,19 +613,17 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
 def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_save_has_room(
     runs: Runs, tmp_path: Path, full: int
 ) -> None:
-    for name in ("store", "first", "second"):
+    for name in ("first", "second"):
         (tmp_path / name).mkdir()
     config = ZERO_2.config(runs.model(False))
-    processes = [fork(_save_with_one_full, tmp_path, rank, config, full) for rank in range(2)]
-    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    play(_save_with_one_full, tmp_path, config, full)
     assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path / 'first'}")
     written = {path.name for path in (tmp_path / "second").rglob("*") if path.is_file()}
     assert {"ranks.json", "zero_to_fp32.py"} < written and sum(name.endswith(".pt") for name in written) == 3
 
 
 def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
-    log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_files = learner._write_files
 
@@ -660,13 +650,10 @@ def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> N
 def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
     runs: Runs, tmp_path: Path, rank: int, nth: int
 ) -> None:
-    (tmp_path / "store").mkdir()
     directory = RunDir.create(tabular_run.make_config(tmp_path))
     config = ZERO_2.config(runs.model(False))
-    arguments = (directory.path, config, rank, nth)
-    processes = [fork(_checkpoint_and_die, tmp_path, place, *arguments) for place in range(2)]
-    codes = join(processes)
-    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, codes
+    codes = [-signal.SIGKILL if place == rank else 1 for place in range(2)]
+    play(_checkpoint_and_die, tmp_path, config, directory.path, rank, nth, codes=codes)
     other = (tmp_path / f"log-{1 - rank}").read_text()
     assert "ExchangeError: trainer rank" in other
     (folder,) = checkpoint_folders(directory, complete=True)
@@ -676,11 +663,9 @@ def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
     assert (restored.folder / "weights").read_bytes() == expected.read_bytes()
 
 
-def _checkpoint_and_die(folder: Path, rank: int, path: Path, config: Config, killed: int, nth: int) -> None:
+def _checkpoint_and_die(folder: Path, rank: int, config: Config, path: Path, killed: int, nth: int) -> None:
     """Rank ``killed`` ends as it is about to change the disk for the ``nth`` time after the first save."""
-    log_to(folder / f"log-{rank}")
-    torch.set_num_threads(1)
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     directory = RunDir.open(path)
     if rank == 1:
         if killed == 1:
@@ -739,25 +724,20 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_a_follower_notices_that_its_leader_died(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    processes = [fork(_die_or_hear, tmp_path, rank) for rank in range(2)]
-    assert join(processes) == [9, 1]
+    play(_die_or_hear, tmp_path, codes=(9, 1))
     assert "the leader, trainer rank 0, has died, hangs or was cut off" in (tmp_path / "log-1").read_text()
 
 
 @pytest.mark.parametrize("command", ["save", *nightly("export")])
 def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Path, command: str) -> None:
-    (tmp_path / "store").mkdir()
     config = ZERO_2.config(runs.model(False))
-    processes = [fork(_die_or_follow, tmp_path, rank, config, command) for rank in range(2)]
-    assert join(processes) == [9, 1]
+    play(_die_or_follow, tmp_path, config, command, codes=(9, 1))
     error = "ExchangeError: trainer rank 1 cannot go on: trainer rank 0 has died, hangs or was cut off"
     assert error in (tmp_path / "log-1").read_text()
 
 
 def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> None:
-    log_to(folder / f"log-{rank}")
-    learner = DeepSpeedLearner(config, rank=rank, ranks=2, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     if rank == 0:
         learner._group.send(Command(command, (str(folder),)))
         os._exit(9)
@@ -801,7 +781,6 @@ def test_a_split_group_has_the_gradient_of_a_whole_one(
 
     Weights as large as a model's usually are: with larger ones rounding is told apart from nothing else.
     """
-    (tmp_path / "store").mkdir()
     model = make_random_model(tmp_path / "model", tied=False, spread=0.15)
     config = Case(ranks, stage, gradient_clip=None).config(model)
     train = config.train.model_copy(update={"adam_betas": (0.0, 0.99), "weight_decay": 0.0})
@@ -810,8 +789,7 @@ def test_a_split_group_has_the_gradient_of_a_whole_one(
         rows = token_logprobs(load_policy(str(model), "float32"), make_batch(7))
         own_T = torch.cat(list(rows)).numpy()
     np.save(tmp_path / "behaviour", own_T + np.random.default_rng(0).normal(0, 2, len(own_T)))
-    processes = [fork(_gradients, tmp_path, rank, config, settings) for rank in range(ranks)]
-    assert join(processes) == [0] * ranks, "".join(log.read_text() for log in tmp_path.glob("log-*"))
+    play(_gradients, tmp_path, config, settings, ranks=ranks)
     found = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
     for number, (objective, (whole, *split)) in enumerate(zip(settings, found, strict=True)):
         gradients = [np.load(tmp_path / f"{number}-{budget}.npy") for budget in (None, *BUDGETS)]
@@ -823,10 +801,7 @@ def test_a_split_group_has_the_gradient_of_a_whole_one(
 
 def _gradients(folder: Path, rank: int, config: Config, tried: list[dict[str, Any]]) -> None:
     """Be a rank: a step at a learning rate of 0 for every objective and budget; note what rank 0 sees."""
-    log_to(folder / f"log-{rank}")
-    torch.set_num_threads(1)
-    ranks = config.launch.trainers
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
     batch = make_batch(7)
     batch = replace(batch, logprobs=np.where(batch.action_T, behaviour, np.float32(np.nan)))
@@ -858,9 +833,8 @@ def _gradients(folder: Path, rank: int, config: Config, tried: list[dict[str, An
 @pytest.mark.parametrize("ranks", [2, *nightly(1)])
 def test_the_engine_computes_no_more_tokens_than_the_budget(runs: Runs, tmp_path: Path, ranks: int) -> None:
     """Rows times the longest, as the model itself gets them; twice where groups are split, else once."""
-    (tmp_path / "store").mkdir()
     config = Case(ranks, 3).config(runs.model(False))
-    assert join([fork(_note_tokens, tmp_path, rank, config) for rank in range(ranks)]) == [0] * ranks
+    play(_note_tokens, tmp_path, config, ranks=ranks)
     noted = [json.loads((tmp_path / f"shapes-{rank}").read_text()) for rank in range(ranks)]
     for budget, shapes in zip(BUDGETS, zip(*noted, strict=True), strict=True):
         assert len({len(of_rank) for of_rank in shapes}) == 1
@@ -873,10 +847,7 @@ def test_the_engine_computes_no_more_tokens_than_the_budget(runs: Runs, tmp_path
 
 def _note_tokens(folder: Path, rank: int, config: Config) -> None:
     """Be a rank: a step for each budget; note rows and tokens of every pass, and whether with gradient."""
-    log_to(folder / f"log-{rank}")
-    torch.set_num_threads(1)
-    ranks, noted = config.launch.trainers, list[list[tuple[int, int, bool]]]()
-    learner = DeepSpeedLearner(config, rank=rank, ranks=ranks, store=folder / "store")
+    learner, noted = learner_of(folder, rank, config), list[list[tuple[int, int, bool]]]()
 
     def note(module: torch.nn.Module, arguments: object, keywords: dict[str, torch.Tensor]) -> None:
         rows, width = keywords["input_ids"].shape
@@ -924,11 +895,9 @@ def test_an_optimizer_goes_to_the_host_and_to_fewer_ranks_on_a_resume(
 
 def test_a_model_is_shared_out_while_it_is_loaded(runs: Runs, tmp_path: Path) -> None:
     """Never more than a module of it is whole on a rank; put together it is the model as loaded whole."""
-    (tmp_path / "store").mkdir()
     folders = [runs.model(False), *(make_family_model(tmp_path / kind, kind) for kind in FAMILIES)]
     configs = [ZERO_3.config(folder) for folder in folders] + [BF16[2].config(runs.model(True))]
-    processes = [fork(_load_in_parts, tmp_path, rank, configs) for rank in range(2)]
-    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    play(_load_in_parts, tmp_path, configs)
     for number, config in enumerate(configs):
         policy = load_policy(config.model.path, config.model.dtype)
         plain = {name: weight.detach() for name, weight in policy.named_parameters()}
@@ -988,14 +957,8 @@ def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
 def test_a_setting_that_deepspeed_refuses_is_one_sentence(
     runs: Runs, tmp_path: Path, given: str, sentence: str
 ) -> None:
-    (tmp_path / "store").mkdir()
     tree = ONE_RANK.config(runs.model(False)).model_dump(mode="json")
     config = parse_config(tree, [f"train.deepspeed.{given}"])
-    assert join([fork(_fail, tmp_path, config)]) == [1]
+    play(learner_of, tmp_path, config, ranks=1, codes=[1])
     told = (tmp_path / "log-0").read_text()
     assert f"ConfigError: {sentence}" in told
-
-
-def _fail(folder: Path, config: Config) -> None:
-    log_to(folder / "log-0")
-    DeepSpeedLearner(config, rank=0, ranks=1, store=folder / "store")

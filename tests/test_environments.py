@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import psutil
 import pytest
 from conversing import FAMILIES, REWRITING, TEMPLATES, Stage, make_tokenizer
 from transformers.utils import get_json_schema
@@ -744,21 +741,6 @@ def test_python_runs_confined(own: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         tool.reset()
     tool.prefix, tool.seconds = (), 0.3
     assert "was killed" in tool.python("while True: pass")
-
-
-def test_a_program_ends_with_the_process_that_waits_for_it(own: Path) -> None:
-    code = f"import os, time; open({str(own / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    lines = (
-        "import threading, time\nfrom pathlib import Path\nfrom tba_hpc.environments.tools import Python\n"
-        f"threading.Thread(target=Python().python, args=({code!r},), daemon=True).start()\n"
-        f"while not (Path({str(own / 'pid')!r}).exists() and Path({str(own / 'pid')!r}).read_text()):\n"
-        "    time.sleep(0.01)\n"
-    )
-    subprocess.run([sys.executable, "-c", lines], check=True, timeout=60)
-    pid, deadline = int((own / "pid").read_text()), time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_last_number_counts() -> None:

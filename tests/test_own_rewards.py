@@ -395,9 +395,6 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
             with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
                 judge(server)([({}, "a")])
             assert len(server.asked) == times and "s3cret" not in repr(error.value)
-    odd = serving(lambda n, body: (200, {"score": 1}))
-    with odd as server, pytest.raises(JudgeError, match="which holds no reward"):
-        judge(server)([({}, "a")])
     with pytest.raises(JudgeError, match="refused; asked 3 times"):
         judge(server)([({}, "a")])  # it has gone
 

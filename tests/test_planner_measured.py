@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forks import fork
 from known_models import KNOWN
-from learner_worker import join, make_batch, make_config
+from learner_worker import learner_of, make_batch, make_config, play
 from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -152,15 +151,14 @@ def test_a_learner_holds_what_the_planner_says(
     items = trainer_items(Workload.of(config))
     names = ("weights", "adapter", "float32 masters", "AdamW", "gradients")
     planned = sum(items.get(name, 0) for name in names)
-    (tmp_path / "store").mkdir()
-    assert join([fork(_hold, tmp_path, config, rank) for rank in range(ranks)]) == [0] * ranks
+    play(_hold, tmp_path, config, ranks=ranks)
     for rank in range(ranks):
         assert int((tmp_path / f"held-{rank}").read_text()) == pytest.approx(planned, rel=0.15)
 
 
-def _hold(folder: Path, config: Config, rank: int) -> None:
+def _hold(folder: Path, rank: int, config: Config) -> None:
     """Be a rank: two steps, for the first makes AdamW's state; note what is alive before the optimizer's."""
-    learner = DeepSpeedLearner(config, rank=rank, ranks=config.launch.trainers, store=folder / "store")
+    learner = learner_of(folder, rank, config)
     take = learner._engine.step
 
     def note_and_take() -> None:

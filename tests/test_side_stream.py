@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forks import fork
-from learner_worker import BETA, LEARNING_RATE, join, log_to, make_batch, make_config, shared_window
+from learner_worker import BETA, LEARNING_RATE, learner_of, make_batch, make_config, play, shared_window
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 from torch import Tensor
@@ -111,11 +110,9 @@ class Copied:
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (1, 2), (2, 2), (2, 3)])
 def test_a_step_changes_no_weights_that_are_still_copied(tmp_path: Path, ranks: int, zero_stage: int) -> None:
     """Late copies take the weights from before the step; nothing is sent before all ranks have copied."""
-    (tmp_path / "store").mkdir()
     model = make_random_model(tmp_path / "model", tied=False)
     config = make_config(model, ranks=ranks, zero_stage=zero_stage)
-    processes = [fork(_publish_and_step, tmp_path, rank, config) for rank in range(ranks)]
-    assert join(processes) == [0] * ranks, "".join(path.read_text() for path in tmp_path.glob("log-*"))
+    play(_publish_and_step, tmp_path, config, ranks=ranks)
     for rank in range(ranks):
         order = (tmp_path / f"order-{rank}").read_text().split()
         copies = order.count("copy")
@@ -125,9 +122,7 @@ def test_a_step_changes_no_weights_that_are_still_copied(tmp_path: Path, ranks: 
 
 
 def _publish_and_step(folder: Path, rank: int, config: Config) -> None:
-    log_to(folder / f"log-{rank}")
-    cuda = Cuda()
-    learner = DeepSpeedLearner(config, rank=rank, ranks=config.launch.trainers, store=folder / "store")
+    cuda, learner = Cuda(), learner_of(folder, rank, config)
     learner._side = SideStream(own=config.train.zero_stage < 3, cuda=cuda)
     deepspeed_learner.tensor_in = cuda.tensor_in
     take = learner._engine.step

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forks import fork
-from learner_worker import BETA, join, log_to, make_batch, make_config
+from learner_worker import BETA, learner_of, make_batch, make_config, play
 from test_batch import batch_of
 from tiny_models import FAMILIES, make_family_model, make_random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +27,7 @@ from tba_hpc.core.batch import plan
 from tba_hpc.core.packing import Layout
 from tba_hpc.core.types import TOP_LOGPROBS
 from tba_hpc.learner import hf_model
-from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner, _Work
+from tba_hpc.learner.deepspeed_learner import _Work
 from tba_hpc.learner.hf_model import PolicyLogprobs
 from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import OBJECTIVES, Groups, make_objective
@@ -102,22 +101,19 @@ class Counting(TorchDispatchMode):
 @pytest.mark.engine
 def test_a_step_stops_a_few_times_and_launches_as_often_for_many_groups(tmp_path: Path) -> None:
     """Thirty layers, sixteen groups of sixteen short completions, and then four of them."""
-    (tmp_path / "store").mkdir()
     model = make_random_model(tmp_path / "model", tied=True, hidden=32, layers=30, spread=0.15)
     config = make_config(model, ranks=1, context_length=64, tokens_per_micro_batch=16_384)
-    assert join([fork(_count, tmp_path, config)]) == [0], (tmp_path / "log-0").read_text()
+    play(_count, tmp_path, config, ranks=1)
     many, few = json.loads((tmp_path / "counts").read_text())
     assert sum(many["stops"].values()) <= 4, many  # and the figures, in one copy
     assert many["stops"] == few["stops"]
     assert few["launches"] == many["launches"] <= 6_000, (few, many)
 
 
-def _count(folder: Path, config: Config) -> None:
+def _count(folder: Path, rank: int, config: Config) -> None:
     chunk = hf_model.CHUNK_BYTES["cpu"]
-    log_to(folder / "log-0")
+    learner = learner_of(folder, rank, config)
     hf_model.CHUNK_BYTES["cpu"] = chunk  # what other tests' workers make small
-    torch.set_num_threads(1)
-    learner = DeepSpeedLearner(config, rank=0, ranks=1, store=folder / "store")
     found = []
     for groups in (4, 16, 4):  # of the first, DeepSpeed makes more
         rng = np.random.default_rng(groups)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forks import fork
-from learner_worker import join, log_to, make_batch, make_config
+from learner_worker import log_to, make_batch, make_config, play
 from tiny_models import make_random_model
 
 from tba_hpc.config import Config, ModelSection, parse_config
@@ -81,8 +80,7 @@ def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(
     config = parse_config(tree)
     for way in ("between", "without"):
         (tmp_path / f"store-{way}").mkdir()
-        processes = [fork(_train, tmp_path, rank, config, way) for rank in range(ranks)]
-        assert join(processes) == [0] * ranks, "".join(log.read_text() for log in tmp_path.glob("log-*"))
+        play(_train, tmp_path, config, way, ranks=ranks)
     batch = batches.take_groups(make_batch(7), np.arange(3))
     initial = by_searcher(model, batch)
     for found in np.load(tmp_path / "initial.npy"):

@@ -132,8 +132,8 @@ class ProgramSession:
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
 
-        If the program fails because a limit ended the conversation, the reward is 0. Raises ProgramError if
-        it fails for another reason.
+        If the program fails after a limit has ended the conversation, the reward is 0. Raises ProgramError
+        if it fails for another reason.
         """
         assert self._program
         cut = not self._answer.done()
@@ -142,14 +142,9 @@ class ProgramSession:
             self._program.process.wait(self.task.seconds)
         ended = self.end()
         assert ended
-        if ended.status == 0 and not self.task.own_reward:
-            return None
-        try:
-            return ended.reward(self.task.command)
-        except ProgramError:
-            if not cut:
-                raise
-        return 0.0 if self.task.own_reward else None
+        if cut and ended.status:
+            return 0.0 if self.task.own_reward else None
+        return ended.reward(self.task.command) if self.task.own_reward or ended.status else None
 
     def end(self) -> Ended | None:
         """Kill the program, and refuse further requests; return its result unless an earlier call did."""

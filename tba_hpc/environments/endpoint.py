@@ -7,7 +7,6 @@ that they take no file descriptors. A request without the key of an open episode
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import socket
@@ -16,9 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from tba_hpc.environments.protocol import MODEL, Body, ChatRequest, RefusedError
+from tba_hpc.environments.protocol import MODEL, ChatRequest, RefusedError, streamed
 from tba_hpc.run.listeners import owner
 
 if TYPE_CHECKING:
@@ -61,9 +59,8 @@ class Endpoint:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_explain])
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{path:.*}", self._answer)
         self._loop = asyncio.new_event_loop()
         options = {"sock": listener, "loop": self._loop, "handle_signals": False, "shutdown_timeout": 1.0}
         options |= {"access_log": None, "print": None}
@@ -79,56 +76,33 @@ class Endpoint:
         self._loop.call_soon_threadsafe(_leave)
         self._thread.join(CLOSE_SECONDS)
 
-    def _session(self, request: web.Request) -> ProgramSession:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key not in self.sessions:
+    async def _answer(self, request: web.Request) -> web.Response:
+        """Answer any request; if it is refused, with an error as OpenAI's clients show it."""
+        try:
+            return await self._accepted(request)
+        except RefusedError as error:
+            status, why = 400, str(error)
+        except web.HTTPException as error:
+            status, why = error.status, str(error.text)
+        fault = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
+        return web.json_response({"error": fault}, status=status)
+
+    async def _accepted(self, request: web.Request) -> web.Response:
+        session = self.sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if session is None:
             raise web.HTTPUnauthorized(text="no open episode has this key")
-        return self.sessions[key]
-
-    async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tba-hpc"}
-        return web.json_response({"object": "list", "data": [model]})
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [MODEL]})
+        if request.path != "/v1/chat/completions":
+            raise web.HTTPNotFound(text="there are only chat/completions and models")
         async with session.one_at_a_time:
             asked = ChatRequest.of(await request.read(), session.request)
             answer = await session.ask(asked)
-        return await _stream(request, asked, answer) if asked.stream else web.json_response(answer)
-
-
-@web.middleware
-async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a request that is refused with an error as OpenAI's clients show it."""
-    try:
-        return await handler(request)
-    except RefusedError as error:
-        status, why = 400, str(error)
-    except web.HTTPNotFound as error:
-        status, why = error.status, "there are only chat/completions and models"
-    except web.HTTPException as error:
-        status, why = error.status, str(error.text)
-    fault = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": fault}, status=status)
+        if asked.stream:
+            text = streamed(answer, usage=asked.stream_options.get("include_usage", False))
+            return web.Response(text=text, content_type="text/event-stream")
+        return web.json_response(answer)
 
 
 def _leave() -> None:
     raise web.GracefulExit
-
-
-async def _stream(request: web.Request, asked: ChatRequest, answer: Body) -> web.StreamResponse:
-    """Send an answer as a stream: the whole message in one chunk, then the usage if requested."""
-    (choice,) = answer["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    chunk = {**answer, "object": "chat.completion.chunk", "usage": None}
-    chunks = [{**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]}]
-    if asked.stream_options.get("include_usage"):
-        chunks.append({**chunk, "choices": [], "usage": answer["usage"]})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for line in (*map(json.dumps, chunks), "[DONE]"):
-        await response.write(f"data: {line}\n\n".encode())
-    return response

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
@@ -22,17 +23,17 @@ from tba_hpc.environments.chat import CALL, Call, parse_calls
 Body = Mapping[str, Any]
 """Body of a request or an answer, as in OpenAI's reference of chat completions."""
 
-MODEL = "policy"
-"""Name of the only model."""
+MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba-hpc"}
+"""Description of the only model."""
 
 
 def _joined(content: Any) -> str:
     """Return a message's text, which may be in parts. Raises ValueError if a part is not a text."""
-    parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
-    texts = [text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
-    if len(texts) < len(parts):
-        raise ValueError("the model reads only text")
-    return "".join(texts)
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    try:
+        return "".join(part["text"] for part in parts)
+    except (KeyError, TypeError):
+        raise ValueError("the model reads only text") from None
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
@@ -125,7 +126,7 @@ class ChatRequest(BaseModel):
         given = body.items() if isinstance(body, dict) else ()
         return {key: value for key, value in given if value is not None}
 
-    @property
+    @cached_property
     def plain(self) -> list[Message]:
         """All messages; see ``ChatMessage.plain``."""
         return [message.plain for message in self.messages]
@@ -140,23 +141,25 @@ def message_of(text: str, asked: ChatRequest, number: int) -> tuple[Message, int
         text = text.partition(stop)[0]
     thought, _, said = text.rpartition("</think>")
     found = parse_calls(said) if asked.tools and asked.tool_choice == "auto" else []
-    calls = [
-        # Some templates require nine characters.
-        {"id": f"call{number + place:05d}", "type": "function", "function": function}
-        for place, call in enumerate(found)
-        if isinstance(call, Call) and (function := _function(call))
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": said}
-    if calls:
+    functions = [function for call in found if (function := _function(call))]
+    message: Message = {"role": "assistant", "content": said}
+    if functions:
         first = CALL.search(said)
-        message |= {"content": said[: first.start()] if first else None, "tool_calls": calls}
+        message["content"] = said[: first.start()] if first else None
+        message["tool_calls"] = [
+            # The index is for streams. Some templates require an id of nine characters.
+            {"index": index, "id": f"call{number + index:05d}", "type": "function", "function": function}
+            for index, function in enumerate(functions)
+        ]
     if thought:
         message["reasoning_content"] = thought.removeprefix("<think>").strip()
-    return message, len(found) - len(calls)
+    return message, len(found) - len(functions)
 
 
-def _function(call: Call) -> dict[str, str] | None:
-    """Return a call in OpenAI's format, or None if JSON cannot express its arguments (NaN, a Python set)."""
+def _function(call: Call | str) -> dict[str, str] | None:
+    """Return a call in OpenAI's format; None if it is malformed, or if JSON cannot hold it (NaN, a set)."""
+    if isinstance(call, str):
+        return None
     with suppress(ValueError, TypeError, RecursionError):
         call.name.encode()
         return {"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)}
@@ -169,15 +172,23 @@ def completion(message: Message, *, cut: bool, prompt_tokens: int, tokens: int) 
     cut: whether the token limit truncated the message. prompt_tokens, tokens: lengths of prompt and message.
     """
     reason = "tool_calls" if "tool_calls" in message else "length" if cut else "stop"
+    total = prompt_tokens + tokens
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": MODEL,
+        "model": MODEL["id"],
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        },
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": total},
     }
+
+
+def streamed(answer: Body, *, usage: bool) -> str:
+    """Return an answer as a stream of one chunk with the whole message, then the usage if requested."""
+    (choice,) = answer["choices"]
+    delta = {"index": 0, "delta": choice["message"], "finish_reason": choice["finish_reason"]}
+    chunk = {**answer, "object": "chat.completion.chunk", "usage": None}
+    chunks = [{**chunk, "choices": [delta]}]
+    if usage:
+        chunks.append({**chunk, "choices": [], "usage": answer["usage"]})
+    return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, chunks), "[DONE]"))

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import ChatTokenizer, Generator, Message, Tokenizer
+from tba_hpc.core.ports import Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
@@ -150,13 +149,8 @@ class Conversational(Jsonl):
         return [{"role": "user", "content": given if asked else filled_in(self._template, row)}]
 
     def _chat_of(self, tokenizer: Tokenizer) -> Chat:
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise ConfigError(
-                "conversations need a chat template, which the tokenizer of model.path cannot render: let it "
-                "have the methods of ports.ChatTokenizer"
-            )
         roles, options = self.roles, self._template_options
-        return Chat(cast(ChatTokenizer, tokenizer), self.schemas, roles, options, special=self._special)
+        return Chat(self.chat_tokenizer(tokenizer), self.schemas, roles, options, special=self._special)
 
 
 class Environment(Conversational):

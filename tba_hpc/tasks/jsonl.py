@@ -119,27 +119,27 @@ class Jsonl(Rows[Fields]):
         messages = self.given_messages(row)
         if messages is None:
             return filled_in(self._template, row)
-        return self._chat_tokenizer.render(messages, tools=(), ask=True)
+        return self.chat_tokenizer(self._tokenizer).render(messages, tools=(), ask=True)
 
     def encoded(self, text: str, row: Fields) -> np.ndarray:
         """Encode the text of a prompt; a rendered conversation already has its special tokens."""
         if self.given_messages(row) is None:
             return super().encoded(text, row)
-        return self._chat_tokenizer.encode_rendered(text)
+        return self.chat_tokenizer(self._tokenizer).encode_rendered(text)
 
     def given_messages(self, row: Fields) -> list[Any] | None:
         """Return the prompt of a row if it is a list of messages, otherwise None."""
         given = row.get("prompt")
         return given if isinstance(given, list) and self._template == PROMPT else None
 
-    @property
-    def _chat_tokenizer(self) -> ChatTokenizer:
-        if not isinstance(self._tokenizer, ChatTokenizer):
+    def chat_tokenizer(self, tokenizer: Tokenizer) -> ChatTokenizer:
+        """Return a tokenizer that has a chat template. Raises ConfigError if it has none."""
+        if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "
                 "model.path cannot render: let it have the methods of ports.ChatTokenizer"
             )
-        return self._tokenizer
+        return tokenizer
 
     def _checked(self, row: Fields) -> Fields:
         """Return the row unchanged. Raises Unusable if it cannot be asked or judged.
