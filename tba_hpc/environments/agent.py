@@ -132,8 +132,8 @@ class ProgramSession:
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
 
-        If the program fails after a limit has ended the conversation, the reward is 0. Raises ProgramError
-        if it fails for another reason.
+        If a limit has ended the conversation and the program gives no reward, it is 0. Raises ProgramError if
+        there is none for another reason.
         """
         assert self._program
         cut = not self._answer.done()
@@ -142,9 +142,14 @@ class ProgramSession:
             self._program.process.wait(self.task.seconds)
         ended = self.end()
         assert ended
-        if cut and ended.status:
-            return 0.0 if self.task.own_reward else None
-        return ended.reward(self.task.command) if self.task.own_reward or ended.status else None
+        if not self.task.own_reward and (cut or ended.status == 0):
+            return None
+        try:
+            return ended.reward(self.task.command)
+        except ProgramError:
+            if cut:
+                return 0.0
+            raise
 
     def end(self) -> Ended | None:
         """Kill the program, and refuse further requests; return its result unless an earlier call did."""
