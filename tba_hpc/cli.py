@@ -41,7 +41,7 @@ from tba_hpc.run.slurm_queue import SlurmError
 
 
 class _Commands(TyperGroup):
-    """The commands of ``tba``, of which a wrong call is one sentence, as every error."""
+    """The commands of ``tba``. A wrong call ends with one sentence, like every other error."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed. Raises ConfigError if there is none, or if it takes other words."""
@@ -54,7 +54,7 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Say how a command is called, if it has one of this name; ``said`` is what was wrong."""
+    """Say how to call the command ``name``, None if there is no such command. said: the library's error."""
     if name is None:
         return "a run is a folder below runs, and tba status RUN shows it; all commands: tba --help"
     if name == "submit" and "extra argument" in said:

@@ -66,16 +66,16 @@ def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
     Special tokens that every prompt has come from the task's template, and are meant.
     """
 
-    def texts(prompt: Prompt) -> np.ndarray:
+    def written(prompt: Prompt) -> np.ndarray:
         messages = task.given_messages(task.row(prompt)) if isinstance(task, Jsonl) else None
         if messages is None:
             return prompt.tokens
         return tokenizer.encode("\n".join(message["content"] for message in messages))
 
-    prompts = task.prompts("train")
-    found = [held[np.isin(held, tokenizer.control_tokens)] for held in map(texts, prompts)]
+    prompts, special = task.prompts("train"), tokenizer.control_tokens
+    found = [tokens[np.isin(tokens, special)] for tokens in map(written, prompts)]
     fewest = min(map(len, found))
-    odd = [number for number, held in enumerate(found) if len(held) > fewest]
+    odd = [number for number, tokens in enumerate(found) if len(tokens) > fewest]
     if odd:
         token, text = tokenizer.decode_whole(found[odd[0]][-1:]), tokenizer.decode(prompts[odd[0]].tokens)
         log.warning(

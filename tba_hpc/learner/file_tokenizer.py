@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class FileTokenizer:
             settings["chat_template"] = Path(template).read_text(encoding="utf-8")
         return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
-    @property
+    @cached_property
     def control_tokens(self) -> list[int]:
         """Special tokens that a text can contain by their names, such as <|im_end|>."""
         unknown = _text(self._settings.get("unk_token"))

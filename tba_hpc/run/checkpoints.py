@@ -149,7 +149,8 @@ class Checkpoints:
                 saved = replace(state, save_seconds=seconds)
                 cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, known=known)
                 # In a thread, so that the next checkpoint does not wait for a slow file system.
-                self._pruner.submit(partial(prune, self.run, cursors, self.kept_share))
+                pruned = self._pruner.submit(partial(prune, self.run, cursors, self.kept_share))
+                pruned.add_done_callback(Future.result)  # logs an error with its traceback
                 prune_references(self.run)
                 return saved
 

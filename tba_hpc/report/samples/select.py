@@ -39,7 +39,7 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Lives:
-    """What became of a run's trajectories, by its metrics and its newest readable checkpoint.
+    """States of a run's trajectories, by its metrics and its newest readable checkpoint.
 
     step: of that checkpoint, None without one. revision: the last one whose merges it holds. uses: number of
     steps that had learned from each trajectory of its buffer, by uid.
