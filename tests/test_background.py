@@ -200,6 +200,21 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_leaves_no_half_of_it(
     check_whole(run, 9)
 
 
+def test_an_error_of_the_pruner_is_logged_and_the_save_counts(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a shard of no index")
+
+    monkeypatch.setattr("tba_hpc.run.checkpoints.prune", fail)
+    checkpoints = Checkpoints(run, 2, write_arrays)
+    files = {BUFFER_FILE: lambda: arrays(6)[BUFFER_FILE]}
+    checkpoints.save(TrainerState(step=6), InAFolder(tabular_run.TABLE), files).result(60)
+    checkpoints.finish_pruning(60)
+    assert "RuntimeError: a shard of no index" in caplog.text
+    assert latest_checkpoint(run) == run.checkpoints / "step-000006"
+
+
 # --- The trainer's loop ---
 
 
