@@ -384,6 +384,18 @@ def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> No
     assert (one.finish_reason, one.turns, one.reward) == ("length", 2, 2.5)
 
 
+def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nsay(user('Go.'), say(user('Go.')), user('?'))\nprint(1)", ["a"], {})
+    play = made.script._play
+
+    def play_and_learn(prompt: np.ndarray) -> np.ndarray:
+        made.script.version += 1
+        return play(prompt)
+
+    made.script._play = play_and_learn
+    assert made.play().versions.tolist() == [[1, 2]]
+
+
 # --- What costs an episode ---
 
 BAD = {
