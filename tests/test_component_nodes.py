@@ -1,5 +1,6 @@
 """Sides of a het job: whatever Slurm chooses is in order; and what is read of Slurm for that."""
 
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,12 @@ def _cut_two(order: Sequence[str], needed: tuple[int, int], trainers: Sequence[s
     return cut(order, needed, fit, up=frozenset(order), idle=frozenset())
 
 
+def test_of_two_partitions_either_may_come_first() -> None:
+    order = _names(1, 2, 3, 7, 8)
+    assert _cut_two(order, (1, 2), order[:2]) == Cut(0, ((), ())), "nobody has to leave anything"
+    assert _cut_two(order, (1, 2), order[3:]) == Cut(1, ((), ()))
+
+
 def test_partitions_that_lie_among_each_other_are_cut() -> None:
     order = _names(*range(1, 10))
     trainers = _names(2, 4, 9)
@@ -59,6 +66,66 @@ def test_partitions_that_lie_among_each_other_are_cut() -> None:
     assert _cut_two(order, (1, 6), trainers) == Cut(1, (tuple(_names(2, 4)), ()))
     assert _cut_two(order, (2, 4), trainers) == Cut(0, (tuple(_names(9)), tuple(_names(1, 3))))
     assert _cut_two(order, (2, 6), trainers) is None
+
+
+def test_nodes_that_are_down_are_not_counted_on() -> None:
+    everything = frozenset(_names(*range(8)))
+    found = cut(
+        sorted(everything), (1, 1), (everything, everything), up=frozenset(_names(0, 1)), idle=frozenset()
+    )
+    assert found is not None and (found.leave[0][0], found.leave[1][-1]) == ("node001", "node000")
+    assert cut(sorted(everything), (4, 4), (everything, everything), up=frozenset(), idle=frozenset())
+
+
+# --- Simulated clusters ---
+
+
+def _gap_fit(free: Sequence[int], nodes: int) -> list[int] | None:
+    """Slurm's choice of free nodes: the smallest run of neighbours that holds them, else the largest."""
+    runs: list[list[int]] = []
+    for node in free:
+        if runs and runs[-1][-1] == node - 1:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    chosen: list[int] = []
+    while len(chosen) < nodes and runs:
+        enough = [run for run in runs if len(run) >= nodes - len(chosen)]
+        run = min(enough, key=len) if enough else max(runs, key=len)
+        runs.remove(run)
+        chosen += run[: nodes - len(chosen)]
+    return sorted(chosen) if len(chosen) == nodes else None
+
+
+def _starts_right(free: Sequence[int], barred: tuple[set[int], set[int]], first: int) -> bool | None:
+    """Whether components of 2 and 6 nodes lie in order as Slurm places them; None where they do not start."""
+    placed: dict[int, list[int]] = {}
+    for role in (first, 1 - first):
+        taken = {node for nodes in placed.values() for node in nodes}
+        left = [node for node in free if node not in barred[role] and node not in taken]
+        found = _gap_fit(left, (2, 6)[role])
+        if found is None:
+            return None
+        placed[role] = found
+    return placed[first][-1] < placed[1 - first][0]
+
+
+def test_the_first_start_is_right() -> None:
+    """12 free of 100 nodes, 2 to train and 6 to search: without sides a third is right, with them all are."""
+    chance, without, at_once, later = random.Random(12), [], [], []
+    for _ in range(300):
+        free = sorted(chance.sample(range(100), 12))
+        without.append(_starts_right(free, (set(), set()), 0))
+        found = _cut(100, (2, 6), idle=free)
+        assert found is not None
+        barred = tuple({int(name[4:]) for name in names} for names in found.leave)
+        at_once.append(_starts_right(free, (barred[0], barred[1]), found.first))
+        others = sorted(chance.sample(range(100), 12))  # the job waited, and others are free now
+        later.append(_starts_right(others, (barred[0], barred[1]), found.first))
+    assert 0.2 < sum(map(bool, without)) / 300 < 0.45, "the simulation is that of the review"
+    assert all(at_once), "it starts at once, and right"
+    assert False not in later, "whenever it starts, it starts right"
+    assert sum(map(bool, later)) / 300 > 0.5, "and other nodes do as well"
 
 
 # --- What Slurm says ---

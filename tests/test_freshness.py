@@ -50,6 +50,34 @@ def test_without_a_loss_the_budget_is_areals(bound: int) -> None:
     assert not areal.owed()
 
 
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_resumed_run_issues_as_much_as_one_that_was_never_stopped(bound: int) -> None:
+    """All of 40 steps is completed, and half a step's requests are in the buffer: (v + n + 1)·B still."""
+    prompts, step, buffered = 6, 40, 3
+    completed = CompletedRequests()
+    completed.add(np.arange(step * prompts + buffered))
+    resumed = budget(completed, bound=bound, searchers=4, prompts=prompts)
+    for version in range(step, step + 5):
+        ready = buffered if version == step else 0
+        assert resumed.extend(version, ready=ready, missing=0) == (version + bound + 1) * prompts
+        resumed.arrive(np.arange(version * prompts + ready, (version + 1) * prompts))
+
+
+def test_what_was_evicted_unlearned_is_granted_again_with_every_version() -> None:
+    """Whatever was evicted unlearned: (n + 1)·B requests are ready or owed with every version."""
+    rng, prompts, bound = np.random.default_rng(0), 6, 2
+    lossy = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts)
+    arrived = ready = 0
+    for version in range(50):
+        end = lossy.extend(version, ready=ready, missing=0)
+        assert lossy.owed().total() + ready == (bound + 1) * prompts
+        coming = int(rng.integers(0, end - arrived + 1))
+        lossy.arrive(np.arange(arrived, arrived + coming))
+        arrived += coming
+        ready = max(0, ready + coming - prompts - int(rng.integers(0, 4)))
+    assert arrived > 50 * prompts
+
+
 def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
     rng, completed = np.random.default_rng(0), CompletedRequests()
     completed.add(rng.integers(0, 60, 25))

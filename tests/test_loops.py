@@ -23,6 +23,7 @@ import pytest
 from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask, total_variation
 from lab.tabular_learner import TabularLearner
 
+from tba_hpc.commands.replay import Unhurried
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange, Write
@@ -110,6 +111,7 @@ class TrainerParts:
         *,
         pending: Iterable[Shard] = (),
         job_end: float = math.inf,
+        freshness: type[Freshness] = Freshness,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
         self.buffer = ReplayBuffer(self.config.buffer, 0, queue=self.config.queue)
@@ -127,7 +129,7 @@ class TrainerParts:
             learner=self.learner,
             exchange=exchange,
             buffer=self.buffer,
-            freshness=Freshness(self.config, self.buffer),
+            freshness=freshness(self.config, self.buffer),
             completed=completed,
             state=merged,
             saved=state,
@@ -504,6 +506,15 @@ def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_r
     assert (second.looks, _steps_of(run, "waiting")) == (10, [3, 6, 8, 11])
     assert _steps_of(run, "merged") == [0, 3, 6, 8, 11]
     assert len(_losses(run)) == 13
+
+
+def test_a_replay_that_is_resumed_waits_for_no_shard(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    shards, reached = _sealed(config, run, 1), [False]
+    assert not TrainerParts(config, run).build(Slow(shards), lambda: _losses_reach(run, 3, reached)).run()
+    resumed = Slow(shards, published=1)
+    assert TrainerParts(config, run).build(resumed, freshness=Unhurried).run() and resumed.looks == 0
 
 
 # --- Stop ---

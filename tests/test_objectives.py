@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -34,7 +35,7 @@ from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
 from tba_hpc.objectives.policy_gradient import decoupled_ppo, rloo
-from tba_hpc.objectives.ratio_bounds import bounded
+from tba_hpc.objectives.ratio_bounds import bounded, weights
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES = tuple(OBJECTIVES)
@@ -448,6 +449,43 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+def test_behaviour_and_equation_7_differ_by_what_a_groups_log_ratios_have_in_common() -> None:
+    """A − β·m, m the mean of log π_θ/π_μ: all completions of a group are pulled back together."""
+    groups, beta = random_groups(4, 5), 0.3
+    drift_B1 = groups.log_weight_BK.mean(1, keepdim=True)
+    pull = (beta * drift_B1[..., None] * groups.mask_BKL / 20).expand_as(groups.policy_BKL)
+    for objective in (trajectory_balance, tba_prime):
+        then = gradient(partial(objective, log_z="behaviour"), groups, beta)
+        now = gradient(partial(objective, log_z="policy"), groups, beta)
+        torch.testing.assert_close(then - now, pull, rtol=1e-9, atol=1e-12)
+        of_completions_BK = now.sum(2) / groups.tokens_BK  # all tokens of one are pulled alike
+        assert of_completions_BK.sum(1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("log_z", ["behaviour", "policy"])
+def test_a_constant_gap_between_engine_and_learner_biases_nothing(log_z: str) -> None:
+    """On-policy, in expectation over all groups of two of three answers, the policy is pulled alike.
+
+    An engine that says every answer to be e^.4 times as likely shifts all advantages by β·.4, and that has
+    no gradient on average, since Σ π·∇log π = 0.
+    """
+    logits = torch.tensor([0.3, -0.7, 0.1], dtype=torch.float64).requires_grad_()
+    policy = logits.log_softmax(0)
+    reference, reward = tensor([[-1.0, -1.2, -1.1]])[0], tensor([[1.0, 0.0, 0.5]])[0]
+
+    def expected(gap: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, j in product(range(3), repeat=2):
+            picked = torch.tensor([[i, j]])
+            groups = one_token(policy[picked], reference[picked], reward[picked])
+            groups = replace(groups, behaviour_BKL=groups.behaviour_BKL + gap)
+            weight = (policy[i] + policy[j]).detach().exp()
+            total = total + weight * trajectory_balance(groups, 0.2, log_z=log_z).loss
+        return torch.autograd.grad(total, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected(0.4), expected(0.0), rtol=1e-9, atol=1e-12)
+
+
 # --- Bounds on what stale data pull ---
 
 
@@ -495,6 +533,29 @@ def by_hand(bound: RatioBound, row: list[tuple[float, float]], *, down: bool) ->
         case _:
             raise AssertionError(bound)
     return [(0.0 if masked else ratio, masked) for ratio, masked in zip(ratios, acting, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("bound", "now", "slope", "wanted"),
+    [
+        (IcePop(), [0.2, 0.3, 0.5, 1.0], -1, [0, 0.6, 1, 2]),
+        (IcePop(band=(0.3, 1.5)), [0.2, 0.3, 0.5, 1.0], -1, [0.4, 0.6, 1, 0]),
+        (Dppo(), [0.3, 0.4, 0.6, 0.7], -1, [0.6, 0.8, 1.2, 0]),  # pushed up, where .7 already is
+        (Dppo(), [0.3, 0.4, 0.6, 0.7], 1, [0, 0.8, 1.2, 1.4]),
+        (BinaryKl(limit=0.0103), [0.6, 0.5], 1, [1.2, 1]),  # ½·log(.5/.6) + ½·log(.5/.4) = .02041, and 0
+        (BinaryKl(limit=0.0101), [0.6, 0.5], 1, [0, 0]),
+        (BinaryKl(), [0.46, 0.5], 1, [0.92, 1]),  # .00321 and 0, mean .0016
+        (BinaryKl(), [0.44, 0.5], 1, [0, 0]),  # .00725 and 0
+    ],
+)
+def test_masks_by_the_numbers(bound: RatioBound, now: list[float], slope: int, wanted: list[float]) -> None:
+    """Tokens had a probability of ½ when they were sampled."""
+    policy = tensor([now]).log()[None]
+    everywhere = torch.ones_like(policy, dtype=torch.bool)
+    sampled = torch.full_like(policy, math.log(0.5))
+    groups = Groups(policy, sampled, policy, everywhere, tensor([[1]]), tensor([[0]]))
+    found, _ = weights(bound, groups, torch.full_like(policy, slope))
+    torch.testing.assert_close(found.flatten(), torch.tensor(wanted, dtype=torch.float64))
 
 
 # --- Of the user's ---
@@ -558,6 +619,26 @@ def test_an_objective_of_ones_own_that_is_none_is_refused(
 
 
 # --- Optimal advantage regression ---
+
+
+def test_oapls_gradient_on_logits_is_that_of_its_closed_form() -> None:
+    """Weighted by the sampler μ: ∂/∂logits = g − π·Σg, where g = μ·[β·log(π/μ) − (r − V̂)]."""
+    rng, beta = np.random.default_rng(3), 0.3
+    logits, sampler_logits, reward = rng.standard_normal((3, 6))
+    policy, sampler = (np.exp(x) / np.exp(x).sum() for x in (logits, sampler_logits))
+    value = beta * np.log(sampler @ np.exp(reward / beta))
+    pull = sampler * (beta * np.log(policy / sampler) - (reward - value))
+    variable = torch.from_numpy(logits).requires_grad_()
+    logprob = variable.log_softmax(0)[None]
+    groups = replace(
+        one_token(logprob, logprob.detach(), torch.from_numpy(reward)[None]),
+        behaviour_BKL=torch.from_numpy(np.log(sampler))[None, :, None],
+        value_BK=torch.full((1, 6), value, dtype=torch.float64),
+    )
+    (slope,) = torch.autograd.grad(
+        (torch.from_numpy(sampler) * oapl(groups, beta).loss_BK[0]).sum(), variable
+    )
+    np.testing.assert_allclose(slope.numpy(), pull - policy * pull.sum(), rtol=1e-9, atol=1e-14)
 
 
 def test_oapl_is_at_rest_at_its_target_whatever_was_drawn() -> None:
@@ -704,6 +785,13 @@ def test_on_policy_all_expect_the_gradient_of_reward_less_kl() -> None:
     torch.testing.assert_close(expected_gradient(rloo, *case), exact)
     torch.testing.assert_close(expected_gradient(trajectory_balance, *case), exact / 2)
     torch.testing.assert_close(expected_gradient(tba_prime, *case), exact / 2)
+
+
+def test_a_shifted_baseline_changes_nothing_on_policy() -> None:
+    logits, ref_logprob, reward, beta = world(1)
+    case = logits, ref_logprob, reward, beta
+    shifted = expected_gradient(partial(rloo, baseline_shift=-3.0), *case)
+    torch.testing.assert_close(shifted, expected_gradient(rloo, *case))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,17 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tba_hpc.cli import _open
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.core.ports import ExchangeError
-from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import as_rank
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import changes
@@ -257,28 +254,6 @@ def test_a_rank_that_meets_another_version_or_config_leaves_its_sentence(
     assert said[what] in str(first_note(run.attempt, "refused"))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_that_has_done_its_work_waits_for_the_others_of_its_world(
-    run: RunDir, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that fails does not: nobody may be left to answer it."""
-
-    class World:
-        left = 0
-
-        def leave(self) -> None:
-            self.left += 1
-
-    world = World()
-    monkeypatch.setattr(Placement, "join", lambda *_: Placement(0, 0, 0, cast(Any, world)))
-    monkeypatch.setattr("tba_hpc.launch.rank.redirect_output", lambda *_: None)
-    monkeypatch.setenv(ATTEMPT, run.begin_attempt().name)
-    with suppress(SystemExit), as_rank(_open(run.path, "searcher", 1), "searcher", 0):
-        if fails:
-            raise ExchangeError("another rank is gone")
-    assert world.left == (not fails)
-
-
 def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -423,6 +398,14 @@ def test_a_run_has_one_identity_for_good(run: RunDir) -> None:
     assert RunDir.create(config).identity == 0
 
 
+def test_state_round_trips(run: RunDir) -> None:
+    assert TrainerState.from_json(STATE.to_json()) == STATE
+    assert TrainerState.from_json(TrainerState().to_json()) == TrainerState()
+    checkpoint(run, STATE)
+    folder = latest_checkpoint(run)
+    assert folder is not None and read_state(folder) == replace(STATE, run=run.identity)
+
+
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
     assert latest_checkpoint(run) is None
     checkpoint(run, replace(STATE, step=100))
@@ -455,6 +438,15 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> No
     assert read_state(folder) == replace(later, run=run.identity)
     complete_checkpoint(run, begin_checkpoint(run, 400), later, keep=1)
     assert names(run) == ["step-000400.2"]  # not the name of the first, which would make it the oldest
+
+
+def test_shards_are_needed_from_the_oldest_kept_checkpoint_on(run: RunDir) -> None:
+    states = [replace(STATE, step=step, cursors={0: step, 3: 2 * step}) for step in (1, 3, 5)]
+    assert [checkpoint(run, state, keep=2) for state in states] == [
+        states[0].cursors,
+        states[0].cursors,
+        states[1].cursors,
+    ]
 
 
 # --- Evaluations ---
