@@ -369,17 +369,17 @@ print(float(message == {{"role": "assistant", "content": "So. ", "reasoning_cont
 
 
 def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> None:
-    """A program that handles the refusal gives its own reward; one that fails because of it gets 0."""
+    """A program that handles the refusal gives its own reward; one that gives none, however it ends, gets 0."""
     minds = f"{RAW}\nsaid = [user('Go.')]\nwhile True:\n    said += [say(*said), said[0]]"
     lines = ["abc"]
     (one,) = stage(minds, lines, {}, max_turns=3).play().completions
     assert (one.finish_reason, one.turns, one.reward) == ("turns", 3, 0.0)
     (one,) = stage(minds, lines, {}).play(max_tokens=2).completions
     assert (one.finish_reason, one.turns, one.reward) == ("length", 1, 0.0)
-    copes = f"import atexit; atexit.register(print, 2.5, flush=True)\n{minds}".replace(
-        "while True:\n", "while True:\n  try:\n"
-    )
-    copes += "\n  except OSError: break"
+    silent = minds.replace("while True:\n", "while True:\n  try:\n") + "\n  except OSError: break"
+    (one,) = stage(silent, lines, {}).play(max_tokens=50).completions
+    assert (one.finish_reason, one.turns, one.reward) == ("length", 2, 0.0)
+    copes = f"import atexit; atexit.register(print, 2.5, flush=True)\n{silent}"
     (one,) = stage(copes, lines, {}).play(max_tokens=50).completions
     assert (one.finish_reason, one.turns, one.reward) == ("length", 2, 2.5)
 
