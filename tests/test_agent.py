@@ -369,7 +369,7 @@ print(float(message == {{"role": "assistant", "content": "So. ", "reasoning_cont
 
 
 def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> None:
-    """A program that handles the refusal gives its own reward; one that gives none, however it ends, gets 0."""
+    """A program that handles the refusal gives its own reward; one that gives none gets 0."""
     minds = f"{RAW}\nsaid = [user('Go.')]\nwhile True:\n    said += [say(*said), said[0]]"
     lines = ["abc"]
     (one,) = stage(minds, lines, {}, max_turns=3).play().completions
