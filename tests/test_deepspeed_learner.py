@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -736,10 +737,20 @@ def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Pa
     assert error in (tmp_path / "log-1").read_text()
 
 
-def _die_or_follow(folder: Path, rank: int, config: Config, command: str) -> None:
+def test_a_follower_logs_where_it_hangs(runs: Runs, tmp_path: Path) -> None:
+    """Its leader sends a command in which it does not take part, and dies later."""
+    config = ZERO_2.config(runs.model(False))
+    config = config.model_copy(update={"launch": config.launch.model_copy(update={"timeout_seconds": 10})})
+    play(_die_or_follow, tmp_path, config, "save", 1.5 * config.launch.stack_seconds, codes=(9, 1))
+    text = (tmp_path / "log-1").read_text()
+    assert text.count("Timeout (") == 1 and " in _execute" in text
+
+
+def _die_or_follow(folder: Path, rank: int, config: Config, command: str, seconds: float = 0) -> None:
     learner = learner_of(folder, rank, config)
     if rank == 0:
         learner._group.send(Command(command, (str(folder),)))
+        time.sleep(seconds)
         os._exit(9)
     learner.follow(lambda: np.empty(0, np.uint8))
 

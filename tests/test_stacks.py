@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.run.stacks import FRAMES, late_ranks
+from tba_hpc.run.stacks import FRAMES, WENT_ON, late_ranks
 
 HANGS = """
 import sys, threading, time
@@ -32,6 +32,20 @@ if "goes on" in sys.argv:
     stop_asked()
 """
 """A loop that is in time for a second, twice as long as is allowed, and then hangs."""
+
+BLOCKS = """
+import logging, sys, time
+from tba_hpc.run.stacks import stacks_if_late
+logging.basicConfig()
+
+def hang():
+    with stacks_if_late(0.3):
+        time.sleep(float(sys.argv[1]))
+
+hang()
+time.sleep(0.5)
+"""
+"""A block that may take .3 s, and a pause after it, which may take longer."""
 
 STAYS = """
 import sys, threading, time
@@ -67,6 +81,12 @@ def test_a_rank_that_was_late_and_went_on_is_not_blamed(tmp_path: Path) -> None:
     assert err.count("Timeout (") == 1
     (tmp_path / "searcher-0003.log").write_text(err)
     assert not list(late_ranks(tmp_path))
+
+
+@pytest.mark.parametrize(("seconds", "stacks"), [(0.1, 0), (0.6, 1)])
+def test_a_block_that_is_late_tells_where_it_is_and_that_it_went_on(seconds: float, stacks: int) -> None:
+    _, err = python(BLOCKS, seconds).communicate(timeout=60)
+    assert (err.count("Timeout ("), err.count(WENT_ON), err.count(" in hang")) == (stacks,) * 3
 
 
 def test_a_rank_tells_where_it_is_on_request() -> None:

@@ -65,6 +65,7 @@ from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
+from tba_hpc.run.stacks import stacks_if_late
 
 if TYPE_CHECKING:
     from tba_hpc.learner.lora import Lora
@@ -231,10 +232,10 @@ class DeepSpeedLearner:
         """Execute the leader's commands until the leader closes the group.
 
         slot: function that returns the memory for the next weights; None if this rank writes none.
-        Raises ExchangeError if the leader is gone.
+        Raises ExchangeError if the leader is gone. A command that takes too long is logged with its stack.
         """
         while (command := self._group.receive()).name != "close":
-            with self._group.together():
+            with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
                 self._execute(command, slot)
         self._close()
 

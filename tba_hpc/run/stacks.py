@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -49,13 +50,30 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
     def asked() -> bool:
         nonlocal armed
         if (passed := time.monotonic() - armed) > seconds:
-            log.warning("this rank %s, after %.0f s", WENT_ON, passed)
+            _say_that_it_went_on(passed)
         if passed > seconds / 100:  # arming starts a thread
             faulthandler.dump_traceback_later(seconds)
             armed = time.monotonic()
         return stop_asked()
 
     return asked
+
+
+@contextmanager
+def stacks_if_late(seconds: float) -> Iterator[None]:
+    """Write the stacks of all threads to standard error if the block takes longer than ``seconds``."""
+    began = time.monotonic()
+    faulthandler.dump_traceback_later(seconds)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if (passed := time.monotonic() - began) > seconds:
+        _say_that_it_went_on(passed)
+
+
+def _say_that_it_went_on(seconds: float) -> None:
+    log.warning("this rank %s, after %.0f s", WENT_ON, seconds)
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
