@@ -55,8 +55,12 @@ MOST_HANGING = 64
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
-    """The group of one request; each episode that ends adds its completion."""
+class OpenGroup:
+    """The group of a request whose episodes have not all ended. Each that ends adds its completion.
+
+    completions: by the episode's place in the group. versions: int32 [n, 2], the versions of the weights that
+    sampled the first and the last turn of each episode.
+    """
 
     request: Request
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -66,7 +70,7 @@ class Conversation:
         self.versions = np.zeros((self.request.n, 2), np.int32)
 
     @property
-    def group(self) -> Group:
+    def finished(self) -> Group:
         """The finished group. Every episode must have added its completion."""
         completions = tuple(self.completions[place] for place in range(self.request.n))
         return Group(self.request, completions, self.versions)
@@ -76,13 +80,13 @@ class Conversation:
 class Episode:
     """A conversation in progress, which becomes one completion of a group.
 
-    session: a contract.Session or an agent.ProgramSession. prompt: the prompt, including what the session
-    added. sequence: index of the present sequence; only sequence 0 follows the prompt. tokens: parts of the
-    conversation after the prompt, int32, in order of arrival. sequences, logprobs, top_logprobs: sequence
-    index and values of each part.
+    place: index of that completion in the group. session: a contract.Session or an agent.ProgramSession.
+    prompt: the prompt, including what the session added. sequence: index of the sequence to which the next
+    tokens belong; only sequence 0 follows the prompt. tokens: the conversation after the prompt in parts,
+    int32, in order of arrival. sequences, logprobs, top_logprobs: sequence index and values of each part.
     """
 
-    whole: Conversation
+    group: OpenGroup
     place: int
     session: Any
     prompt: Prompt
@@ -166,10 +170,10 @@ class Conversations:
 
     def submit(self, request: Request) -> None:
         """Begin ``request.n`` episodes."""
-        whole = Conversation(request)
+        group = OpenGroup(request)
         self._open += request.n
         for place in range(request.n):
-            episode = Episode(whole, place, self._task.session(request), request.prompt)
+            episode = Episode(group, place, self._task.session(request), request.prompt)
             self._work(episode, episode.session.open, self._opened)
 
     def step(self) -> list[Group]:
@@ -204,12 +208,12 @@ class Conversations:
 
     def _opened(self, episode: Episode, said: Any) -> None:
         episode.prompt, episode.messages = self._task.opening(episode.prompt, said, self._chat)
-        episode.whole.request = replace(episode.whole.request, prompt=episode.prompt)
+        episode.group.request = replace(episode.group.request, prompt=episode.prompt)
         self._ask(episode)
 
     def _ask(self, episode: Episode) -> None:
         """Submit the next turn to the engine."""
-        request = episode.whole.request
+        request = episode.group.request
         self._asked += 1
         prompt = Prompt(request.prompt.id, np.concatenate(episode.context), request.prompt.target)
         self._generator.submit(Request(prompt, self._asked, 1, self._sampling(episode), request.split))
@@ -217,7 +221,7 @@ class Conversations:
 
     def _sampling(self, episode: Episode) -> Sampling:
         """Return sampling parameters of the next turn, with the conversation's remaining tokens as limits."""
-        sampling = episode.whole.request.sampling
+        sampling = episode.group.request.sampling
         return replace(
             sampling,
             max_tokens=sampling.max_tokens - episode.length,
@@ -228,10 +232,10 @@ class Conversations:
         """Add a turn to its episode, and let the environment react unless the turn was truncated."""
         (completion,) = turn.completions
         episode.add(completion.tokens, completion.logprobs, completion.top_logprobs)
-        versions = episode.whole.versions[episode.place]
+        versions = episode.group.versions[episode.place]
         versions[:] = turn.versions[0] if not episode.turns else (versions[0], turn.versions[0, 1])
         episode.turns += 1
-        if completion.finish_reason != "stop" and episode.length >= episode.whole.request.sampling.max_tokens:
+        if completion.finish_reason != "stop" and episode.length >= episode.group.request.sampling.max_tokens:
             self._end(episode, "length")
             return
         text = self._chat.decode(completion.tokens)
@@ -250,7 +254,7 @@ class Conversations:
             self._end(episode, "turns")
         else:
             given = self._given(episode, messages)
-            if episode.length + len(given) >= episode.whole.request.sampling.max_tokens:
+            if episode.length + len(given) >= episode.group.request.sampling.max_tokens:
                 self._end(episode, "length")
                 return
             episode.messages += messages
@@ -268,11 +272,11 @@ class Conversations:
         self, episode: Episode, reward: float | None, finish: FinishReason = "stop", fault: str = ""
     ) -> None:
         """Complete an episode, and its group if this was the last episode."""
-        whole = episode.whole
+        group = episode.group
         in_order = np.argsort(episode.sequences, kind="stable").tolist()
         parts = episode.tokens, episode.logprobs, episode.top_logprobs
         tokens, logprobs, top = (np.concatenate([part[place] for place in in_order]) for part in parts)
-        whole.completions[episode.place] = Completion(
+        group.completions[episode.place] = Completion(
             tokens,
             logprobs,
             finish,
@@ -284,19 +288,19 @@ class Conversations:
             fault=fault,
         )
         self._open -= 1
-        if len(whole.completions) == whole.request.n:
-            self._finished.append(whole.group)
+        if len(group.completions) == group.request.n:
+            self._finished.append(group.finished)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         """Give an episode whose environment failed the reward NaN. A ConfigError is raised instead."""
         if isinstance(error, ConfigError):
             raise error
-        prompt = f"{episode.whole.request.split} prompt {episode.prompt.id}"
+        prompt = f"{episode.group.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
         if not episode.tokens:  # a completion needs at least one token
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
-            episode.whole.versions[episode.place] = self._loaded  # assigns it to the right evaluation
+            episode.group.versions[episode.place] = self._loaded  # assigns it to the right evaluation
         self._close(episode, math.nan, fault=in_words(error))
 
 
