@@ -85,10 +85,9 @@ class HfTurns:
     """
 
     version = 0
-    load_seconds = busy_seconds = recompute_share = 0.0
-    rebuilds = nan_groups = 0
+    load_seconds = busy_seconds = 0.0
+    rebuilds = 0
     loading = False
-    stage = ""
 
     def __init__(self, model: HfAnswers, stop: Sequence[str], seed: int) -> None:
         self._model, self._stop, self._seed = model, stop, seed

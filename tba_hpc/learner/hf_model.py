@@ -179,7 +179,7 @@ def stored_dtype(path: str) -> Dtype:
 
 
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError if the tokenizer has more tokens than the model. Fewer are normal (padding)."""
+    """Raise ConfigError if the tokenizer has more tokens than the model. The model may have more."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
     if tokens > known:
         raise ConfigError(
@@ -206,9 +206,9 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
 class PolicyLogprobs(nn.Module):
     """Module that computes log π of the sampled tokens of packed sequences, with gradient, in bounded memory.
 
-    The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But logits are
-    computed only where a token was sampled, and in chunks; the backward pass computes them again. The
-    log-sum-exp is float32 for every dtype of the model.
+    The result equals ``log_softmax(model(tokens).logits / temperature)``, taken at the next tokens. But
+    logits are computed only where a token was sampled, and in chunks; the backward pass computes them again.
+    The log-sum-exp is float32 for every dtype of the model.
 
     chunk_bytes: limit on the float32 logits in memory, bytes; None: CHUNK_BYTES of the device. fp32_head: do
     not round logits to the model's dtype. Raises ConfigError for a model that changes logits after the output

@@ -53,7 +53,10 @@ class HfReference:
         self._logprobs = PolicyLogprobs.of(self.model, section)
 
     def load(self, step: int) -> None:
-        """Load the policy exported at ``step`` into the memory of the present weights."""
+        """Load the policy exported at ``step`` into the memory of the present weights.
+
+        With LoRA, only attach the adapter exported at ``step``.
+        """
         if self._adapter_of is not None:
             self._adaptable.attach(self._adapter_of(step))
         else:
