@@ -51,7 +51,7 @@ class HfAnswers:
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 
     def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
-        """Make generation settings that ignore the model's own, which would change the distribution."""
+        """Make generation settings. The model's own sampling parameters would change the distribution."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,

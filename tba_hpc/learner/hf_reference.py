@@ -122,6 +122,7 @@ class HfReference:
 
     @torch.inference_mode()
     def _in_one_pass(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Compute ``logprobs_of`` groups that fit into one pass."""
         keys = [
             (number, one.tokens.tobytes(), one.action_T.tobytes(), one.begin_T.tobytes())
             for number, group in enumerate(groups)
@@ -134,6 +135,7 @@ class HfReference:
         return [[next(rows) for _ in group.completions] for group in groups]
 
     def _logprobs_of(self, groups: Sequence[Group], distinct: Mapping[Key, Completion]) -> list[np.ndarray]:
+        """Return log π_ref of distinct completions, float32 [T] each, by one pass of the model."""
         group_N = np.array([number for number, *_ in distinct])
         prompts = [groups[number].request.prompt.tokens for number in group_N]
         pairs = zip(prompts, distinct.values(), strict=True)

@@ -105,10 +105,11 @@ class TrainerGroup:
         stop_listening(less=self._not_ours)  # now, because sockets that NCCL opens later must stay open
 
     def refuse_strangers(self) -> None:
-        """Close the ports at which gloo still listens, on a CPU, once all groups of ranks have been made.
+        """Close the ports at which gloo still listens, once all groups of ranks have been made.
 
         gloo has all connections that it needs by then. It would keep a file descriptor for each stranger that
-        connects, and abort the process when none is left.
+        connects, and abort the process when none is left. On a GPU this does nothing, because sockets of NCCL
+        must stay open.
         """
         if self.device.type == "cpu":
             stop_listening(less=self._not_ours)
