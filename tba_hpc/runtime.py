@@ -135,7 +135,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     open_exchange = partial(_open_trainer, run, config, placement, learner.layout, elastic)
     with leading(run, config, learner, open_exchange, elastic_leases=elastic.ready) as trainer:
         finished = trainer.run()
-        end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=trainer.exchange)
+        end_run(run, config, trainer, finished=finished)
 
 
 @contextmanager

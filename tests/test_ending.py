@@ -62,7 +62,7 @@ def end(
         write_evaluation(run, 0, 1, part)
     trainer = parts.build(exchange, stop_asked)
     finished = trainer.run()
-    end_run(run, config, finished=finished, trainer=trainer, learner=parts.learner, exchange=exchange)
+    end_run(run, config, trainer, finished=finished)
     return run, exchange
 
 
@@ -121,8 +121,9 @@ class OneAtATime:
         self.searchers = searchers
         self.writers = [MetricsWriter(run.metrics_file("searcher", index)) for index in range(searchers)]
         self.stopping = False
+        self.exchange = self
 
-    def poll(self) -> bool:
+    def gather(self) -> bool:
         """One more record; with the last of a searcher its part."""
         if self.left:
             searcher = self.left.pop(0)

@@ -419,7 +419,7 @@ def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.
     bounded.publication(0, evaluate=None, published=0.0)
     bounded.arrive(shard(0, 0), 0)
     bounded.exclude_unresponsive(0, 12.0)
-    assert "no new one has arrived for 12 s: see the logs of searchers 1, which owe them" in caplog.text
+    assert "arrived for 12 s: see the logs of searchers 1, which have yet to answer" in caplog.text
     bounded.publication(0, evaluate=None, published=0.0)
     with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups that step 0 needs.*searchers 0, which"):
         bounded.exclude_unresponsive(0, 12.0)

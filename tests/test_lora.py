@@ -131,8 +131,9 @@ def test_targets_are_ends_of_paths_and_never_the_output_layer(tmp_path: Path) ->
     everywhere = lora_of(load_policy(str(untied), "float32"))
     assert len(everywhere.adapter) == 2 * 7 and not any("lm_head" in name for name in everywhere.adapter)
     sentence = (
-        r"model.lora.targets: lm_head names no linear layer of model.path=org/model, and the output layer "
-        r"gets none: it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj$"
+        r"model.lora.targets: lm_head names no linear layer of model.path=org/model that can be adapted "
+        r"\(the output layer cannot\): choose from q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj$"
     )
     with pytest.raises(ConfigError, match=sentence):
         lora_of(load_policy(str(untied), "float32"), LoraSection(targets=("q_proj", "lm_head")))

@@ -61,10 +61,10 @@ def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
 ) -> None:
     assert go(bounded(tmp_path, searchers=2, deadline=4), TabularTask(TABLE)) == [0] * STEPS
     (warning,) = [
-        record.message for record in caplog.records if "others begin what is missing" in record.message
+        record.message for record in caplog.records if "others are granted as many" in record.message
     ]
     assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 4 s" in warning
-    assert "see the logs of searchers 1, which owe them" in warning
+    assert "see the logs of searchers 1, which have yet to answer" in warning
 
 
 def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:

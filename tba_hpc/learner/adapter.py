@@ -1,4 +1,8 @@
-"""LoRA adapters as they are published, and their addition to a model's weights (arXiv 2106.09685, §4.1)."""
+"""LoRA adapters as the trainer publishes them, and two ways to apply one to a model (arXiv 2106.09685, §4.1).
+
+An adapter is either merged into a model's weights, or attached to a model whose weights stay unchanged.
+Shapes: ``in`` and ``out`` are the sizes of a linear layer's input and output, ``r`` is the adapter's rank.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ from torch.utils.hooks import RemovableHandle
 from tba_hpc.core.types import WeightLayout, WeightSlot
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Torch's dtypes by safetensors' names."""
+"""Torch dtypes by their names in safetensors files."""
 
 FOLDER = "adapter"
-"""Subfolder of an exported policy with only the adapter, for peft.PeftModel.from_pretrained."""
+"""Subfolder of an exported policy that holds only the adapter, as peft.PeftModel.from_pretrained loads it."""
 
 PREFIX = "base_model.model."
 """Prefix that peft puts before a layer's name in its files."""
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Suffixes of the names of a layer's two tensors."""
+"""Suffixes that make the names of a layer's two adapter tensors, A and B, from the name of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Adapter that adds s·B·A to the weights W [out, in] of some linear layers.
+    """An adapter that adds s·B·A to the weight W [out, in] of some linear layers.
 
-    layers: A [r, in] and B [out, r] by layer name. scale: s.
+    layers: the tensors A [r, in] and B [out, r] by the name of their layer. scale: s.
     """
 
     layers: Mapping[str, tuple[Tensor, Tensor]]
@@ -41,13 +45,13 @@ class Adapter:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], scale: float) -> Adapter:
-        """Make an adapter from published tensors and their names."""
+        """Make an adapter from tensors and their names, each of which ends with the suffix A or B."""
         named = dict(tensors)
         return cls({name: (named[name + A], named[name + B]) for name in _layers(named)}, scale)
 
     @classmethod
     def load(cls, folder: Path) -> Adapter:
-        """Load an adapter from peft's files."""
+        """Load an adapter, on the CPU, from a folder with the files that peft writes."""
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
         return cls.of(
@@ -56,11 +60,14 @@ class Adapter:
         )
 
     def changes(self, name: str) -> bool:
-        """Return whether ``name`` is the weight of an adapted layer."""
+        """Return whether ``name`` is the name of an adapted layer's weight."""
         return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return W + s·B·A for an adapted weight W, computed in float32 and rounded to W's dtype."""
+        """Return W + s·B·A, on W's device, computed in float32 and rounded to W's dtype.
+
+        name: name of the adapted weight. weight: W.
+        """
         down, up = (part.to(weight.device).float() for part in self.layers[name.removesuffix(".weight")])
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
@@ -75,17 +82,20 @@ def _layers(names: Iterable[str]) -> list[str]:
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """Return a view of a flat uint8 buffer as the tensor of ``slot``."""
+    """Return a tensor of a layout as a view of ``buffer``, the flat uint8 array of all its tensors."""
     return torch.from_numpy(buffer[slot.start : slot.end]).view(DTYPE[slot.dtype]).view(slot.shape)
 
 
 def tensors_in(buffer: np.ndarray, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each tensor of a layout, and the tensor as a view of ``buffer``."""
+    """Yield name and tensor for all tensors of a layout, as views of ``buffer``; see ``tensor_in``."""
     return ((slot.name, tensor_in(buffer, slot)) for slot in layout.slots)
 
 
 class Adaptable:
-    """A model to which an adapter can be attached: y = W·x + s·B·(A·x), as in peft, with W unchanged."""
+    """A model whose adapted layers compute y = W·x + s·B·(A·x), as peft's do, while W stays unchanged.
+
+    adapter: the attached adapter; None: none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -93,7 +103,7 @@ class Adaptable:
         self.adapter: Adapter | None = None
 
     def attach(self, adapter: Adapter | None) -> None:
-        """Attach an adapter instead of the present one; None: remove it."""
+        """Attach an adapter in place of the present one; None: only remove the present one."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.adapter = [], adapter
@@ -105,7 +115,7 @@ class Adaptable:
 
 
 class _Added:
-    """Forward hook that adds s·B·(A·x) to a linear layer's output. Its tensors move to the layer's device."""
+    """Forward hook that adds s·B·(A·x) to a linear layer's output, on the device of that output."""
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         self._down, self._up, self._scale = down, up, scale
@@ -116,10 +126,11 @@ class _Added:
 
 
 def identity(weights: Mapping[str, Tensor]) -> str:
-    """Compute a digest of weights from their names, dtypes, shapes, and sums of their bits read as integers.
+    """Return a digest that tells models apart, in hexadecimal.
 
-    Sums are used because a cryptographic hash of 140 GB takes minutes. They tell models apart, but do not
-    resist attacks.
+    It covers each weight's name, dtype and shape, and the sum of its elements, whose bits are read as
+    integers. Sums are used because a cryptographic hash of 140 GB would take minutes. Somebody who wants to
+    can make other weights with the same sums.
     """
     digest = sha256()
     for name in sorted(weights):

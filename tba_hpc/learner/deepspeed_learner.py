@@ -1,6 +1,8 @@
-"""A Learner on DeepSpeed: one policy, sharded over the trainer ranks by ZeRO 1, 2 or 3.
+"""A Learner (``core.ports``) on DeepSpeed: one policy, sharded over the trainer ranks by ZeRO 1, 2 or 3.
 
-Every trainer rank makes a learner. Methods are called on the leader's; the others ``follow`` it.
+Every trainer rank makes a DeepSpeedLearner. Rank 0 is the leader, whose loop calls the learner's methods. The
+other ranks, its followers, only call ``follow``, which executes the same methods whenever the leader calls
+them.
 """
 
 from __future__ import annotations
@@ -71,36 +73,43 @@ if TYPE_CHECKING:
     from tba_hpc.learner.lora import Lora
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
+"""Names of dtypes in safetensors files, by their names in model.dtype."""
 
 TAG = "zero"
-"""Folder of DeepSpeed's files inside a checkpoint."""
+"""Folder inside a checkpoint that holds DeepSpeed's files."""
 
 RANKS_FILE = "ranks.json"
 """File of a checkpoint with the number of trainer ranks that wrote it."""
 
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
-"""Classes that DeepSpeed's pickles may contain besides tensors and numbers. Others are refused."""
+"""Classes whose instances DeepSpeed's checkpoints may hold, besides tensors and plain values."""
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of weights that ZeRO-3 gathers at once for copying. Fewer take less memory but more messages."""
+"""Largest number of bytes of weights that ZeRO-3 gathers at once to copy them; a single tensor may be larger.
+
+A smaller number takes less memory, but more messages.
+"""
 
 NOWHERE = np.empty(0, np.uint8)
-"""Empty buffer for ranks that write no weights because the leader writes all of them."""
+"""Empty array for followers that write no weights, because the leader writes all of them."""
 
 CONVERTERS = 4
-"""Largest number of processes that convert a checkpoint to other ranks. Each loads one rank's part."""
+"""Largest number of processes that convert a checkpoint to another number of ranks.
+
+Each holds one rank's part in memory.
+"""
 
 
 class DeepSpeedLearner:
     """A policy and its AdamW state, sharded over the trainer ranks.
 
-    Weights are float32, or bfloat16 with master weights and gradients accumulated in float32. With LoRA only
-    the adapter is trained, published and checkpointed. A method called on the leader (rank 0) makes all other
-    ranks, which are inside ``follow``, do the same.
+    Weights are float32; or bfloat16, with float32 master weights and float32 accumulation of gradients. With
+    LoRA only the adapter is trained, published and checkpointed. A method called on the leader (rank 0) makes
+    all other ranks, which are inside ``follow``, do the same.
 
-    rank, ranks, store: see TrainerGroup. references: function from a step to the folder of the policy
-    exported then; needed if the trainer scores the reference. Raises ConfigError for a model that cannot be
-    trained, and ExchangeError that names missing ranks.
+    rank, ranks, store: see TrainerGroup. references: returns the folder of the policy that was exported at a
+    given step; needed if the trainer computes the reference's log-probabilities. Raises ConfigError for a
+    model that cannot be trained, and ExchangeError that names missing ranks.
     """
 
     def __init__(
@@ -112,8 +121,8 @@ class DeepSpeedLearner:
         store: Path,
         references: Callable[[int], Path] | None = None,
     ) -> None:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # rows vary in length
-        if not compiles(config.model):  # else ZeRO loads the compiler for an optimizer that is not used
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # tensors vary in size
+        if not compiles(config.model):  # else ZeRO loads torch's compiler, for an unused optimizer
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._config = config
         self._group = group = TrainerGroup(
@@ -126,26 +135,30 @@ class DeepSpeedLearner:
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._load_policy()
         self._engine = _make_engine(config, self._logprobs.train(), group.device)
-        self._copy_scripts = self._engine._copy_recovery_script  # writes small files at once
+        # DeepSpeed adds its script zero_to_fp32.py to a checkpoint; it is copied when the files are written.
+        self._copy_scripts = self._engine._copy_recovery_script
         self._engine._copy_recovery_script = lambda path: None
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._registered = RegisteredMemory()
-        self._side = SideStream(own=config.train.zero_stage < 3)  # ZeRO-3 frees what it has gathered
-        self._copied: Future[None] = at_once(lambda: None)  # done once all ranks' last weights are written
-        self._written: Future[str] = at_once(str)  # result of a follower's last write
+        self._side = SideStream(own=config.train.zero_stage < 3)  # ZeRO-3 frees gathered weights at once
+        self._copied: Future[None] = at_once(lambda: None)  # done once all ranks have written
+        self._written: Future[str] = at_once(str)  # of a follower: its part of the last checkpoint
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
         group.refuse_strangers()
 
     def _load_policy(self) -> None:
-        """Load tokenizer, policy and adapter; compute the layouts of published and exported parameters."""
+        """Load tokenizer, policy and adapter.
+
+        ``layout`` is the layout of the weights that are published, ``_whole`` of those that are exported.
+        """
         config = self._config
         self._tokenizer = load_tokenizer(config.model.path)
         use_tensor_cores(self._group.device)
         self._policy = _load_policy(config)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
-        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
+        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as in save_pretrained
         self.layout = self._whole = _layout(self._parameters, config)
         self._lora: Lora | None = None
         if config.model.lora:
@@ -157,40 +170,44 @@ class DeepSpeedLearner:
             self._whole = _layout(self._parameters, config)
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        self._enough = _default_micro_batch(self._policy, config, self._group.device)
+        self._default_tokens = _default_micro_batch(self._policy, config, self._group.device)
         self._logprobs = PolicyLogprobs.of(self._policy, config.model)
         if self._lora:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
-        """Load the reference. None if the trainer scores nothing, or only needs to disable its adapter."""
+        """Load the reference model.
+
+        None if the trainer does not compute the reference, or if it is the policy without its adapter.
+        """
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
-        assert references, "the trainer is to compute the reference"
+        assert references, "the trainer computes the reference's log-probabilities"
         return load_reference(self._config, references)
 
     # --- Methods of ports.Learner, called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """Take an optimizer step on the mean loss over all rows; groups must divide evenly over the ranks.
+        """Take one optimizer step on the mean loss over all rows of ``batch``; see ``ports.Learner``.
 
-        Raises ConfigError if score centering lacks the sampler's likeliest tokens.
+        The number of groups must be a multiple of the number of ranks. Raises ConfigError if
+        train.score_centering needs more of the sampler's likeliest tokens than the batch holds.
         """
         batch = batches.with_top_logprobs(batch, self._config.train.score_centering)
         with self._all("step", learning_rate, beta, batch=batch):
             return self._step(batch, learning_rate, beta)
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Return log π_ref of all completion tokens under the policy of ``step``, float32 [T].
+        """Return log π_ref of all completion tokens, float32 [T], under the reference of ``step``.
 
-        It is 0 at tokens that were not sampled. The number of groups need not divide evenly over the ranks.
+        The value is 0 at tokens that were not sampled. ``batch`` may have any number of groups.
         """
-        again = -batch.groups % self._group.ranks  # repeats some groups, so that all ranks have equally many
+        again = -batch.groups % self._group.ranks  # number of groups to repeat, so that all ranks get as many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
         even = batches.with_top_logprobs(even, 0)
-        with self._all("refer", step, batch=even):
-            return self._refer(even, step)[: len(batch.ref_logprobs)]
+        with self._all("reference", step, batch=even):
+            return self._reference_logprobs(even, step)[: len(batch.ref_logprobs)]
 
     def write_weights(self, out: np.ndarray) -> Callable[[], None]:
         with self._all("write"):
@@ -198,7 +215,7 @@ class DeepSpeedLearner:
         return self._copied.result
 
     def save(self, folder: Path) -> Callable[[], str]:
-        (folder / TAG).mkdir()  # fails on a full disk before other ranks are involved
+        (folder / TAG).mkdir()  # if the disk is full, this fails before the followers take part
         with self._all("save", folder):
             return self._save(folder)
 
@@ -220,7 +237,7 @@ class DeepSpeedLearner:
     def _all(
         self, name: str, *arguments: float | Path, batch: TrajectoryBatch | None = None
     ) -> Iterator[None]:
-        """Make the followers execute the command that the leader executes inside the block."""
+        """Make the followers execute the command that the leader executes within the block."""
         plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
         self._group.send(Command(name, plain, batches.to_arrays(batch) if batch else {}))
         with self._group.together():
@@ -229,10 +246,11 @@ class DeepSpeedLearner:
     # --- The other ranks ---
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Execute the leader's commands until the leader closes the group.
+        """Execute the leader's commands until the leader closes its learner.
 
-        slot: function that returns the memory for the next weights; None if this rank writes none.
-        Raises ExchangeError if the leader is gone. A command that takes too long is logged with its stack.
+        slot: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights; None: this
+        rank writes none. The stacks of a rank that takes too long for a command go to its log. Raises
+        ExchangeError if the leader is gone.
         """
         while (command := self._group.receive()).name != "close":
             with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
@@ -243,8 +261,8 @@ class DeepSpeedLearner:
         match command.name, *command.arguments:
             case "step", learning_rate, beta:
                 self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
-            case "refer", step:
-                self._refer(batches.from_arrays(command.arrays), int(step))
+            case "reference", step:
+                self._reference_logprobs(batches.from_arrays(command.arrays), int(step))
             case ("write",):
                 self._write(slot() if slot else NOWHERE)
             case "save", folder:
@@ -259,6 +277,7 @@ class DeepSpeedLearner:
     # --- All ranks together ---
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
+        """Take one optimizer step, together with all ranks; return its metrics."""
         parts = self._plan(batch)
         work = upload([_Work.of(part, batch, self._logprobs.layout) for part in parts], self._group.device)
         batch_tokens = float(batch.action_length_N.mean())
@@ -289,16 +308,20 @@ class DeepSpeedLearner:
             ranks=self._group.ranks,
             budget=self._config.train.tokens_per_micro_batch,
             share_prompts=self._logprobs.shares_prompts,
-            enough=self._enough,
+            enough=self._default_tokens,
         )
 
     def _backward(self, part: _Work, beta: float, batch_tokens: float, of_groups: int) -> ObjectiveOutput:
-        """Add the gradient of a part's groups; return the objective's output for them.
+        """Accumulate the gradient of a part's groups; return the objective's output for them.
 
-        of_groups: number of groups in the batch. A loss depends on the policy only through log-probabilities:
-        dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. If a part has several micro-batches, their log-probabilities
-        are therefore computed first, without gradient; then the slopes dL/dlog π_t of whole groups; and then
-        each micro-batch again, with gradient.
+        batch_tokens: mean number of sampled tokens per completion in the batch. of_groups: number of groups
+        in the batch.
+
+        An objective needs whole groups, but a part may have several micro-batches. The loss depends on the
+        weights θ only through log-probabilities: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So the
+        log-probabilities of all micro-batches are computed first, without gradient; from them the slopes
+        dL/dlog π_t; and then each micro-batch again, with gradient, which is multiplied by its slopes. A part
+        of one micro-batch needs only one pass.
         """
         once = len(part.passes) == 1
         of_token = part.passes[0].sampled_A.shape[1:]
@@ -309,21 +332,22 @@ class DeepSpeedLearner:
         if not once:
             policy_T.requires_grad_()
         output = self._objective(Groups.of(policy_T, part.recorded, batch_tokens=batch_tokens), beta)
-        loss = self._weighed(output, of_groups)
+        loss = self._scaled_loss(output, of_groups)
         if once:
             self._engine.backward(loss, scale_wrt_gas=False)
             return output
         (slope_T,) = torch.autograd.grad(loss, policy_T)
         for packed in part.passes:
-            along = self._engine(packed) * slope_T.index_select(0, packed.place_A)
-            self._engine.backward(along.sum(), scale_wrt_gas=False)
+            weighted_A = self._engine(packed) * slope_T.index_select(0, packed.place_A)
+            self._engine.backward(weighted_A.sum(), scale_wrt_gas=False)
         return output
 
-    def _weighed(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
-        """Return the contribution of some groups to the mean loss over ``of_groups``.
+    def _scaled_loss(self, output: ObjectiveOutput, of_groups: int) -> Tensor:
+        """Return what some groups contribute to the mean loss over ``of_groups``, a scalar with gradient.
 
-        It is multiplied by the number of ranks, because DeepSpeed averages gradients over them. A loss that
-        is not finite makes the gradient NaN, so that DeepSpeed skips the step on all ranks.
+        The result is multiplied by the number of ranks, because DeepSpeed averages gradients over ranks. If
+        the loss of a group is not finite, the gradient becomes NaN, so that DeepSpeed skips the step on all
+        ranks.
         """
         loss_B = output.loss_BK.mean(1)
         scale = self._group.ranks / of_groups
@@ -332,7 +356,7 @@ class DeepSpeedLearner:
     def _not_finite(
         self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
     ) -> list[int]:
-        """Return the prompt ids of all ranks' groups whose loss is not finite."""
+        """Return the prompt ids of the groups, on any rank, whose loss is not finite. All ranks call this."""
         flags = np.zeros(batch.groups)
         for part, output in zip(parts, outputs, strict=True):
             flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
@@ -341,8 +365,11 @@ class DeepSpeedLearner:
     # --- The reference ---
 
     @torch.no_grad()
-    def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Compute log π_ref, float32 [T]. Each rank computes some groups, and a sum over ranks joins them."""
+    def _reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """Compute log π_ref of all completion tokens, float32 [T].
+
+        Each rank computes some of the groups; the sum over ranks puts them together.
+        """
         rows = [rows for part in self._plan(batch) for rows in part.micro_batches]
         passes = upload([_packed(batch, some, self._logprobs.layout) for some in rows], self._group.device)
         logprob_T = torch.zeros(batch.logprobs.shape, device=self._group.device)
@@ -352,16 +379,17 @@ class DeepSpeedLearner:
         return self._group.total(logprob_T.cpu().numpy()).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
-        """Provide the reference within a block: a separate model, or the policy without its adapter."""
+        """Yield the reference of ``step`` in a block: a separate model, or the policy without its adapter."""
         if self._reference:
             return self._reference.on_device(self._group.device, step)
         assert self._lora and step == 0
         return self._lora.disabled(self._engine)
 
     def _write(self, out: np.ndarray) -> None:
-        """Begin to write weights into ``out``: this rank's part; without one MPI world, all on the leader.
+        """Begin to write weights into ``out``, uint8 [layout.nbytes].
 
-        On a GPU the copies run during the next step, which waits for them before it changes the weights.
+        In one MPI world each rank writes its part, otherwise the leader writes all. On a GPU the copies run
+        during the next step, which waits for them before it changes the weights.
         """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()
@@ -371,7 +399,7 @@ class DeepSpeedLearner:
         self._copied = (in_background if self._side.works else at_once)(self._wait_for_copies)
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Begin to copy the tensors of ``slots`` to their places in ``out``, with one memcpy each."""
+        """Begin to copy the tensors of ``slots`` to their places in ``out``. All ranks call this together."""
         with self._side.copying():
             for slot, weight in self._gathered(layout, slots):
                 tensor_in(out, slot).copy_(weight, non_blocking=True)
@@ -387,8 +415,9 @@ class DeepSpeedLearner:
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield the unsharded tensors of ``slots``; each is valid until the next is taken.
 
-        Under ZeRO-3 all ranks must call this, because they gather each bucket of parameters together. Each
-        bucket holds about equally many bytes for every rank, so that none waits for another's memcpy.
+        slots: those that this rank copies; all of them belong to ``layout``. Under ZeRO-3 all ranks must call
+        this, because they gather each bucket of parameters together. A bucket holds about equally many bytes
+        of every rank's part, so that no rank waits for another's copies.
         """
         wanted = {slot.name for slot in slots}
         for bucket in _buckets(layout.parts(self._group.ranks)):
@@ -401,11 +430,12 @@ class DeepSpeedLearner:
 
     def _save_in_background(self, folder: Path) -> None:
         """Write a follower's part of a checkpoint in the background, and report the result to the leader."""
-        wait([self._written])  # its memory is reused
+        wait([self._written])  # the next copy uses its memory again
         write = self._save(folder)
         self._written = in_background(write)
 
     def _save(self, folder: Path) -> Callable[[], str]:
+        """Copy this rank's part of a checkpoint; return the function that writes it."""
         with _unwritable(folder):
             frozen = {"exclude_frozen_parameters": self._lora is not None}
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, **frozen)
@@ -419,7 +449,7 @@ class DeepSpeedLearner:
         lines, fault, full = "", "", False
         try:
             with _unwritable(folder):
-                with ThreadPoolExecutor(len(files)) as pool:  # checksums one file while flushing another
+                with ThreadPoolExecutor(len(files)) as pool:  # one file is flushed while another is hashed
                     written = list(pool.map(lambda write: write(), files))
                 require_readable((file.path for file in written), PLAIN_DATA)
                 lines = "".join(file.line(folder) for file in written)
@@ -433,7 +463,7 @@ class DeepSpeedLearner:
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
         faults = [(bool(full), fault) for _, fault, full in reports if fault]
         if faults:
-            full, fault = min(faults)  # prefers a fault that trying again does not solve
+            full, fault = min(faults)  # a full disk comes last, because another try may solve it
             raise (DiskFullError if full else StateError)(fault)
         return "".join(lines for lines, *_ in reports)
 
@@ -450,7 +480,7 @@ class DeepSpeedLearner:
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.await_leader()  # not a barrier, because a large conversion exceeds its deadline
+        self._group.await_leader()  # not a barrier, whose deadline a large conversion may exceed
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
@@ -461,7 +491,7 @@ class DeepSpeedLearner:
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder, PLAIN_DATA):
-            # With LoRA the checkpoint lacks the base model, whose identity was checked before.
+            # With LoRA the checkpoint lacks the base model; ``load`` has checked that it is the same.
             loaded, _ = self._engine.load_checkpoint(
                 str(folder), tag=TAG, load_module_strict=self._lora is None
             )
@@ -493,14 +523,17 @@ class DeepSpeedLearner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A Part as tensors: the recorded values of its groups, and the packed tokens of its micro-batches."""
+    """A Part of a batch, ready for the model: numpy arrays, which ``upload`` turns into tensors.
+
+    recorded: the recorded values of its groups. passes: its packed micro-batches.
+    """
 
     recorded: RecordedGroups
     passes: tuple[Packed, ...]
 
     @staticmethod
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
-        """Make numpy arrays for a part. ``place_A`` is an index among the completion tokens of its groups."""
+        """Prepare a part. ``place_A`` of a pass indexes the completion tokens of the part's groups."""
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
         row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))
@@ -509,7 +542,7 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Pack some rows of a batch for one pass. ``place_A`` is an index among the batch's completion tokens."""
+    """Pack some rows of a batch for one pass. ``place_A`` indexes the batch's completion tokens."""
     some = batch.take(rows)
     packed = pack(
         some.sequences,
@@ -525,7 +558,7 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 
 
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
-    """Return this rank's contribution to the means of loss and metrics over ``of_groups``, float64."""
+    """Return what this rank contributes to the batch's mean loss and metrics, by name, as float64 scalars."""
     means = dict[str, Tensor]()
     for output in outputs:
         share = len(output.loss_BK) / of_groups
@@ -535,20 +568,20 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 
 class _CopyingEngine(TorchCheckpointEngine):
-    """Checkpoint engine for DeepSpeed that only copies; the function that ``save`` returns writes later."""
+    """Checkpoint engine for DeepSpeed that copies states into a Snapshot instead of writing them."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy the state that DeepSpeed wants to write to ``path``."""
+        """Copy a state that DeepSpeed wants to write to ``path``."""
         self._snapshot.add(state_dict, path)
 
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn file errors into StateError or DiskFullError, but not the loss of another rank."""
+    """Turn an error of writing into StateError or DiskFullError; let the loss of another rank pass."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -563,12 +596,13 @@ def _unwritable(folder: Path) -> Iterator[None]:
 def _layout(
     parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
 ) -> WeightLayout:
+    """Lay out parameters, given by name, with their unsharded shapes, in model.dtype."""
     shapes = [(name, tuple(_unsharded(parameter).shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Torch hook that drops frozen weights from checkpoints. DeepSpeed would keep tied ones."""
+    """Hook of torch that leaves frozen weights out of checkpoints. DeepSpeed itself would keep tied ones."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
@@ -580,8 +614,8 @@ def _load_policy(config: Config) -> PreTrainedModel:
     Raises ConfigError if there is no model, or if DeepSpeed refuses a setting of train.deepspeed.
     """
     deepspeed_logger.setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it, for minutes
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
     _require_accepted(settings)
     # With LoRA every rank needs the whole base model to compute its identity.
@@ -590,7 +624,7 @@ def _load_policy(config: Config) -> PreTrainedModel:
 
 
 def _default_micro_batch(policy: PreTrainedModel, config: Config, device: torch.device) -> int:
-    """Return how many tokens' activations fit the default limit; 0 if the model's shape is unknown."""
+    """Return the default token limit of a micro-batch on ``device``; 0 if the model's shape is unknown."""
     try:
         shape = shape_of(policy.config.to_dict())
     except KeyError:
@@ -604,7 +638,7 @@ def _require_accepted(settings: dict[str, Any]) -> None:
     """Raise ConfigError if DeepSpeed refuses the settings, which include those of train.deepspeed."""
     try:
         deepspeed.DeepSpeedConfig(settings)
-    except (ValueError, DeepSpeedConfigError) as error:  # pydantic's is a ValueError of several lines
+    except (ValueError, DeepSpeedConfigError) as error:  # a ValueError of pydantic has several lines
         said = " ".join(str(error).partition(" [type=")[0].split())
         raise ConfigError(
             f"DeepSpeed refuses train.deepspeed: {said}; correct the setting, or leave it out"
@@ -612,12 +646,12 @@ def _require_accepted(settings: dict[str, Any]) -> None:
 
 
 def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
-    """Return a tensor without data that has the full shape of a parameter, also of one sharded by ZeRO-3."""
+    """Return a tensor without data in the full shape of a parameter, even if ZeRO-3 has sharded it."""
     return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
 
 
 def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
-    """Make DeepSpeed's engine for ``model``, with torch's AdamW (DeepSpeed's would need a compiler)."""
+    """Make DeepSpeed's engine for ``model`` with torch's AdamW, because DeepSpeed's would need a compiler."""
     train = config.train
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -643,11 +677,14 @@ def _own_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
-    """Divide slots into buckets of at most BUCKET_BYTES (or one larger tensor), mixing all ranks' parts."""
-    ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
+    """Divide the tensors of all ranks' parts into buckets of at most BUCKET_BYTES, or of one larger tensor.
+
+    Parts take turns: a tensor comes the earlier, the nearer it is to the beginning of its part.
+    """
+    by_place = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []
     size = 0
-    for _, slot in sorted(ahead, key=itemgetter(0)):
+    for _, slot in sorted(by_place, key=itemgetter(0)):
         nbytes = slot.end - slot.start
         if bucket and size + nbytes > BUCKET_BYTES:
             yield bucket
@@ -658,9 +695,10 @@ def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]
 
 
 def _convert(folder: Path, universal: Path) -> None:
-    """Convert a checkpoint, with DeepSpeed's program, to one for any number of ranks.
+    """Convert a checkpoint in ``folder`` to one for any number of ranks, in ``universal``.
 
-    It runs in a separate process, because it starts workers, which must not be forked from an MPI rank.
+    DeepSpeed's program does this in a separate process, because it starts workers, which must not be forked
+    from an MPI rank. Raises StateError if it fails.
     """
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
@@ -675,7 +713,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def convert() -> None:
-    """Main function of the converting process; it takes the arguments of DeepSpeed's script."""
+    """Run DeepSpeed's conversion, in the process that ``_convert`` starts, with the arguments in sys.argv."""
     from deepspeed.checkpoint import ds_to_universal
 
     with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1]), PLAIN_DATA):
@@ -686,8 +724,8 @@ def convert() -> None:
 def _replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
 
-    Leftovers of a killed process are deleted the next time. Names are unique, because NFS keeps files that
-    are still open somewhere.
+    Leftovers of killed processes are deleted first. Names are unique, because on NFS the deletion of a folder
+    may fail while a file in it is still open somewhere.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the settings that the learner needs, merged with ``train.deepspeed``."""
+"""The configuration of DeepSpeed: settings that the learner needs, merged with the user's train.deepspeed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 from tba_hpc.config import Config
 
 BUCKET_ELEMENTS = 128 << 20
-"""Largest number of parameters in a reduction of gradients. Fewer take less memory but more messages."""
+"""Largest number of parameters whose gradients DeepSpeed reduces at once.
+
+A smaller number takes less memory, but more messages.
+"""
 
 
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
-    """Return all of DeepSpeed's settings for a model with this number of parameters.
+    """Return all of DeepSpeed's settings for a model.
 
-    Gradients are accumulated until ``step``, over any number of micro-batches. An offloaded optimizer is
-    torch's AdamW, too, because DeepSpeed's would need a compiler.
+    parameters: the number of trained parameters, or an upper bound. Gradients accumulate over any number of
+    micro-batches, until the engine's ``step``. If train.deepspeed offloads the optimizer to the CPU, it is
+    still torch's AdamW, because DeepSpeed's own would need a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {
@@ -28,7 +32,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at every forward pass
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU at every forward pass
         "zero_optimization": {
             "stage": config.train.zero_stage,
             "reduce_bucket_size": bucket,
@@ -40,7 +44,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of settings recursively; ``theirs`` takes precedence."""
+    """Merge two nested dictionaries of settings; where both have a value, that of ``theirs`` is taken."""
     both = {
         key: merged(ours[key], value)
         if isinstance(value, Mapping) and isinstance(ours[key], Mapping)
@@ -52,5 +56,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Return AdamW's argument ``fused``: True on a GPU, where a few kernels update all weights."""
+    """Return torch AdamW's argument ``fused``: True on a GPU, where a few kernels then update all weights."""
     return True if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer without transformers and torch, for checks before a run."""
+"""Reads a model's tokenizer from its files, without transformers and torch, for checks before a run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ from tba_hpc.core.own_code import is_own
 from tba_hpc.core.ports import Message
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Names of the files that FileTokenizer needs."""
 
 NO_END = (
     "the tokenizer of {key}={path} has no end-of-sequence token, so no completion could ever end: set "
     "eos_token in its tokenizer_config.json"
 )
-"""Error for a model whose tokenizer has no end-of-sequence token."""
+"""Error message for a model whose tokenizer has no end-of-sequence token."""
 
 REFUSES = (
     "the chat template of {path} refuses messages of {roles} ({error}): give another chat_template in its "
     "tokenizer_config.json"
 )
-"""Error for messages that a chat template refuses."""
+"""Error message for a conversation that a chat template refuses."""
 
 WITHOUT_DEFAULTS = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Tokenizer classes without default special tokens: they know only those in their files."""
+"""Names of tokenizer classes whose special tokens are only those in their files. Others have default ones."""
 
 
 class FileTokenizer:
-    """A Tokenizer that never makes more tokens than the model's own tokenizer in transformers.
+    """A Tokenizer that makes at most as many tokens of a text as the model's own tokenizer in transformers.
 
-    It adds no special tokens, unless a text has no other tokens, and encodes a single chat message without
-    the template. settings: those of tokenizer_config.json, with the chat template if there is one.
+    A check of lengths with this class therefore never refuses what would fit. It adds no special tokens,
+    unless the text has no other tokens, and encodes a chat message without the chat template.
+
+    tokenizer: from tokenizer.json. model: folder or hub name, for errors. settings: the contents of
+    tokenizer_config.json, with the model's chat template, if it has one, as ``chat_template``.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """Load the tokenizer of a folder or a cached hub name; None if only transformers can load it.
+        """Load the tokenizer of a model's folder or cached hub name; None if only transformers can load it.
 
         Raises ConfigError if there is no end-of-sequence token.
         """
@@ -75,30 +79,31 @@ class FileTokenizer:
 
     @cached_property
     def control_tokens(self) -> list[int]:
-        """Special tokens that a text can contain by their names, such as <|im_end|>."""
+        """Ids of the special tokens that a text can contain by spelling them out, such as <|im_end|>."""
         unknown = _text(self._settings.get("unk_token"))
         added = self._tokenizer.get_added_tokens_decoder().items()
         return [token for token, known in added if known.special and known.content != unknown]
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of ``text``, int32 [T], without special tokens."""
+        """Return the tokens, int32 [T], of ``text``, without special tokens unless there are no others."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return the tokens of the message, int32 [T], without the chat template."""
+        """Return the tokens, int32 [T], of the message ``text`` alone, without the chat template."""
         return self.encode(text)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """Render messages with the chat template. Raises ConfigError if it refuses them.
+        """Return the text of a conversation; see ``ports.ChatTokenizer``.
 
-        Without a template, or without transformers, the result is the concatenated texts.
+        If there is no chat template, or if transformers is not installed, these are the messages' texts, one
+        after the other. Raises ConfigError if the template refuses the messages.
         """
         if not self.has_chat:
             return "".join(message["content"] for message in messages)
-        from transformers.utils.chat_template_utils import render_jinja_template  # takes a second or two
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
 
         special = {name: _text(value) for name, value in self._settings.items() if name.endswith("_token")}
         try:
@@ -116,7 +121,7 @@ class FileTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """True if a chat template can be rendered."""
+        """True if there is a chat template, and transformers is installed to render it."""
         return self._template is not None and find_spec("transformers") is not None
 
     @property
@@ -137,7 +142,11 @@ class FileTokenizer:
 
 
 def end_ids(model: str) -> set[int]:
-    """Return the end-of-sequence tokens in the model's own files, which also end completions in an engine."""
+    """Return the ids of the end-of-sequence tokens in a model's configuration; none if it names none.
+
+    An engine ends completions at these tokens, too, and not only at the tokenizer's. model: folder or hub
+    name.
+    """
     for name in ("generation_config.json", "config.json"):
         if place := _place(model, name):
             found = json.loads(Path(place).read_text(encoding="utf-8")).get("eos_token_id")
@@ -146,18 +155,21 @@ def end_ids(model: str) -> set[int]:
 
 
 def _text(token: Any) -> Any:
-    """Return a special token's text; some files store it in a dict with settings."""
+    """Return the text of a special token, which some files store in a dictionary."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _place(model: str, name: str) -> str | None:
-    """Return the path of a model's file, or None if it is not on this machine."""
+    """Return the path of a file of a model, or None if it is not on this machine.
+
+    model: folder or hub name.
+    """
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None
     if model.count("/") > 1 or model[0] in "./~" or is_own(model):
         return None
-    from huggingface_hub import try_to_load_from_cache  # slow to import, and folders need none of it
+    from huggingface_hub import try_to_load_from_cache  # slow to import, and not needed for a folder
 
     cached = try_to_load_from_cache(model, name)
     return cached if isinstance(cached, str) else None

@@ -1,8 +1,9 @@
 """A key-value store in a shared folder, through which torch.distributed's ranks find each other.
 
-torch's own FileStore appends to one file under a lock. Some file systems have no locks. On others hosts cache
-the file's size (GlusterFS, NFS), overwrite each other's entries and wait forever. Here each entry is a file
-of its own, which appears complete and never changes.
+torch's own FileStore appends all entries to one file under a lock. Some file systems have no locks. On
+others, such as GlusterFS and NFS, each host caches the file's size: hosts then overwrite each other's
+entries, and wait forever for what is lost. Here each entry is a file of its own, which appears complete and
+never changes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch.distributed as dist
 from tba_hpc.run.files import listing
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
-"""First and longest pause between two checks for an entry of another rank, s."""
+"""First and longest pause, s, between two checks for an entry of another rank. Pauses double in between."""
 
 
 class FolderStore(dist.Store):
-    """Store in ``folder``, which must be empty at first. deadline: longest wait for a key, s."""
+    """A store in ``folder``, which must be empty at first. deadline: longest wait for an entry, s."""
 
     def __init__(self, folder: Path, *, deadline: float) -> None:
         super().__init__()
@@ -31,27 +32,30 @@ class FolderStore(dist.Store):
         self._deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Publish an entry."""
+        """Write the entry ``key``, which other ranks see only once it is complete."""
         self._publish(_name(key), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """Wait for an entry and return it."""
+        """Wait for an entry and return its value. Raises torch's DistStoreError after the deadline."""
         self.wait([key])
         return (self.folder / _name(key)).read_bytes()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its total over all ranks so far, including this amount."""
+        """Add to a counter; return the sum of what all ranks have added so far, including ``amount``."""
         if amount:
             self._publish(f"{_name(key)}+{secrets.token_hex(8)}", str(amount).encode())
         added = [name for name in listing(self.folder) if name.startswith(f"{_name(key)}+")]
         return sum(int((self.folder / name).read_bytes()) for name in added)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all entries exist."""
+        """Return whether all of these entries exist."""
         return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all entries. Raises torch's DistStoreError after ``timeout``, by default the deadline."""
+        """Wait until all of these entries exist.
+
+        timeout: None: the deadline. Raises torch's DistStoreError afterwards.
+        """
         seconds = timeout.total_seconds() if timeout else self._deadline
         give_up, pause = time.monotonic() + seconds, FIRST_PAUSE
         while not self.check(keys):
@@ -61,11 +65,11 @@ class FolderStore(dist.Store):
             pause = min(2 * pause, LAST_PAUSE)
 
     def _publish(self, name: str, data: bytes) -> None:
-        # Not flushed to disk, because nobody reads it after a crash of the machine.
+        # Not flushed to disk, because no rank reads the entry after a crash of the machine.
         temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)
 
 
 def _name(key: str) -> str:
-    return quote(key, safe="")  # never a "+"
+    return quote(key, safe="")  # contains no "+", which separates what is added to a counter

@@ -1,4 +1,4 @@
-"""Answers single questions with transformers, which starts in seconds, unlike an engine."""
+"""Answers single questions for ``tba ask`` with transformers, which starts in seconds, unlike vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 
 
 class HfAnswers:
-    """A model in evaluation mode, on the GPU if there is one.
+    """A model that answers questions, on the GPU if there is one.
 
-    path: folder or hub name. dtype: by default, the stored one. Raises ConfigError if there is no such model.
+    path: folder or hub name. dtype: None: that of the stored weights. Raises ConfigError if there is no such
+    model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:
@@ -33,9 +34,10 @@ class HfAnswers:
     def answer(
         self, tokens: np.ndarray, sampling: Sampling, *, samples: int = 1, stop: Sequence[str] = (), seed: int
     ) -> list[Completion]:
-        """Sample ``samples`` answers to a prompt of tokens, int32 [T].
+        """Sample answers to a prompt.
 
-        stop: strings that end an answer. The answers' log-probabilities are NaN.
+        tokens: the prompt, int32 [T]. samples: number of answers. stop: strings that end an answer. The
+        log-probabilities of the answers are not computed; they are NaN.
         """
         torch.manual_seed(seed)
         prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
@@ -49,7 +51,7 @@ class HfAnswers:
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 
     def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
-        """Make generation settings from ``sampling`` alone; the model's own would change the distribution."""
+        """Make generation settings. The model's own sampling parameters would change the distribution."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
@@ -63,12 +65,12 @@ class HfAnswers:
 
     @property
     def _ends(self) -> set[int]:
-        """End-of-sequence tokens: the tokenizer's, and those in the model's own settings."""
+        """Ids of the end-of-sequence tokens: the tokenizer's, and those of the model's settings."""
         own = self._model.generation_config.eos_token_id
         return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
 
     def _completion(self, row: np.ndarray, sampling: Sampling) -> Completion:
-        """Cut off the padding of an answer."""
+        """Make a completion of a generated row, int [L], without the padding at its end."""
         ends = np.flatnonzero(np.isin(row, list(self._ends)))
         tokens = row[: ends[0] + 1 if len(ends) else len(row)].astype(np.int32)
         ended = len(ends) > 0 or len(tokens) < sampling.max_tokens
@@ -76,30 +78,32 @@ class HfAnswers:
 
 
 class HfTurns:
-    """A Generator that answers the turns of conversations one after another, with log-probabilities of 0."""
+    """A Generator for conversations of ``tba ask``: it samples the requested turns one after another.
+
+    Log-probabilities are not computed. They are 0, and not NaN, because NaN marks tokens of an environment.
+    stop: strings that end a turn. seed: seed of the sampling, increased by 1 for each turn.
+    """
 
     version = 0
-    load_seconds = busy_seconds = recompute_share = 0.0
-    rebuilds = nan_groups = 0
+    load_seconds = busy_seconds = 0.0
+    rebuilds = 0
     loading = False
-    stage = ""
 
     def __init__(self, model: HfAnswers, stop: Sequence[str], seed: int) -> None:
-        """Make a generator. stop: strings that end a turn. seed: increased by 1 for each turn."""
         self._model, self._stop, self._seed = model, stop, seed
         self._waiting: list[Request] = []
 
     @property
     def in_flight(self) -> int:
-        """Number of unanswered turns."""
+        """Number of turns that are still to be sampled."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request for one completion."""
+        """Queue a request for one turn."""
         self._waiting.append(request)
 
     def step(self) -> list[Group]:
-        """Answer the oldest request; return its group."""
+        """Sample the turn of the oldest request; return its group, or nothing if no request waits."""
         if not self._waiting:
             return []
         request = self._waiting.pop(0)

@@ -2,8 +2,8 @@
 
 The logits [tokens × vocabulary] of a whole batch are never in memory at once.
 
-Shape letters: A sampled tokens, T some of them, J tokens whose log-probability is needed at a position, D
-hidden size, V vocabulary.
+Shape letters: A sampled tokens of a pass, T positions (in ``LogprobHead``, any of them), J tokens whose
+log-probability is needed at a position, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from tba_hpc.core.wording import first_few
 from tba_hpc.learner.file_tokenizer import NO_END, REFUSES
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
-transformers_logging.disable_progress_bar()  # a rank writes to a log
+transformers_logging.disable_progress_bar()  # ranks write to logs
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Torch dtypes by their names in model.dtype."""
 
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
 )
-"""Settings of models that change logits after the output layer, which PolicyLogprobs does not support."""
+"""Settings by which models change logits after the output layer. PolicyLogprobs supports none of them."""
 
 
 class HfTokenizer:
-    """A Tokenizer from transformers. day: date for chat templates that write one; None: today."""
+    """A Tokenizer of transformers. day: the date for chat templates that contain today's; None: today."""
 
     def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +57,7 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text`` with a BOS if the tokenizer adds one, without EOS."""
+        """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS."""
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
@@ -66,10 +67,9 @@ class HfTokenizer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], ask: bool, **options: Any
     ) -> str:
-        """Render a conversation with the chat template.
+        """Return the text of a conversation, by the chat template; see ``ports.ChatTokenizer``.
 
-        ask: add the beginning of the model's next message. options: variables of the template. Raises
-        ConfigError if there is no template, or if it refuses the messages.
+        Raises ConfigError if there is no chat template, or if it refuses the messages.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
@@ -96,7 +96,7 @@ class HfTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """True if there is a chat template."""
+        """True if the tokenizer has a chat template."""
         return self._tokenizer.chat_template is not None
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -111,10 +111,10 @@ class HfTokenizer:
 
 
 def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = None) -> HfTokenizer:
-    """Load the tokenizer of a model folder or hub name.
+    """Load the tokenizer of a model.
 
-    key: config key of ``path``, for errors. day: see HfTokenizer. Raises ConfigError if there is no
-    tokenizer, or no end-of-sequence token.
+    path: folder or hub name. key: config key of ``path``, for errors. day: see HfTokenizer. Raises
+    ConfigError if there is no tokenizer, or if it has no end-of-sequence token.
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
@@ -123,7 +123,7 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """Make a GPU multiply float32 in TF32 (10 bits of mantissa), which is several times faster."""
+    """Let a GPU multiply float32 matrices in TF32 (10 bits of mantissa), which is several times faster."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -132,14 +132,15 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     """Load a causal language model from a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
     Dropout is off because log-probabilities must be those of the policy that samples. in_parts: DeepSpeed's
-    settings; with them every rank must call this, and ZeRO-3 shards parameters over the training devices
-    while they are read. Raises ConfigError if there is no such model.
+    settings, if ZeRO-3 shall shard the parameters over the trainer ranks while they are read; all ranks must
+    then call this together. None: load them whole. Raises ConfigError if there is no such model, or if its
+    files lack weights.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # loading shards while it exists
+    sharding = HfDeepSpeedConfig(dict(in_parts)) if in_parts else None  # while this exists, loading shards
     policy, found = _from_pretrained(
         AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype], output_loading_info=True
     )
@@ -155,10 +156,10 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
-    """Replace the computed buffers of a sharded model, such as position frequencies, by exact ones.
+    """Compute a sharded model's buffers that are in no file, such as position frequencies, again and exactly.
 
-    ZeRO-3 creates every tensor in the dtype of the weights; frequencies in bfloat16 are up to 0.4 % off.
-    Buffers that were read with the weights stay as they are.
+    ZeRO-3 makes every tensor in the dtype of the weights; frequencies in bfloat16 are up to 0.4 % off.
+    Buffers that were read from a file stay as they are.
     """
     with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
@@ -170,7 +171,7 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
 
 
 def stored_dtype(path: str) -> Dtype:
-    """Return the dtype that holds a model's stored weights exactly; for float16 it is float32.
+    """Return the value of model.dtype that holds a model's stored weights exactly; for float16, float32.
 
     Raises ConfigError if there is no such model.
     """
@@ -178,7 +179,7 @@ def stored_dtype(path: str) -> Dtype:
 
 
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError if the tokenizer has more tokens than the model; fewer are normal (padding)."""
+    """Raise ConfigError if the tokenizer has more tokens than the model. The model may have more."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
     if tokens > known:
         raise ConfigError(
@@ -188,7 +189,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
 
 
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
-    """Call ``kind.from_pretrained``. Raises ConfigError if a file cannot be found or read."""
+    """Call ``kind.from_pretrained(path)``. Raises ConfigError if a file cannot be found or read."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_a_folder and not Path(path).is_dir():
         raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
@@ -205,12 +206,13 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
 class PolicyLogprobs(nn.Module):
     """Module that computes log π of the sampled tokens of packed sequences, with gradient, in bounded memory.
 
-    The result equals ``log_softmax(model(tokens).logits / temperature)`` at the next tokens. But logits are
-    computed only for sampled tokens, in chunks, and again in the backward pass. log-sum-exp is float32 for
-    every dtype of the model; with ``fp32_head`` logits are float32, too. chunk_bytes: limit on the float32
-    logits in memory, bytes; None: CHUNK_BYTES.
+    The result equals ``log_softmax(model(tokens).logits / temperature)``, taken at the next tokens. But
+    logits are computed only where a token was sampled, and in chunks; the backward pass computes them again.
+    The log-sum-exp is float32 for every dtype of the model.
 
-    Raises ConfigError for models that change logits after the output layer (soft caps, scales).
+    chunk_bytes: limit on the float32 logits in memory, bytes; None: CHUNK_BYTES of the device. fp32_head: do
+    not round logits to the model's dtype. Raises ConfigError for a model that changes logits after the output
+    layer (soft caps, scales).
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class PolicyLogprobs(nn.Module):
         return made
 
     def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile each layer into few large kernels at its first call, for rows of any length."""
+        """Let torch compile each layer at its first call into a few large kernels, for rows of any length."""
         stacks = [part for part in self.model.base_model.children() if isinstance(part, nn.ModuleList)]
         for layer in (layer for stack in stacks for layer in stack):
             layer.compile(backend=backend, dynamic=True, fullgraph=True)
@@ -247,7 +249,7 @@ class PolicyLogprobs(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """Layout in which sequences must be packed for this model on its present device."""
+        """Layout in which ``core.packing.pack`` must pack sequences for this model on its present device."""
         if not self.shares_prompts:
             return "rectangle"
         return "varlen" if _has_varlen_kernel(self.model, self.head.weight) else "padded"
@@ -255,8 +257,8 @@ class PolicyLogprobs(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """Return log π of ``packed.sampled_A`` given all earlier tokens of the sequence, float32, same shape.
 
-        packed: result of ``core.packing.pack`` with this ``layout``, or a rectangle, as tensors on the
-        model's device.
+        packed: result of ``core.packing.pack``, as tensors on the model's device, in this ``layout`` or as a
+        rectangle.
         """
         row = {}
         if packed.attention is not None:
@@ -269,13 +271,13 @@ class PolicyLogprobs(nn.Module):
 
 
 def compiles(section: ModelSection) -> bool:
-    """Return whether layers are compiled on this machine."""
+    """Return whether layers are compiled: as model.compile says, by default if there is a GPU."""
     return torch.cuda.is_available() if section.compile is None else section.compile
 
 
 @contextmanager
 def _compile_errors() -> Iterator[None]:
-    """Turn errors of torch's compiler within the block into a ConfigError."""
+    """Turn an error of torch's compiler within the block into a ConfigError."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -290,9 +292,9 @@ def _compile_errors() -> Iterator[None]:
 class LogprobHead(nn.Module):
     """Output layer of a model that returns log-probabilities of given tokens instead of logits.
 
-    The policy is softmax(logits / temperature). fp32: compute logits in float32 for every dtype of weights
-    and hidden states; gradients are still computed in that dtype. This module shares the output layer's
-    parameters, so that ZeRO-3 gathers them once for all chunks.
+    The policy is softmax(logits / temperature). fp32: do not round logits to the dtype of weights and hidden
+    states; their gradients are still rounded. chunk_bytes: see PolicyLogprobs. The output layer's parameters
+    are shared, and belong to this module, so that ZeRO-3 gathers them once for all chunks.
     """
 
     def __init__(
@@ -313,7 +315,10 @@ class LogprobHead(nn.Module):
         self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
-        """Return the log-probabilities of ``token_T``, int64 [T] or [T, J], as float32 of the same shape."""
+        """Return the log-probabilities of ``token_T``, int64 [T] or [T, J], as float32 of the same shape.
+
+        hidden_TD: hidden states before the output layer, at the positions that predict these tokens.
+        """
         chunk_bytes = self._chunk_bytes or CHUNK_BYTES[hidden_TD.device.type]
         chunk_tokens = max(1, chunk_bytes // (4 * self._vocabulary))
         token_TJ = token_T if token_T.ndim == 2 else token_T[:, None]
@@ -324,9 +329,9 @@ class LogprobHead(nn.Module):
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """log p = log softmax(z/T)[token] with z = h·Wᵀ + b, for J tokens at each position.
+    """Differentiable function log p = log softmax(z/τ)[token] with z = h·Wᵀ + b, for J tokens per position.
 
-    The gradient is d log p / dz = (onehot(token) − softmax(z/T))/T. h is hidden_TD, T the temperature.
+    h is hidden_TD, and τ the temperature. The gradient is d log p / dz = (onehot(token) − softmax(z/τ))/τ.
     """
 
     @staticmethod
@@ -364,11 +369,10 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits = logits_of(hidden_TD[rows])
             slope_TJ = grad_TJ[rows] / ctx.temperature
             logits.sub_(normalizer_T1[rows]).exp_().mul_(-slope_TJ.sum(1, keepdim=True))
-            for of in (
-                slice(1),
-                slice(1, None),
-            ):  # a token may come twice; a GPU adds in any order within a call
-                logits.scatter_add_(1, token_TJ[rows, of], slope_TJ[:, of])
+            # The first token may come again among the others. It is added alone, because within a call a GPU
+            # adds in any order, and results would differ from run to run.
+            for columns in (slice(1), slice(1, None)):
+                logits.scatter_add_(1, token_TJ[rows, columns], slope_TJ[:, columns])
             logits_grad = logits.to(weight_VD.dtype)
             hidden_grad[rows] = logits_grad @ weight_VD
             if weight_grad is not None:
@@ -383,8 +387,8 @@ def _output_layer(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function from hidden states [T, D] to float32 logits [T, V], divided by the temperature.
 
-    fp32: do not round logits to the dtype of weights and hidden states. A GPU can return products in float32.
-    On a CPU the factors are converted to float32, the weights once for all chunks.
+    fp32: do not round logits to the dtype of weights and hidden states. A GPU can return a product of
+    bfloat16 factors in float32. A CPU cannot, so the factors are converted: the weights once for all chunks.
     """
     exact = fp32 and weight_VD.dtype != torch.float32
     if exact and not weight_VD.is_cuda:
@@ -402,7 +406,7 @@ def _output_layer(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total``, float32, without rounding the product to their dtype."""
+    """Add left @ right to ``total``, float32, without rounding the product to the dtype of its factors."""
     if left.is_cuda and left.dtype != torch.float32:  # a CPU cannot return a product in another dtype
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -422,9 +426,10 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 
 
 def _shares_prompts(model: PreTrainedModel) -> bool:
-    """Return whether sequences may share prompts: positions are ``position_ids``, and all attention is full.
+    """Return whether sequences that lie in one row may share a prompt there.
 
-    Recurrent states, sliding windows, and distances that are counted along the row rule this out.
+    The model must take positions from ``position_ids``, and all of its layers must have full attention.
+    Recurrent states, sliding windows, and distances counted along the row (ALiBi) rule this out.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)
@@ -439,7 +444,7 @@ def _shares_prompts(model: PreTrainedModel) -> bool:
 
 
 def _require_plain_logits(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless the logits are the unchanged output of a linear output layer."""
+    """Raise ConfigError unless a model's logits are the unchanged output of a linear output layer."""
     rescaled = [name for name in RESCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, False)]
     name = type(model).__name__
     if rescaled:

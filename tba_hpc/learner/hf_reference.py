@@ -23,14 +23,15 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cor
 from tba_hpc.learner.upload import upload
 
 Key = tuple[int, bytes, bytes, bytes]
-"""Identity of a completion: number of its group, bytes of its tokens, ``action_T`` and ``begin_T``."""
+"""Identity of a completion in a pass: group's index, bytes of tokens, ``action_T`` and ``begin_T``."""
 
 
 class HfReference:
-    """A Reference on a causal language model of transformers. Use it in one thread.
+    """A Reference (``core.ports``) on a causal language model of transformers. Use it in one thread.
 
-    section: settings of log-probabilities. policy_of: function that loads the policy of a step, for a
-    reference that is reset. adapter_of: with LoRA, loads only the adapter of a step.
+    model: the initial policy. section: settings of log-probabilities. policy_of: loads the policy that was
+    exported at a given step; None: the reference never changes. adapter_of: with LoRA, loads the adapter that
+    was exported at a step, which is used instead of ``policy_of``.
 
     The model stays in host memory until log-probabilities are first needed, because an engine that is being
     built counts any GPU memory allocated meanwhile as its own.
@@ -52,7 +53,10 @@ class HfReference:
         self._logprobs = PolicyLogprobs.of(self.model, section)
 
     def load(self, step: int) -> None:
-        """Load the policy exported at ``step``, reusing the memory of the present weights."""
+        """Load the policy exported at ``step`` into the memory of the present weights.
+
+        With LoRA, only attach the adapter exported at ``step``.
+        """
         if self._adapter_of is not None:
             self._adaptable.attach(self._adapter_of(step))
         else:
@@ -63,17 +67,19 @@ class HfReference:
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Compute ``logprobs_of`` groups under other weights of the same architecture and dtype.
 
-        The weights are swapped with the reference's own, tensor by tensor, without extra memory, and swapped
-        back afterwards, bit for bit. An adapter is attached to the initial weights, for which it was trained.
+        Whole policies are swapped with the reference's weights, tensor by tensor, without extra memory, and
+        swapped back afterwards, bit for bit. A LoRA adapter is attached to the initial weights instead, for
+        which it was trained.
         """
         with self._under(weights):
             return self.logprobs_of(groups)
 
     @contextmanager
     def _under(self, weights: WeightUpdate) -> Iterator[None]:
+        """Give the model these weights within the block."""
         before, lora = self._adaptable.adapter, weights.layout.lora
         if lora is None:
-            self._settle()
+            self._move_to_gpu()
             self._swap(weights)
             try:
                 yield
@@ -88,6 +94,7 @@ class HfReference:
 
     @torch.no_grad()
     def _swap(self, weights: WeightUpdate) -> None:
+        """Exchange the model's weights with those in ``weights.data``."""
         parameters = dict(self.model.named_parameters())
         for name, theirs in tensors_in(weights.data, weights.layout):
             ours = parameters[name]
@@ -96,22 +103,26 @@ class HfReference:
             theirs.copy_(before)
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Return log π_ref of each sampled token, float32 [T], by group and completion; other tokens have 0.
+        """Return log π_ref of each token, float32 [T], by group and completion; 0 if it was not sampled.
 
         A pass takes as many groups as PASS_TOKENS allows. Equal completions of a group are computed only
         once, because a trained policy repeats itself.
         """
-        self._settle()
+        self._move_to_gpu()
         return [rows for some in _in_passes(groups) for rows in self._in_one_pass(some)]
 
-    def _settle(self) -> None:
-        """Move the model to the GPU, once. Not in inference mode, whose tensors cannot be changed later."""
+    def _move_to_gpu(self) -> None:
+        """Move the model to the GPU if there is one; later calls do nothing.
+
+        Must not be called in inference mode, because tensors made there cannot be changed later.
+        """
         if torch.cuda.is_available() and self.model.device.type == "cpu":
             self.model.cuda()
             use_tensor_cores(self.model.device)
 
     @torch.inference_mode()
     def _in_one_pass(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Compute ``logprobs_of`` groups that fit into one pass."""
         keys = [
             (number, one.tokens.tobytes(), one.action_T.tobytes(), one.begin_T.tobytes())
             for number, group in enumerate(groups)
@@ -124,6 +135,7 @@ class HfReference:
         return [[next(rows) for _ in group.completions] for group in groups]
 
     def _logprobs_of(self, groups: Sequence[Group], distinct: Mapping[Key, Completion]) -> list[np.ndarray]:
+        """Return log π_ref of distinct completions, float32 [T] each, by one pass of the model."""
         group_N = np.array([number for number, *_ in distinct])
         prompts = [groups[number].request.prompt.tokens for number in group_N]
         pairs = zip(prompts, distinct.values(), strict=True)
@@ -141,9 +153,9 @@ class HfReference:
 
     @contextmanager
     def on_device(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
-        """Yield the policy of ``step`` with its tensors on a trainer rank's device.
+        """Yield the reference of ``step`` as a module with its tensors on ``device``, for a trainer rank.
 
-        After the block its tensors are in host memory again.
+        After the block its tensors are in host memory again; if ``device`` is a GPU, it is page-locked.
         """
         if step != self.step:
             self.load(step)
@@ -156,7 +168,7 @@ class HfReference:
 
 
 def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Divide groups, in order, into passes of at most PASS_TOKENS tokens, or of one larger group."""
+    """Divide groups, in order, into passes of at most PASS_TOKENS tokens. A larger group has its own pass."""
     some, tokens = list[Group](), 0
     for group in groups:
         more = len(group.request.prompt.tokens) + sum(len(one.tokens) for one in group.completions)
@@ -170,7 +182,7 @@ def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
 
 @contextmanager
 def replaced_tensors(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace a model's tensors by copies within the block, for example on another device."""
+    """Replace a model's parameters and buffers within the block by copies, for example on another device."""
     tensors = _tensors(model)
     home = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -187,7 +199,10 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
-    """Load the initial reference of a run. folder_of: function from a step to the folder exported then."""
+    """Load the initial reference of a run.
+
+    folder_of: returns the folder of the policy that was exported at a given step.
+    """
 
     def adapter_of(step: int) -> Adapter:
         return Adapter.load(folder_of(step) / FOLDER)

@@ -1,4 +1,4 @@
-"""LoRA by peft: an adapter on the policy's linear layers, trained while their own weights are frozen.
+"""LoRA by peft: an adapter on the policy's linear layers, trained while the policy's own weights are frozen.
 
 No other module imports peft, so that runs without LoRA do not load it.
 """
@@ -23,14 +23,17 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import write_atomic
 
 BASE_FILE = "base"
-"""File of a checkpoint with the identity of the model that its adapter adapts."""
+"""File of a checkpoint with the ``adapter.identity`` of the model to which its adapter belongs."""
 
 
 class Lora:
-    """A new adapter inside ``policy``: A is random (by ``seed``), B is zero, both in the policy's dtype.
+    """A new adapter, which the constructor puts into ``policy``.
 
-    adapter: the adapter's parameters by the names under which they are published. base: the policy's own
-    parameters by their names without adapter. Raises ConfigError if a target in ``section`` matches no layer.
+    A is random, from ``seed``, and B is zero. Both have the policy's dtype. path: model.path, for errors.
+    Raises ConfigError if there is nothing to adapt, or if one of the section's targets matches no layer.
+
+    adapter: the adapter's parameters, by the names under which they are published. base: the policy's own
+    parameters, by their names without an adapter. weights: description of the published adapter.
     """
 
     def __init__(self, policy: PreTrainedModel, section: LoraSection, *, path: str, seed: int) -> None:
@@ -57,7 +60,7 @@ class Lora:
             inject_adapter_in_model(self._config, policy)
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         for parameter in trained.values():
-            parameter.data = parameter.data.to(policy.dtype)  # peft makes it float32
+            parameter.data = parameter.data.to(policy.dtype)  # peft makes them float32
         self.adapter: dict[str, nn.Parameter] = {
             name.replace(".default.", "."): parameter for name, parameter in trained.items()
         }
@@ -65,7 +68,7 @@ class Lora:
 
     @contextmanager
     def disabled(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield ``policy``, which wraps the adapted model, with the adapter disabled within the block."""
+        """Disable the adapter within the block. Yields ``policy``, a module that wraps the adapted model."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -76,9 +79,9 @@ class Lora:
                 layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the model with the adapter merged, for ``from_pretrained``, and the adapter in a subfolder.
+        """Write the model with the adapter merged, for ``from_pretrained``, and the adapter alone in FOLDER.
 
-        tensors: values of ``adapter`` and ``base``, by name.
+        tensors: values of the parameters in ``adapter`` and ``base``, by name.
         """
         given = {name: tensors[name] for name in self.adapter}
         adapter = Adapter.of(given.items(), self.weights.scale)
@@ -96,11 +99,11 @@ class Lora:
         self._config.save_pretrained(str(folder / FOLDER))
 
     def note_base(self, checkpoint: Path) -> None:
-        """Record in a checkpoint which model its adapter adapts."""
+        """Record in a checkpoint to which model its adapter belongs."""
         write_atomic(checkpoint / BASE_FILE, self._identity)
 
     def require_base(self, checkpoint: Path) -> None:
-        """Raise StateError if a checkpoint's adapter is for another model."""
+        """Raise StateError if a checkpoint's adapter belongs to another model."""
         file = checkpoint / BASE_FILE
         if not file.exists() or file.read_text() != self._identity:
             raise StateError(
@@ -112,7 +115,8 @@ class Lora:
 def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str) -> list[str]:
     """Return the names of the linear layers to adapt. Raises ConfigError if a target matches none.
 
-    The output layer is not adapted: LogprobHead uses only its weights, which may be tied to the embedding.
+    targets: last components of layer names; None: all linear layers. The output layer is never adapted,
+    because LogprobHead takes only its weights, which may be tied to the embedding. path: for errors.
     """
     head = policy.get_output_embeddings()
     linear = [
@@ -132,7 +136,7 @@ def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str)
     for target, names in named.items():
         if not names:
             raise ConfigError(
-                f"model.lora.targets: {target} names no linear layer of model.path={path}, and the output "
-                f"layer gets none: it has {kinds}"
+                f"model.lora.targets: {target} names no linear layer of model.path={path} that can be "
+                f"adapted (the output layer cannot): choose from {kinds}"
             )
     return [name for name in linear if any(name in names for names in named.values())]

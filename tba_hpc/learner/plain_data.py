@@ -1,6 +1,6 @@
-"""Writes, verifies and reads torch files that hold only tensors, numbers and a few plain classes.
+"""Verifies and reads torch files that hold only tensors, plain values and instances of a few named classes.
 
-torch's format is a pickle. Reading it through this module never executes code from the file.
+torch's format is a pickle. Reading a file through this module never executes code that the file contains.
 """
 
 from __future__ import annotations
@@ -12,29 +12,20 @@ from contextlib import contextmanager
 from enum import Enum, EnumType
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 
-from tba_hpc.learner import plain_pickle
 from tba_hpc.run.checkpoints import StateError
 
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable that takes precedence over the arguments of torch.load."""
-
-
-def save(state: object, file: Any) -> None:
-    """Write a tree of tensors and plain values, in the same way under every supported Python.
-
-    file: a path, or an object with ``write`` and ``flush``.
-    """
-    torch.save(state, file, pickle_module=plain_pickle)
+"""Environment variable that makes torch.load read only data, whatever its arguments say."""
 
 
 def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
-    """Read back files that were just written, except the bytes of their tensors.
+    """Read back files that were just written, except the values of their tensors.
 
-    Raises StateError for anything that a resume, which uses the same code, would refuse.
+    classes: as for ``only_data``. Raises StateError for anything that a resume, which uses the same code,
+    would refuse.
     """
     for path in paths:
         try:
@@ -50,9 +41,10 @@ def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
 
 @contextmanager
 def only_data(folder: Path, classes: list[type]) -> Iterator[None]:
-    """Make torch.load accept only data and instances of ``classes``, even when a library calls it.
+    """Make every torch.load within the block accept only data and instances of ``classes``.
 
-    Raises StateError, which names the type, if a file in ``folder`` holds anything else.
+    This includes calls by libraries. Raises StateError, which names the type, if a file holds anything else.
+    folder: the checkpoint, for errors.
     """
     try:
         with _only_data(classes):
@@ -76,9 +68,10 @@ def _only_data(classes: list[type]) -> Iterator[None]:
 
 
 def _member(owner: object, name: object) -> Enum:
-    """Return a member of an Enum by name; replaces getattr, which pickles of Python 3.11.0 to 3.11.4 call.
+    """Return a member of an Enum by its name, in place of the built-in getattr.
 
-    Raises UnpicklingError if ``owner`` is not an Enum class or has no such member.
+    Python 3.11.0 to 3.11.4 pickle a member as ``getattr(class, name)`` (CPython issue 105332). Raises
+    UnpicklingError if ``owner`` is not an Enum class, or has no such member.
     """
     if isinstance(owner, EnumType) and name in owner.__members__:
         return owner.__members__[str(name)]
@@ -86,7 +79,7 @@ def _member(owner: object, name: object) -> Enum:
 
 
 def _what(error: Exception) -> str:
-    """Return the type that torch refused, read from its message, or otherwise the message."""
+    """Return the name of the type that torch refused, or torch's message if it has none."""
     text = " ".join(str(error).split())
     refused = re.search(r"GLOBAL (getattr\(.*?\)|\S+)", text)
     return refused[1] if refused else text.partition("WeightsUnpickler error: ")[2] or text

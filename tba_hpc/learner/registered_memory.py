@@ -1,8 +1,8 @@
 """Registers host memory with CUDA, so that copies to and from it run at full speed.
 
-A registration refers to physical pages. If a file is truncated it gets new pages, and copies to the old ones
-would be lost. A process that truncates a file must therefore map it again
-(``exchange.mpi_world.NodeMemory``); the old pages are unregistered with the old map.
+A registration holds for physical pages. A file that is truncated gets new pages, and whatever is copied to
+the old ones is lost. A process that truncates a file must therefore map it again, as
+``exchange.mpi_world.NodeMemory`` does. The old pages are unregistered when the old map is deleted.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
 log = logging.getLogger(__name__)
 
 PORTABLE = 1
-"""Flag cudaHostRegisterPortable, which registers memory for all devices."""
+"""CUDA's flag cudaHostRegisterPortable: register memory for all devices."""
 
 MAPS_KEPT = 2
-"""Number of weight files that stay mapped, because a node's weights alternate between two files."""
+"""Number of weight files that KeptMaps keeps mapped. A node's weights alternate between two files."""
 
 
 class RegisteredMemory:
-    """Memory that this process has registered with CUDA, so that copies are fast.
+    """Registrar of this process's memory with CUDA. Without a GPU it does nothing.
 
-    cudart: CUDA runtime; None: that of torch, if there is a GPU.
+    cudart: CUDA's runtime library; None: torch's, if there is a GPU.
     """
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart: Any = cudart or (torch.cuda.cudart() if torch.cuda.is_available() else None)
-        self._pages: set[int] = set()  # address of the first page of each range
+        self._pages: set[int] = set()  # address of the first page of each registered range
         self._refused = False
 
     @property
@@ -45,10 +45,10 @@ class RegisteredMemory:
         return self._cudart is not None and not self._refused
 
     def register(self, memory: np.ndarray, start: int = 0, end: int | None = None) -> None:
-        """Register the pages of bytes [start, end) of an array, uint8, while the array lives.
+        """Register the pages of bytes [start, end) of an array, uint8, until the array is deleted.
 
-        Call it before each copy; repeated calls do nothing. If CUDA refuses, this is logged once, and copies
-        are slower.
+        Call this before each copy; repeated calls do nothing. end: None: the array's end. If CUDA refuses, a
+        warning is logged once, and all later copies are slower.
         """
         first = (memory.ctypes.data + start) // mmap.PAGESIZE * mmap.PAGESIZE
         last = memory.ctypes.data + (memory.nbytes if end is None else end)
@@ -59,7 +59,7 @@ class RegisteredMemory:
             self._give_up(nbytes, error)
             return
         self._pages.add(first)
-        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # exit frees all
+        weakref.finalize(_owner(memory), self._unregister, first).atexit = False  # an exit frees everything
 
     def _unregister(self, first: int) -> None:
         self._pages.discard(first)
@@ -72,32 +72,35 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # CUDA reports the error once more, at the next kernel
+        with suppress(RuntimeError, AssertionError):  # the next kernel reports the error, too
             torch.ones(1, device="cuda").add_(1)
 
 
 class KeptMaps:
-    """Maps weight files, and keeps the last MAPS_KEPT maps of shared memory, which are registered."""
+    """Maps weight files. The last MAPS_KEPT files in shared memory stay mapped, and registered with CUDA."""
 
     def __init__(self, memory: RegisteredMemory) -> None:
         self._memory = memory
         self._maps: dict[tuple[int, int], np.ndarray] = {}
 
     def map(self, file: WeightFile) -> np.ndarray:
-        """Map the weights of a file, uint8 [nbytes], which must not be written to."""
+        """Return the weights in a file, uint8 [nbytes]. The caller must not change them."""
         if not (self._memory.works and file.in_shared_memory):
-            return file.map("c")  # torch requires writable memory
+            return file.map("c")  # private and writable, because torch accepts no read-only memory
         key = file.inode, file.generation
         found = self._maps.pop(key, None)
         if found is None:
-            found = file.map("r+")  # registering a private map would copy every page
+            found = file.map("r+")  # shared: registering a private map would copy every page
         self._memory.register(found)
         self._maps = dict([*self._maps.items(), (key, found)][-MAPS_KEPT:])
         return found
 
 
 def try_a_page(cudart: Any = None) -> str:
-    """Register a page of shared memory with CUDA and release it; return ``cudaError N`` (0: success)."""
+    """Register a page of shared memory with CUDA, and release it.
+
+    Returns the text ``cudaError N``; N is 0 for success.
+    """
     cudart = cudart or torch.cuda.cudart()
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         file.truncate(mmap.PAGESIZE)
@@ -109,7 +112,7 @@ def try_a_page(cudart: Any = None) -> str:
 
 
 def _owner(memory: np.ndarray) -> np.ndarray:
-    """Return the array whose deletion unmaps the memory."""
+    """Return the array of which ``memory`` is a view, perhaps of a view. Its deletion unmaps the memory."""
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
     return memory

@@ -1,9 +1,11 @@
-"""Attention for many sequences with shared prompts in one row; each sequence attends only to itself.
+"""Attention within each of many sequences that lie in one row, in which every prompt appears once.
 
-All other parts of a model process tokens independently. Attention gathers each sequence's keys and values
-from the row. It is then plain causal attention, for which there are fast kernels, unlike for a custom mask.
+A row is what a model takes for one long sequence (``core.packing``). Only attention mixes its tokens. Here it
+first gathers the keys and values of each sequence from the row. What remains is plain causal attention, for
+which there are fast kernels, as there are none for a custom mask.
 
-Shape letters: N sequences, L padded length, R tokens of the row, H heads, d head size, F features.
+Shape letters: N or n sequences, L padded length, R tokens of the row, S keys of all sequences, H heads, d
+head size, F = H·d.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from transformers.masking_utils import sdpa_mask
 from tba_hpc.core.packing import Padded, Varlen
 
 ATTENTION = "by-sequence"
-"""Name by which transformers knows ``attend_by_sequence``."""
+"""Name under which ``attend_by_sequence`` is registered with transformers."""
 
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Mask passed with ``packed``. Its four axes stop transformers from making a mask from positions."""
+"""Unused attention mask for calls with ``packed``. Its four axes keep transformers from making one."""
 
 CAUSAL = (-1, 0)
-"""Window of varlen_attn for causal attention. The last query is aligned with the last key."""
+"""Argument window_size of varlen_attn for causal attention in which the last query sees all keys."""
 
 
 class _Gather(torch.autograd.Function):
-    """index_select whose backward pass sums the gradients of repeated rows in float32.
+    """Function like index_select whose backward pass sums the gradients of repeated rows in float32.
 
-    Autograd would round the sum to the values' dtype after each term.
+    That of index_select rounds the sum to the dtype of the values after each term.
     """
 
     @staticmethod
@@ -53,7 +55,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(value_RF: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the rows at each of ``places``, int64 of any shape, as [*shape, F], with gradient."""
+    """Return the rows at each of ``places``, as [*shape, F] with gradient. places: int64, of any shape."""
     gathered: tuple[Tensor, ...] = _Gather.apply(value_RF, *places)
     return gathered
 
@@ -69,9 +71,10 @@ def attend_by_sequence(
     packed: Varlen | Padded | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, [1, R, H, d], as an attention function of transformers. Supports grouped queries.
+    """Compute attention within each sequence, [1, R, H, d]. This is an attention function of transformers.
 
-    packed: indices of the sequences in the row; None: plain ``sdpa``.
+    Keys and values may have fewer heads than queries. packed: the sequences' places in the row; None: the row
+    is one sequence, and transformers' "sdpa" is used, with ``attention_mask``.
     """
     if packed is None:
         options["scaling"] = scaling
@@ -85,7 +88,7 @@ def attend_by_sequence(
 def _attend_varlen(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Varlen, scaling: float | None
 ) -> Tensor:
-    """Compute attention, [R, H, d], with the variable-length kernel, without padding."""
+    """Compute attention, [R, H, d], by torch's kernel for sequences of different lengths, without padding."""
     keys, values = (
         gather(of_RHd.flatten(1), [packed.key_S])[0].unflatten(1, of_RHd.shape[1:])
         for of_RHd in (key_RHd, value_RHd)
@@ -110,16 +113,16 @@ def _attend_padded(
     query_RHd: Tensor, key_RHd: Tensor, value_RHd: Tensor, packed: Padded, scaling: float | None
 ) -> Tensor:
     """Compute attention, [R, H, d], in one padded rectangle for each set of sequences of similar length."""
-    each = query_RHd.shape[1] // key_RHd.shape[1]
-    if each > 1 and query_RHd.is_cuda and query_RHd.dtype == torch.float32:
-        # The only float32 kernel for grouped queries materialises all L x L weights.
-        key_RHd, value_RHd = (of_RHd.repeat_interleave(each, 1) for of_RHd in (key_RHd, value_RHd))
-    several = key_RHd.shape[1] < query_RHd.shape[1]
+    queries_per_key = query_RHd.shape[1] // key_RHd.shape[1]
+    if queries_per_key > 1 and query_RHd.is_cuda and query_RHd.dtype == torch.float32:
+        # The only float32 kernel for fewer key heads than query heads keeps all L x L weights in memory.
+        key_RHd, value_RHd = (of_RHd.repeat_interleave(queries_per_key, 1) for of_RHd in (key_RHd, value_RHd))
+    grouped = key_RHd.shape[1] < query_RHd.shape[1]
     sequences = zip(*(_rectangles(of_RHd, packed) for of_RHd in (query_RHd, key_RHd, value_RHd)), strict=True)
     found = []
     for query_nHLd, key_nHLd, value_nHLd in sequences:
         found_nHLd = functional.scaled_dot_product_attention(
-            query_nHLd, key_nHLd, value_nHLd, is_causal=True, scale=scaling, enable_gqa=several
+            query_nHLd, key_nHLd, value_nHLd, is_causal=True, scale=scaling, enable_gqa=grouped
         )
         found.append(found_nHLd.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, packed.from_R)

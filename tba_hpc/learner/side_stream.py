@@ -1,4 +1,4 @@
-"""CUDA stream for copies to the host that run concurrently with the GPU's other work."""
+"""A CUDA stream for copies to host memory that run beside the GPU's other work."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import torch
 
 
 class SideStream:
-    """Asynchronous copies from this process's GPU; without a GPU they are synchronous.
+    """Asynchronous copies from this process's GPU; without a GPU, copies are synchronous.
 
-    own: use a separate stream. Otherwise copies are queued in the current stream, so that tensors may be
-    freed as soon as their copies are queued. cuda: torch.cuda, or a stand-in; None: torch's, if there is a
-    GPU.
+    own: use a separate stream. Otherwise copies are queued in the current stream; then a tensor may be freed
+    as soon as its copy is queued. cuda: torch.cuda, or an object like it; None: torch.cuda if there is a GPU.
     """
 
     def __init__(self, *, own: bool, cuda: Any = None) -> None:
         self._cuda: Any = cuda or (torch.cuda if torch.cuda.is_available() else None)
         self._own = self._cuda.Stream() if self._cuda and own else None
-        self._copied: Any = None  # event after the last copies
+        self._copied: Any = None  # event that follows the last copies
 
     @property
     def works(self) -> bool:
-        """True if there is a GPU, so that copies may continue after the block of ``copying``."""
+        """True if there is a GPU, so that copies may go on after the block of ``copying``."""
         return self._cuda is not None
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue the copies made within the block; they begin once the GPU has finished all earlier work."""
+        """Queue the copies made within the block. They begin once the GPU has finished all earlier work."""
         if not self.works:
             yield
             return
@@ -38,7 +37,7 @@ class SideStream:
         stream.wait_stream(current)
         with self._cuda.stream(stream):
             yield
-            self._copied = stream.record_event(self._cuda.Event(blocking=True))  # waiting takes no core
+            self._copied = stream.record_event(self._cuda.Event(blocking=True))  # a waiting thread sleeps
 
     def delay_changes(self) -> None:
         """Make later work of the current stream, such as an optimizer step, wait for the copies."""
@@ -46,6 +45,6 @@ class SideStream:
             self._cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait, in any thread, until the copies are finished."""
+        """Block the calling thread, which may be any, until the copies are finished."""
         if self._copied:
             self._copied.synchronize()

@@ -1,4 +1,4 @@
-"""In-memory copies of a trainer rank's state, which are written while training continues."""
+"""In-memory copies of a trainer rank's part of a checkpoint, which are written while training goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils import _pytree as pytree
 
-from tba_hpc.learner.plain_data import save
 from tba_hpc.run.background import at_once
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.memory import free_memory
@@ -21,19 +20,20 @@ from tba_hpc.run.memory import free_memory
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
-"""Largest share of a machine's free memory that its ranks' copies may take together."""
+"""Largest share of a machine's free memory that the copies of its ranks may take together."""
 
 
 class Snapshot:
     """In-memory copies of one rank's checkpoint files. A file that does not fit is written at once instead.
 
-    local_ranks: number of ranks on this machine that make such copies. gpu: whether the state is on a GPU.
+    local_ranks: number of trainer ranks on this machine, all of which make copies. gpu: whether the state is
+    on a GPU; copies are then in page-locked memory.
     """
 
     def __init__(self, *, local_ranks: int, gpu: bool) -> None:
-        torch.serialization.set_crc32_options(False)  # redundant: the inventory has checksums
+        torch.serialization.set_crc32_options(False)  # the inventory has checksums
         self._local_ranks = local_ranks
-        self._stager = DefaultStager(  # keeps its memory for the next copy
+        self._stager = DefaultStager(  # uses its memory again for the next copy
             StagingOptions(
                 use_pinned_memory=gpu,
                 use_non_blocking_copy=gpu,
@@ -41,24 +41,24 @@ class Snapshot:
                 use_async_staging=False,
             )
         )
-        self._fits: dict[str, bool] = {}  # by the name of the file
+        self._fits: dict[str, bool] = {}  # whether a file fits, by its name
         self._files: list[Callable[[], SummedFile]] = []
 
     def add(self, state: dict[str, Any], path: str) -> None:
-        """Copy a state, a tree of tensors, that is to be written to ``path``."""
+        """Copy ``state``, a tree of tensors and plain values, which is to be written to ``path``."""
         file = Path(path)
         if self._has_room(file.name, state):
-            self._files.append(partial(_write_file, file, partial(save, self._stager.stage(state))))
-        else:  # errors are raised by the function that take returns; here other ranks would be left waiting
-            self._files.append(at_once(partial(_write_file, file, partial(save, state))).result)
+            self._files.append(partial(_write_file, file, partial(torch.save, self._stager.stage(state))))
+        else:  # an error is raised later, by a function of ``take``; raised here it would leave ranks waiting
+            self._files.append(at_once(partial(_write_file, file, partial(torch.save, state))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
-        """Return a function per copied file that writes it, and forget the files."""
+        """Return one function for each file added since the last call; it writes the file, or raises."""
         files, self._files = self._files, []
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Return whether a copy of the file fits into memory. Checked once: later copies reuse the memory."""
+        """Return whether a copy of the file fits into memory. Decided once: later copies reuse it."""
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room
@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def _bytes(state: object) -> int:
-    """Return the bytes of all tensors in a tree; storage that they share counts once."""
+    """Return the bytes of all tensors in a tree. Storage that tensors share counts once."""
     storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

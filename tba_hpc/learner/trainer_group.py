@@ -1,6 +1,7 @@
 """Communication between trainer ranks: finding each other, the leader's commands, and sums over ranks.
 
-Ranks find each other by files in a private folder, so that none has to open a port to strangers.
+The leader is rank 0; the others are its followers. Ranks find each other by files in a private folder, so
+that none has to listen where strangers could connect.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ from tba_hpc.learner.folder_store import FolderStore
 from tba_hpc.run.listeners import own_listeners, stop_listening
 
 IDLE_DEADLINE = timedelta(days=2)
-"""Longest time between two commands. The leader may wait hours for its first buffer.
+"""Longest time that a follower waits for a command. The leader may wait hours until its buffer is filled.
 
-The leader's death is noticed at once, because its connection closes.
+If the leader dies, a follower notices at once, because the connection closes.
 """
 
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment variables for ranks on one machine, which make it unreachable from other machines."""
+"""Environment variables that keep connections between ranks on one machine off the network."""
 
 SIZE = struct.Struct("<q")
+"""Encoding of a command's length in bytes, which is sent before the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that the leader sends to every rank."""
+    """A command that the leader sends to all followers.
+
+    name: which method to execute. arguments: its arguments, as JSON holds them. arrays: arrays of numbers.
+    """
 
     name: str
     arguments: tuple[float | str, ...] = ()
@@ -59,15 +64,15 @@ class Command:
 
 
 class TrainerGroup:
-    """One rank's connection to the others. There is one per process, as torch.distributed allows only one.
+    """One rank's connection to the others; one per process, because torch.distributed allows no more.
 
     The constructor waits for the other ranks in ``store``, an existing, private, shared folder that was empty
     before this attempt. It sets the environment variables RANK, LOCAL_RANK and others, which libraries read.
-    deadline: time limit of any collective operation, s. start_deadline: longest wait for another rank in
-    ``store``, s; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError that names
-    ranks sharing a GPU.
+    deadline: time limit of any operation of all ranks, s. start_deadline: longest wait for another rank to
+    start, s; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError that names ranks
+    sharing a GPU.
 
-    device: this rank's GPU, or the CPU. local_ranks: number of the group's ranks on this machine.
+    device: this rank's GPU, or the CPU. local_ranks: number of trainer ranks on this machine.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class TrainerGroup:
         self.rank = rank
         self.ranks = ranks
         (store / "group").mkdir(exist_ok=True)
-        self._entries = FolderStore(store / "group", deadline=deadline)  # torch keeps no reference to it
+        self._entries = FolderStore(store / "group", deadline=deadline)  # kept alive: torch does not
         hosts = _meet(self._entries, rank, ranks, start_deadline or deadline)
         local_rank, self.local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
@@ -89,24 +94,25 @@ class TrainerGroup:
             uuid = torch.cuda.get_device_properties(self.device).uuid
             refuse_shared_gpu(self._entries, rank, ranks, f"{uuid}")
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
-        self._others = own_listeners()  # before the group opens its own
+        self._not_ours = own_listeners()  # sockets that listened before this group opened its own
         timeout = timedelta(seconds=deadline)
-        self._longest = max(timeout, timedelta(seconds=start_deadline or 0))  # for a start
+        self._longest = max(timeout, timedelta(seconds=start_deadline or 0))  # it may still start
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
         self._texts = dist.new_group(backend="gloo", timeout=timeout)
-        self._aside = dist.new_group(backend="gloo", timeout=timeout)
-        stop_listening(less=self._others)  # before NCCL opens sockets, which must stay open
+        self._background = dist.new_group(backend="gloo", timeout=timeout)
+        stop_listening(less=self._not_ours)  # now, because sockets that NCCL opens later must stay open
 
     def refuse_strangers(self) -> None:
-        """Stop accepting connections at the ports that gloo has opened for later groups.
+        """Close the ports at which gloo still listens, once all groups of ranks have been made.
 
-        gloo has all connections that it needs. It would keep a file descriptor for each stranger, and abort
-        when none is left.
+        gloo has all connections that it needs by then. It would keep a file descriptor for each stranger that
+        connects, and abort the process when none is left. On a GPU this does nothing, because sockets of NCCL
+        must stay open.
         """
         if self.device.type == "cpu":
-            stop_listening(less=self._others)
+            stop_listening(less=self._not_ours)
 
     @property
     def leads(self) -> bool:
@@ -115,11 +121,11 @@ class TrainerGroup:
 
     @property
     def _alone(self) -> bool:
-        """True if there are no other ranks; calls then skip gloo, which would still cost time."""
+        """True if there are no other ranks. Calls then skip gloo, which takes time even so."""
         return self.ranks == 1
 
     def send(self, command: Command) -> None:
-        """Send a command, as the leader, to all followers. Raises ExchangeError if one of them is gone."""
+        """Send a command to all followers, as the leader. Raises ExchangeError if one of them is gone."""
         if self._alone:
             return
         data = command.to_bytes()
@@ -128,15 +134,15 @@ class TrainerGroup:
             self._broadcast(data)
 
     def receive(self) -> Command:
-        """Wait, as a follower, for the leader's next command. Raises ExchangeError if the leader is gone."""
+        """Wait for the leader's next command, as a follower. Raises ExchangeError if the leader is gone."""
         with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
             (size,) = SIZE.unpack(self._broadcast(bytes(SIZE.size)))
             return Command.from_bytes(self._broadcast(bytes(size)))
 
     def _broadcast(self, data: bytes) -> bytes:
-        """Return the leader's ``data``. A follower passes any bytes of the same length.
+        """Return the leader's ``data`` on every rank. A follower passes any bytes of the same length.
 
-        The leader waits until the followers fetch it, at most as long as a start may take.
+        The leader waits until all have received the data, at most for the longer of the two deadlines.
         """
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         work = dist.broadcast(buffer, src=0, group=self._commands, async_op=True)
@@ -150,9 +156,9 @@ class TrainerGroup:
                 self._broadcast(b"\0")
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, by rank; none may be empty.
+        """Return the texts of all ranks, in the order of ranks. No text may be empty.
 
-        It has its own connections, so that one thread of each rank may call it while others use the group.
+        This has its own connections, so that one thread of each rank may call it while others use the group.
         Raises ExchangeError if another rank is gone, or does not call this within the deadline.
         """
         if self._alone:
@@ -167,7 +173,7 @@ class TrainerGroup:
             return [one.numpy().tobytes().rstrip(b"\0").decode() for one in texts]
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums of ``values`` over all ranks, in float64."""
+        """Return the sum of ``values`` over all ranks, element by element, as float64."""
         sums = torch.from_numpy(values.astype(np.float64))
         if not self._alone:
             dist.all_reduce(sums)
@@ -175,7 +181,7 @@ class TrainerGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enclose work that all ranks do together. Raises ExchangeError if another rank dies meanwhile."""
+        """Enclose work that all ranks do together. Raises ExchangeError if another rank dies in the block."""
         other = f"trainer rank {1 - self.rank}" if self.ranks == 2 else "another trainer rank"
         with _lost(f"trainer rank {self.rank} cannot go on: {other}"):
             yield
@@ -185,9 +191,9 @@ class TrainerGroup:
         self.total(np.zeros(1))
 
     def background_barrier(self) -> None:
-        """Wait, in one thread of each rank, until all ranks have called this; other threads may go on."""
+        """Wait until all ranks have called this, each in one thread. Other threads may use the group."""
         if not self._alone:
-            dist.all_reduce(torch.zeros(1), group=self._aside)
+            dist.all_reduce(torch.zeros(1), group=self._background)
 
     def leave(self) -> None:
         """Close all connections. All ranks must call this."""
@@ -195,12 +201,13 @@ class TrainerGroup:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error means a lost peer; gloo's RuntimeErrors are recognised by their texts."""
+    """Return whether an error means that a rank is lost. gloo's errors are recognised by their texts."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "timed out"))
 
 
 @contextmanager
 def _lost(who: str) -> Iterator[None]:
+    """Turn an error that means a lost rank into ExchangeError. who: beginning of its message."""
     try:
         yield
     except RuntimeError as error:
@@ -212,7 +219,7 @@ def _lost(who: str) -> Iterator[None]:
 
 
 def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[str]:
-    """Wait for all ranks; return their host names. Raises ExchangeError that names missing ranks."""
+    """Wait for all ranks; return their host names, by rank. Raises ExchangeError that names missing ranks."""
     keys = [f"host of rank {other}" for other in range(ranks)]
     entries.set(keys[rank], socket.gethostname())
     try:
@@ -228,7 +235,10 @@ def _meet(entries: FolderStore, rank: int, ranks: int, deadline: float) -> list[
 
 
 def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> None:
-    """Raise ConfigError if another rank has the GPU with this UUID; NCCL would fail at the first step."""
+    """Raise ConfigError if another rank has the same GPU, with which NCCL would fail at the first step.
+
+    gpu: UUID of this rank's GPU.
+    """
     entries.set(f"GPU of rank {rank}", gpu)
     gpus = [entries.get(f"GPU of rank {other}").decode() for other in range(ranks)]
     if gpus.count(gpu) > 1:
@@ -240,7 +250,7 @@ def refuse_shared_gpu(entries: FolderStore, rank: int, ranks: int, gpu: str) -> 
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
-    """Set variables that torch-based libraries read; remove MPI's, whose rank numbers include searchers."""
+    """Set environment variables that libraries on torch read. Remove MPI's, whose ranks include searchers."""
     for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
         del os.environ[name]
     os.environ |= {

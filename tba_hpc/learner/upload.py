@@ -1,4 +1,4 @@
-"""Copies many arrays from host to device in one transfer."""
+"""Copies many numpy arrays to a device in one transfer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 from tba_hpc.core.types import offsets_of
 
 ALIGNED = 64
-"""Alignment of each array, in bytes, sufficient for any dtype."""
+"""Alignment of each array in the transfer, in bytes; sufficient for any dtype."""
 
 T = TypeVar("T")
 
 
 def upload(value: T, device: torch.device) -> T:
-    """Replace every array within nested dataclasses, tuples and lists by a tensor on ``device``.
+    """Return a copy of ``value`` with a tensor on ``device`` in place of every array.
 
-    All arrays are copied together. A copy to a GPU is asynchronous, from page-locked memory.
+    value: nested dataclasses, tuples and lists. All arrays are copied together. A copy to a GPU is
+    asynchronous, from page-locked memory.
     """
     arrays: list[np.ndarray] = []
     _replace_arrays(value, lambda array: arrays.append(np.ascontiguousarray(array)))
@@ -35,12 +36,13 @@ def upload(value: T, device: torch.device) -> T:
 
 
 def _tensor(data: Tensor, start: int, array: np.ndarray) -> Tensor:
-    """Return a view of ``data``, uint8, with the dtype and the shape of ``array``."""
+    """Return the tensor at byte ``start`` of ``data``, uint8, with the dtype and shape of ``array``."""
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return data[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 def _replace_arrays(value: Any, by: Callable[[np.ndarray], Any]) -> Any:
+    """Return ``value`` with ``by(array)`` in place of every array, in a fixed order."""
     if isinstance(value, np.ndarray):
         return by(value)
     if isinstance(value, tuple | list):

@@ -1,8 +1,8 @@
-"""An elastic searcher: the slot it leases, its requests and evaluations, and how it leaves.
+"""Elastic searchers: the slot that one leases, its requests and evaluations, and how it leaves.
 
-The holder of a slot issues the slot's requests; the next holder issues those that are not completed. A
-restarted trainer may divide the requests among a different number of slots. The searcher then restarts its
-stream of requests and keeps its engine and shards.
+A slot is a searcher's number in the run. The holder of a slot issues the slot's requests; the next holder
+issues those that are not completed. A restarted trainer may divide the requests among another number of
+slots. The searcher then restarts its stream of requests, and keeps its engine and shards.
 """
 
 from __future__ import annotations
@@ -33,27 +33,31 @@ EVALUATOR = "evaluator"
 """Name of the lease of the evaluating searcher in a run whose searchers are all elastic."""
 
 EVALUATOR_RETRY_SECONDS = 5.0
-"""Pause between two attempts to take the EVALUATOR lease."""
+"""Pause between two attempts to take the EVALUATOR lease, s."""
 
 ELASTIC_CHECK_SECONDS = 5.0
-"""Pause between the trainer's checks for elastic searchers; building an engine takes longer."""
+"""Pause between the trainer's checks for elastic searchers, s. Building an engine takes longer."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Environment variables that an MPI launcher sets in the processes it starts."""
 
 
 class NoSlotError(ValueError):
-    """Raised if all slots are taken; the message is one sentence."""
+    """Raised if no slot is free. The message is one sentence."""
 
 
 def has_no_launcher(config: Config, index: int | None) -> bool:
-    """Return whether this searcher is elastic (no launcher). Raises ConfigError if the run has no slots."""
+    """Return whether this searcher is elastic, which means that no launcher has started it.
+
+    index: the searcher's number, if it was started with one. Raises ConfigError if there was no launcher, and
+    the run has no slots for elastic searchers.
+    """
     if index is not None or ATTEMPT in os.environ:
         return False
     if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
         raise ConfigError(
             "launch.elastic=0 leaves no slot for an elastic searcher: stop the run if it is at work, and go "
-            "on with --set launch.elastic=N, for as many as may join"
+            "on with --set launch.elastic=N, where N is how many may join"
         )
     return config.launch.elastic > 0
 
@@ -68,7 +72,7 @@ class Slot:
 
 @contextmanager
 def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
-    """Hold the lowest free slot while the block runs. Raises NoSlotError."""
+    """Hold the lowest free slot while the block runs. Raises NoSlotError if none is free."""
     searchers = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
     lease = take_lease(run, searchers)
     if lease is None:
@@ -83,17 +87,18 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class ElasticSearchers:
-    """Elastic searchers that hold a slot, as of the last check (at most every ELASTIC_CHECK_SECONDS).
+    """The elastic searchers of a run, as its trainer sees them at a check every ELASTIC_CHECK_SECONDS.
 
-    A searcher that has left still counts until all of its sealed shards have been read; see ``reading``.
+    In ``ready`` a searcher that has left still counts until all of its sealed shards have been read; see
+    ``reading``.
     """
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
-        self._looked = -ELASTIC_CHECK_SECONDS
-        self._there: dict[str, Claim] = {}
-        self._unread: dict[int, int] = {}  # those that were ready when the last whole read began
+        self._checked = -ELASTIC_CHECK_SECONDS
+        self._holders: dict[str, Claim] = {}
+        self._unread: dict[int, int] = {}  # of those that were ready when all shards were last read
 
     def anybody(self) -> bool:
         """Return whether any elastic searcher holds a slot, even if its engine is still being built."""
@@ -106,7 +111,7 @@ class ElasticSearchers:
     def reading(
         self, read: Callable[[Mapping[int, int]], Iterable[Shard]]
     ) -> Callable[[Mapping[int, int]], Iterator[Shard]]:
-        """Wrap ``read``, which yields sealed shards, so that it first records who holds a slot."""
+        """Wrap ``read``, which yields sealed shards, so that ``ready`` knows whose shards are all read."""
 
         def noted(cursors: Mapping[int, int]) -> Iterator[Shard]:
             ready = self._loaded()
@@ -116,14 +121,15 @@ class ElasticSearchers:
         return noted
 
     def _loaded(self) -> dict[int, int]:
+        """Return the leases of those that hold a slot and have loaded weights, by searcher."""
         return {self._names[name]: claim.number for name, claim in self._last().items() if claim.owner.ready}
 
     def _last(self) -> dict[str, Claim]:
-        """Return the result of the last check that the file system answered."""
-        if self._names and time.monotonic() - self._looked >= ELASTIC_CHECK_SECONDS:
-            self._looked = time.monotonic()
-            self._there = if_available(self._look, otherwise=self._there)
-        return self._there
+        """Check again if it is time; return the result of the last check that the file system answered."""
+        if self._names and time.monotonic() - self._checked >= ELASTIC_CHECK_SECONDS:
+            self._checked = time.monotonic()
+            self._holders = if_available(self._look, otherwise=self._holders)
+        return self._holders
 
     def _look(self) -> dict[str, Claim]:
         if not self._run.owners.is_dir():
@@ -133,7 +139,7 @@ class ElasticSearchers:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Let a stop signal within the block end the process at once, since it has no completions to seal."""
+    """Let a stop signal within the block end the process at once, as there are no completions to seal yet."""
     asked = False
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -153,7 +159,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class EvaluatorLease:
-    """Lease of the only searcher that evaluates for the run, until it leaves or dies."""
+    """Lease whose holder alone evaluates for a run without searchers of its own, until it leaves or dies."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -176,7 +182,10 @@ class EvaluatorLease:
 
 @dataclass
 class ElasticStay:
-    """An elastic searcher's participation in a run. stop_asked: function that returns whether to leave."""
+    """An elastic searcher's participation in a run, from joining to leaving.
+
+    stop_asked: returns whether a signal has asked the searcher to leave.
+    """
 
     run: RunDir
     config: Config
@@ -187,7 +196,7 @@ class ElasticStay:
     _ready: bool = False
 
     def __post_init__(self) -> None:
-        self._split = _split(self.config.launch)  # the division that the searcher's "started" event reports
+        self._split = _split(self.config.launch)  # as the searcher's "started" event reports it
         self._evaluator = EvaluatorLease(self.run)
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
@@ -200,7 +209,7 @@ class ElasticStay:
         )
 
     def _launch(self) -> LaunchSection:
-        """Return the launch section with which the current trainer was started."""
+        """Return the launch section of the config with which the current trainer was started."""
         if (attempt := self.exchange.attempt) != self._attempt:
             self._attempt = attempt
             self.config = self.config.model_copy(update={"launch": self.run.config().launch})
@@ -212,10 +221,11 @@ class ElasticStay:
         return self.slot.searcher not in self._launch().elastic_searchers
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
-        """Yield the slot's requests without end, except those completed according to ``progress``.
+        """Yield the slot's requests, without end, except those that are completed.
 
-        progress: as reported by the trainer and this slot's shards. If a restarted trainer divides the
-        requests differently, the slot's new requests follow, except those issued here or completed.
+        progress: the run's progress when this searcher joined, with the shards of this slot. If a restarted
+        trainer divides the requests among another number of slots, the slot's new requests follow, except
+        those that were issued here before or are completed. Ends if the run then lacks this slot.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
         stream = training_requests(self.config, task, self.slot.searcher, known)
@@ -236,7 +246,7 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Report once that the engine has loaded weights, so that the trainer grants requests to it."""
+        """Report once that the engine has loaded weights, so that the trainer grants requests."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)
@@ -265,5 +275,5 @@ class ElasticStay:
 
 
 def _split(launch: LaunchSection) -> tuple[int, int]:
-    """Return the numbers of searchers and of elastic slots. Together they decide each slot's requests."""
+    """Return the numbers of the run's own searchers and of its slots, which decide each slot's requests."""
     return launch.searchers, launch.elastic

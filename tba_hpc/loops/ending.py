@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from tba_hpc.config import Config, LaunchSection
-from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.wording import first_few
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.summary import summarise, write_summary
@@ -15,30 +15,23 @@ from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 EVALUATION_CHECK_SECONDS = 0.1
-"""Pause between two checks of the exchange and the evaluations."""
+"""Pause between two checks of the exchange and of the last evaluation, s."""
 
 NEWS_SECONDS = 5.0
-"""Pause between two checks of the searchers' metrics files, s."""
+"""Pause between two checks of the searchers' metrics for progress, s."""
 
 
-def end_run(
-    run: RunDir,
-    config: Config,
-    *,
-    finished: bool,
-    trainer: Trainer,
-    learner: Learner,
-    exchange: TrainerExchange,
-) -> None:
-    """Release all ranks and write a summary; write a model and a report, too, if the run is ``finished``.
+def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) -> None:
+    """Release all ranks and write a summary; if the run is ``finished``, also evaluate, export and report.
 
-    finished: whether the last step was taken. If a stop is requested now, a resume only repeats this ending.
-    The run is marked as finished once nothing is left to train or to evaluate. If it is killed between that
-    and the report, the next ``tba run`` or ``tba report`` writes the report. After a stop the launcher does.
-    Shards that arrive from now on stay on disk, unmerged.
+    finished: whether the last step was taken. If a stop is requested during the ending, a resume only repeats
+    the ending. The run is marked as finished once nothing is left to train or to evaluate. If the process is
+    killed between this mark and the report, the next ``tba run`` or ``tba report`` writes the report. After a
+    stop the launcher writes it. Shards that arrive from now on stay on disk, unmerged.
 
     Raises ExchangeError if the last evaluation does not arrive.
     """
+    learner, exchange = trainer.learner, trainer.exchange
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")
     if published:
@@ -51,15 +44,15 @@ def end_run(
         trainer.log_event("stopped")
     exchange.close()
     if complete:
-        from tba_hpc.report.page import write_report  # matplotlib costs every start a second
+        from tba_hpc.report.page import write_report  # imports matplotlib, which takes a second
 
         write_report(run)
-    else:  # drawing may take longer than a job has left to stop, so the launcher draws
+    else:  # a report may take longer than the job has left, so the launcher draws it
         write_summary(run, summarise(run))
 
 
 def publish_last(trainer: Trainer) -> bool:
-    """Publish the last weights for the last evaluation; False if a stop is requested first."""
+    """Publish the last weights, for the last evaluation. Returns False if a stop is requested before."""
     while not trainer.stopping:
         if trainer.publish_if_due():  # bounded by the exchange's deadline
             return True
@@ -68,7 +61,7 @@ def publish_last(trainer: Trainer) -> bool:
 
 
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
-    """Wait until every searcher's part of the last evaluation is on disk; False if a stop is requested first.
+    """Wait until all parts of the last evaluation are on disk. Returns False if a stop is requested before.
 
     Raises ExchangeError if no searcher whose part is missing has generated anything for a whole timeout.
     """
@@ -78,7 +71,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
-        trainer.poll()
+        trainer.exchange.gather()
         now = time.monotonic()
         if now - looked >= NEWS_SECONDS:
             looked = now
@@ -95,9 +88,9 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Yield whether there was progress since the last check.
+    """Yield, at each check, whether there was progress since the check before.
 
-    Progress is a part of the evaluation, or a completion of a searcher whose part is missing. If all
+    Progress is a new part of the evaluation, or a completion by a searcher whose part is missing. If all
     searchers are elastic, any of them may be the one that evaluates.
     """
     tails: dict[int, MetricsTail] = {}
@@ -113,7 +106,7 @@ def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
 
 
 def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
-    """Return whose part is missing, and a remedy."""
+    """Return the searchers whose parts of the last evaluation are missing, and a remedy, for an error."""
     if not launch.searchers:
         return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
     places = missing_parts(run, "test", step, launch.searchers)

@@ -25,7 +25,10 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Number of steps, or of syncs if these take longer, without a shard, after which a step waits for one."""
+"""A step waits for a shard if none has arrived for this many steps, or this many syncs if these take longer.
+
+A sync takes exchange.sync_every steps.
+"""
 
 
 class Freshness:
@@ -35,18 +38,24 @@ class Freshness:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._fed: int | None = 0  # step at which the last shard arrived; None: none since the resume
+        self._last_shard: int | None = 0  # step at which it arrived; None: none has since the resume
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
     def begin(self, step: int, completed: CompletedRequests) -> None:
-        """Begin an attempt at its first step. A resume waits for a new shard before it learns."""
-        self._fed = None if step else 0
+        """Begin an attempt at its first step. After a resume the first step waits for a new shard.
+
+        completed: requests completed before the attempt.
+        """
+        self._last_shard = None if step else 0
         if self._config.exchange.max_staleness is not None:
             self._budget = RolloutBudget(self._config, completed)
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
-        """Extend the budget by what the weights of ``step`` allow; return the publication for them."""
+        """Extend the rollout budget by what the weights of ``step`` allow; return the publication for them.
+
+        evaluate, published: see Publication.
+        """
         end, lease_ends = None, dict[int, dict[int, int]]()
         if self._budget:
             end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
@@ -64,7 +73,7 @@ class Freshness:
     # --- Reference ---
 
     def update_reference(self, step: int) -> bool:
-        """Set the reference of ``step``; return whether it differs from the previous one."""
+        """Set the reference that ``step`` uses; return whether it differs from the previous one."""
         before, self.reference = self.reference, schedules.reference(self._config.train, step)
         return self.reference != before
 
@@ -80,40 +89,50 @@ class Freshness:
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
-        """Return which trajectories ``step`` must not learn from, bool [N]. record: RECORD or KIND [N]."""
+        """Return which trajectories ``step`` must not learn from, bool [N].
+
+        record: ``types.RECORD`` [N], or ``live_store.KIND`` [N].
+        """
         stale: np.ndarray = record["reference"] != self.reference
         if (bound := self._config.exchange.max_staleness) is not None:
             stale |= np.abs(step - record["version_oldest"]) > bound
         return stale
 
     def filling(self, step: int) -> bool:
-        """Return whether the run is waiting for its initial buffer."""
+        """Return whether ``step`` waits for an initial buffer: the first, unless staleness is bounded."""
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """Number of groups that ``step`` waits for (at least 1 if ``starved``), or of initial completions."""
+        """Return how many groups ``step`` lacks, and at least 1 if it is ``starved``.
+
+        Before the first step, return how many initial completions the buffer lacks instead, unless staleness
+        is bounded.
+        """
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         wanted = self._config.train.prompts_per_step if self._config.selective else 0
         return max(wanted - self._groups, int(self.starved(step)), self.overdue(step))
 
     def overdue(self, step: int) -> int:
-        """Number of requests that a queue must wait for; 0 if groups are drawn at random."""
+        """Return how many requests ``step`` must wait for if the buffer is a queue; see RolloutBudget.
+
+        0 if groups are drawn at random.
+        """
         return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
         """Return whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
 
-        False if no searcher may issue a request.
+        False if the budget leaves searchers no request to answer, because then none can arrive.
         """
         if self._budget is not None and not self._owed.total():
             return False
         limit = max(STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA * self._config.exchange.sync_every)
-        return self._fed is None or step - self._fed >= limit
+        return self._last_shard is None or step - self._last_shard >= limit
 
     @property
     def _groups(self) -> int:
-        """Groups in the buffer: its requests, or its prompts if ``buffer.replay_limit`` splits up groups."""
+        """Number of groups in the buffer: requests, or prompts if buffer.replay_limit splits up groups."""
         limited = self._config.buffer.replay_limit is not None
         return self._buffer.prompts if limited else self._buffer.requests
 
@@ -121,16 +140,17 @@ class Freshness:
 
     @property
     def _owed(self) -> Counter[int]:
+        """Number of requests that each searcher's place has yet to answer; empty without a budget."""
         return self._budget.owed() if self._budget else Counter()
 
     def exhausted(self, step: int) -> bool:
-        """Return whether ``step`` needs a larger budget: it lacks more requests than searchers may issue."""
+        """Return whether ``step`` needs a larger budget: it lacks more groups than searchers owe."""
         if self._budget is None or not self._budget.has_searchers:
             return False
         return self.missing(step) > self._owed.total()
 
     def note_elastic_leases(self, elastic_leases: Callable[[], Mapping[int, int]]) -> None:
-        """Share the budget with elastic searchers.
+        """Tell the rollout budget, if there is one, which elastic searchers are present.
 
         elastic_leases: returns the leases of the present elastic searchers, by searcher.
         """
@@ -138,25 +158,26 @@ class Freshness:
             self._budget.note_leases(elastic_leases())
 
     def arrive(self, shard: Shard, step: int) -> None:
-        """Record a shard that arrives before ``step``; its requests no longer count as granted and open."""
-        self._fed = step
+        """Record a shard that arrives before ``step``. For the rollout budget its requests are completed."""
+        self._last_shard = step
         if self._budget:
             self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """After ``timeout`` seconds without a shard, let others issue the open requests of silent searchers.
+        """After ``timeout`` seconds without a shard, expect nothing more from the searchers that are silent.
 
-        Raises ExchangeError if there is no searcher left to wait for.
+        Others are then granted requests instead. Raises ExchangeError if there are no others, or if staleness
+        is not bounded, so that there is no budget.
         """
         shortage, remedy = self._shortage(step)
         silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
         if self._budget is None:
             raise ExchangeError(silence)
         self._budget.exclude(set(self._owed), silence)
-        log.warning("%s; others begin what is missing", silence)
+        log.warning("%s; others are granted as many requests", silence)
 
     def _shortage(self, step: int) -> tuple[str, str]:
-        """Return what the buffer lacks, and what the user can do."""
+        """Return what the buffer lacks, as the end of a sentence, and what the user can do."""
         launch, wanted = self._config.launch, self._config.train.prompts_per_step
         none = "" if launch.searchers else " (none belongs to the run itself)"
         add = f"; if no searcher is at work{none}, add one: tba search {self._config.run_dir}"
@@ -175,33 +196,35 @@ class Freshness:
             shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
         elif overdue := self.overdue(step):
             shortage = f"lacks {count(overdue, 'group')} that would be too stale after step {step}"
-        elif self._fed is None:
+        elif self._last_shard is None:
             shortage = "got no shard since the run was resumed"
         else:
-            shortage = f"got no shard in the last {step - self._fed} steps"
+            shortage = f"got no shard in the last {step - self._last_shard} steps"
         if launch.elastic:
             return shortage, f"see the searchers' logs{or_add}"
         searchers = sorted(self._owed) if self._budget else range(launch.searchers)
-        return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
+        names = ", ".join(map(str, searchers))
+        return shortage, f"see the logs of searchers {names}, which have yet to answer"
 
 
 class RolloutBudget:
-    """Limits the requests that searchers may issue, so that the bound n on staleness holds.
+    """Limit on the requests that searchers may issue, so that staleness stays within its bound.
 
-    Steps learn from the oldest groups first. None becomes too stale if, before each step s and for each
-    version v, at most (v + n + 1 − s)·B requests that were granted under weights up to v still lack an answer
-    or a step that learns from it (AReaL, arXiv 2505.24298, §5.1, for the newest v). ``extend`` grants no more
-    than that, and steps wait for ``overdue`` requests. Continuing with fast answers and dropping the rest
-    would starve long answers, so a request counts as long as its answer may arrive.
+    Let n be exchange.max_staleness, B train.prompts_per_step, and let steps learn from the oldest groups
+    first. Then no group becomes too stale if the following holds before each step s and for each version v:
+    of the requests that were granted under weights up to v, at most (v + n + 1 − s)·B are unanswered, or
+    answered but not learned from yet. AReaL (arXiv 2505.24298, §5.1) has this rule for the newest v.
+    ``extend`` grants no more than that, and steps wait for ``overdue`` requests. A request counts as long as
+    its answer may arrive, because learning from fast answers and dropping the rest would starve long ones.
 
-    The run's own searchers may issue theirs before ``end``, which is (v + n + 1)·B in a run without losses or
-    elastic searchers. In place of requests that bring nothing to learn from (duplicates, groups set aside,
-    requests of excluded searchers) others are granted. Otherwise each loss would leave searchers less far
-    ahead.
+    A searcher's place p decides which requests it takes: those with id ≡ p, modulo the number of places. The
+    run's own searchers may issue theirs below ``end``. It is (v + n + 1)·B in a run without losses or elastic
+    searchers. Some requests bring nothing to learn from: duplicates, groups set aside, requests of excluded
+    searchers. Others are granted instead, so that searchers can run as far ahead as before.
 
-    Each slot has an end of its own, under the lease of its holder, which alone may issue what was granted.
-    Once the lease is gone or changed, as many requests are granted to others, and the slot's next holder
-    begins with those that are not completed.
+    The place of each elastic searcher has an end of its own. It belongs to the searcher's lease, under which
+    alone the granted requests may be issued. Once the lease is gone or changed, as many requests are granted
+    to others, and the next searcher at this place begins with those that are not completed.
 
     completed: requests completed when the attempt begins.
     """
@@ -212,55 +235,55 @@ class RolloutBudget:
         self._requests_per_step = config.train.prompts_per_step
         self._last_step = config.train.steps
         self._launch = config.launch
-        self._own = range(config.launch.searchers)
-        self._slots = range(config.launch.searchers, config.launch.places)
-        self._ends = {self._own: 0, **{_only(slot): slot for slot in self._slots}}  # by places that share it
-        self._there = dict[int, int]()  # leases of the elastic searchers at work, by slot
-        self._granted = dict[int, int]()  # leases at the last grant, by slot
-        self._silent = set[int]()
+        self._own = range(config.launch.searchers)  # places of the run's own searchers
+        self._elastic = range(config.launch.searchers, config.launch.places)  # of elastic searchers
+        self._ends = {self._own: 0, **{_only(place): place for place in self._elastic}}  # by set of places
+        self._leases = dict[int, int]()  # of the elastic searchers at work, by place
+        self._granted = dict[int, int]()  # leases at the last grant, by place
+        self._silent = set[int]()  # excluded places
         self._completed = CompletedRequests.from_array(completed.to_array())
-        self._open: dict[int, int] = {}  # version at the grant by unanswered request, oldest first
+        self._unanswered: dict[int, int] = {}  # version at the grant, by request, oldest first
 
     @property
     def end(self) -> int:
-        """First request that searchers other than elastic ones may not issue yet."""
+        """First request that the run's own searchers may not issue yet."""
         return self._ends[self._own]
 
     @property
     def lease_ends(self) -> dict[int, dict[int, int]]:
         """End of each elastic searcher's requests at the last grant, by searcher and lease."""
-        numbers = zip(self._slots, self._launch.elastic_searchers, strict=True)
+        searchers = zip(self._elastic, self._launch.elastic_searchers, strict=True)
         return {
-            number: {self._granted[slot]: self._ends[_only(slot)]}
-            for slot, number in numbers
-            if slot in self._granted
+            searcher: {self._granted[place]: self._ends[_only(place)]}
+            for place, searcher in searchers
+            if place in self._granted
         }
 
     @property
     def has_searchers(self) -> bool:
         """True if there is a searcher to grant requests to."""
-        return not self._silent.issuperset([*self._own, *self._there])
+        return not self._silent.issuperset([*self._own, *self._leases])
 
     @property
     def _idle(self) -> set[int]:
         """Places from which no answer is expected."""
-        return self._silent.union(slot for slot in self._slots if not self._holds(slot))
+        return self._silent.union(place for place in self._elastic if not self._holds(place))
 
-    def _holds(self, slot: int) -> bool:
-        """Return whether the searcher that was last granted a slot's requests still holds the slot."""
-        return slot in self._there and self._granted.get(slot) == self._there[slot]
+    def _holds(self, place: int) -> bool:
+        """Return whether the elastic searcher that was last granted requests of a place is still there."""
+        return place in self._leases and self._granted.get(place) == self._leases[place]
 
     def _place_of(self, request_id: int) -> int:
         return request_id % self._launch.places
 
     def note_leases(self, leases: Mapping[int, int]) -> None:
-        """Update the leases of the present elastic searchers, by searcher; those that left owe nothing.
+        """Replace the leases of the present elastic searchers, by searcher. Those that left owe nothing.
 
         All shards that departed searchers have sealed must have been read before this call.
         """
-        there = {self._launch.place_of(number): lease for number, lease in leases.items()}
-        self._silent -= {slot for slot in self._slots if there.get(slot) != self._there.get(slot)}
-        self._there = there
+        now = {self._launch.place_of(searcher): lease for searcher, lease in leases.items()}
+        self._silent -= {place for place in self._elastic if now.get(place) != self._leases.get(place)}
+        self._leases = now
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
         """Grant the requests that the weights of ``step`` allow, and replace lost ones; return ``end``.
@@ -275,17 +298,17 @@ class RolloutBudget:
         while requests > 0 and debts:
             _, first, owed, busy, places = debts[0]
             request_id = self._next_request(places)
-            self._open[request_id] = step
+            self._unanswered[request_id] = step
             if self._place_of(request_id) not in idle:
                 heapq.heapreplace(debts, ((owed + 1) / busy, first, owed + 1, busy, places))
                 requests -= 1
         return self.end
 
     def _debts(self) -> list[tuple[float, int, int, int, range]]:
-        """Return a heap of the places that share an end, with those that owe least first.
+        """Return a heap of the sets of places that share an end. The set that owes least per place is first.
 
-        An entry holds the requests owed per busy place, the first place, the requests owed, the number of
-        busy places, and all of these places.
+        Only busy places count: those from which answers are expected. An entry holds the requests owed per
+        busy place, the first place of the set, the requests owed, the number of busy places, and the set.
         """
         idle, all_owed, debts = self._idle, self.owed(), []
         for places in self._ends:
@@ -296,7 +319,7 @@ class RolloutBudget:
         return debts
 
     def _next_request(self, places: range) -> int:
-        """Return the next request of these places, and raise their end past it."""
+        """Return the next request of these places that is not completed, and raise their end past it."""
         while True:
             request_id = self._ends[places]
             self._ends[places] += self._launch.places if len(places) == 1 else 1
@@ -304,45 +327,49 @@ class RolloutBudget:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Withdraw requests granted to searchers that left. Their slots begin again at the first request."""
-        gone = {slot for slot in self._slots if not self._holds(slot)}
-        kept = self._open.items()
-        self._open = {one: version for one, version in kept if self._place_of(one) not in gone}
-        self._ends.update({_only(slot): slot for slot in gone})
-        self._granted = self._there
+        """Withdraw requests granted to searchers that left. The ends of their places begin again."""
+        gone = {place for place in self._elastic if not self._holds(place)}
+        kept = self._unanswered.items()
+        self._unanswered = {one: version for one, version in kept if self._place_of(one) not in gone}
+        self._ends.update({_only(place): place for place in gone})
+        self._granted = self._leases
 
     def overdue(self, step: int) -> int:
         """Count requests that ``step`` must wait for, so that later steps can learn from the rest in time.
 
-        Steps up to v + n can learn from requests granted under weights v. So before ``step`` no more than
-        (v + n − step)·B requests that were granted by then may be open.
+        Steps up to v + n can learn from requests granted under weights v. So before ``step``, of the requests
+        granted under weights up to v, no more than (v + n − step)·B may be unanswered.
         """
         idle = self._idle
-        found = overdue = 0
-        for request_id, version in self._open.items():
-            found += self._place_of(request_id) not in idle
+        unanswered = overdue = 0
+        for request_id, version in self._unanswered.items():
+            unanswered += self._place_of(request_id) not in idle
             in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
-            overdue = max(overdue, found - in_time)
+            overdue = max(overdue, unanswered - in_time)
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Note requests that are completed: answered, or set aside. Those completed before do not count."""
+        """Note requests that are completed: answered, or set aside. Repeats change nothing."""
         self._completed.add(request_ids)
         for request_id in request_ids.tolist():
             self._silent.discard(self._place_of(request_id))
-            self._open.pop(request_id, None)
+            self._unanswered.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
-        """Count requests that may be issued and are not completed, by place; excluded places are left out."""
-        idle, places = self._idle, map(self._place_of, self._open)
+        """Count granted requests that are not completed, by place. Places that owe no answer are left out."""
+        idle, places = self._idle, map(self._place_of, self._unanswered)
         return Counter(place for place in places if place not in idle)
 
     def exclude(self, places: set[int], why: str) -> None:
-        """Ignore these places until they deliver. Raises ExchangeError(``why``) if no searcher is left."""
+        """Expect nothing from these places until they deliver, so that ``extend`` grants more to others.
+
+        Raises ExchangeError(``why``) if no searcher is left.
+        """
         self._silent |= places
         if not self.has_searchers:
             raise ExchangeError(why)
 
 
 def _only(place: int) -> range:
+    """Return the set of places that contains only this one."""
     return range(place, place + 1)

@@ -1,8 +1,8 @@
 """Merges sealed shards into the replay buffer, each exactly once, and evicts what is stale or used up.
 
-Every change leaves a line in the trainer's metrics. Shards are pruned, so ``tba audit`` follows these lines.
-A group whose request was answered before is left out. Such groups come from an elastic searcher that was
-frozen while another took its place: both issue the same request.
+Every change leaves a line in the trainer's metrics. ``tba audit`` follows these lines, because merged shards
+are deleted. A group whose request was answered before is left out. Such groups come from an elastic searcher
+that was frozen while another took its slot, so that both issued the same request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tba_hpc.loops.restoring import Restored
 
 MERGED_AT_ONCE = 32
-"""Pending shards in memory at a time. Shards are decoded one after the other, so this takes little memory."""
+"""Largest number of pending shards that are in memory at a time when an attempt begins."""
 
 
 @dataclass
 class Merger:
-    """Changes the buffer; every method takes the trainer's state before and returns the state after."""
+    """Changes the buffer. Methods take the trainer's state before a change and return the state after it."""
 
     buffer: ReplayBuffer
     completed: CompletedRequests
@@ -39,9 +39,9 @@ class Merger:
     metrics: MetricsWriter
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
-        """Merge shards that were collected together, as one revision. Shards merged before are left out.
+        """Merge shards that were collected together, as one revision of the buffer.
 
-        sync: version of the last published weights.
+        Shards that were merged before are left out. sync: version of the last published weights.
         """
         shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
         if not shards:
@@ -60,9 +60,9 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict the trajectories that the next step must not learn from.
+        """Evict the trajectories that the next step must not learn from, as one revision of the buffer.
 
-        The evictions make one revision of the buffer. If there are none, ``state`` is returned unchanged.
+        If there are none, ``state`` is returned unchanged.
         """
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
@@ -72,7 +72,10 @@ class Merger:
         return replace(state, revision=revision, evicted=self.buffer.evicted)
 
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
-        """Merge a shard, except groups whose request was answered before; mark its requests as completed."""
+        """Merge a shard, except groups whose request was answered before, and mark its requests as completed.
+
+        Returns the shard's metric record.
+        """
         arrived = shard.trajectories
         requests, kept = shard.request_ids, arrived
         answered = requests[self.completed.among(requests)]
@@ -101,9 +104,9 @@ class Merger:
 def merge_pending(
     config: Config, pending: Iterable[Shard], saved: Restored, metrics: MetricsWriter
 ) -> TrainerState:
-    """Begin an attempt: merge shards that an earlier attempt left, with few in memory at a time.
+    """Begin an attempt: merge the shards that an earlier attempt left, few at a time; return the new state.
 
-    pending: shards sealed beyond the cursors of ``saved``. Returns the new state.
+    pending: shards that the checkpoint ``saved`` does not contain: those from its cursors on.
     """
     state, buffer = saved.state, saved.buffer
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
@@ -118,5 +121,5 @@ def merge_pending(
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
-    """Build the record of an event of the run for the trainer's metrics."""
+    """Make the record of an event of the run for the trainer's metrics."""
     return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

@@ -1,8 +1,8 @@
 """Measures the task's score under given weights on the searchers' engines, between training completions.
 
-Every searcher takes its share of the split: prompt i if i mod searchers is its place among them. It decodes
-greedily, and returns its part of the result once all its answers are judged. Newer weights must not be loaded
-while the evaluator is ``busy``; judging may go on after that.
+Each searcher answers its share of a split: searcher s of S takes the prompts with index ≡ s (mod S). It
+samples at the task's evaluation temperature, and returns its part of the result once all of its answers are
+judged. Newer weights must not be loaded while the evaluator is ``busy``; judging may go on after that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from tba_hpc.core.types import Completion, Group, Request, Sampling, Split
 from tba_hpc.run.evaluations import Answer, Evaluation
 
 LONGEST_TEXT = 2000
-"""Largest number of characters that are kept of a question or an answer."""
+"""Largest number of characters of a question or an answer that are kept."""
 
 
 @dataclass(slots=True)
 class Share:
-    """An unfinished evaluation: this searcher's part so far, and prompts whose answers are not judged yet."""
+    """A searcher's share of an unfinished evaluation.
+
+    part: sums over the answers judged so far. missing: ids of prompts whose answers are not judged yet.
+    """
 
     part: Evaluation
     missing: set[int]
@@ -31,12 +34,13 @@ class Share:
 
 @dataclass
 class OnlineEvaluator:
-    """Issues evaluation requests and counts their answers; ``unanswered``: answers still to be generated.
+    """A searcher's part in evaluations: it issues requests, and counts their answers once they are judged.
 
-    searcher: this searcher's place among the ``searchers`` that evaluate. limits: prompts used per split
-    (None: all). max_tokens: longest completion. done: returns the part that an earlier attempt finished,
-    given a split and the step of the weights. decode: tokens to text, None if no answers are kept. kept:
-    answers are kept of prompts with ids below this.
+    searcher: index of this searcher among the ``searchers`` that evaluate. max_tokens: longest completion.
+    limits: number of prompts used per split; None: all. done: returns the part that an earlier attempt
+    finished, if any, given a split and the step of the weights. decode: function from tokens to text; None:
+    no answers are kept. kept: answers to prompts with ids below this are kept as text. unanswered: number of
+    answers still to be generated.
     """
 
     task: Task
@@ -53,11 +57,14 @@ class OnlineEvaluator:
 
     @property
     def busy(self) -> bool:
-        """True while answers are still to be generated."""
+        """True while answers are still to be generated, which needs the present weights."""
         return self.unanswered > 0
 
     def start(self, split: Split, step: int) -> Evaluation | None:
-        """Queue this searcher's share of ``split``; return its part if the share is empty or already done."""
+        """Queue this searcher's share of ``split``. Returns its part if the share is empty or already done.
+
+        step: optimizer step of the weights that the engine uses.
+        """
         assert not self.busy, "one evaluation at a time"
         sampling = Sampling(self.task.evaluation_temperature, top_p=1.0, max_tokens=self.max_tokens)
         if done := self.done(split, step):
@@ -70,38 +77,40 @@ class OnlineEvaluator:
         return None if prompts else self._shares.pop((split, step)).part
 
     def next_request(self) -> Request | None:
-        """Take the next greedy request from the queue; None if it is empty."""
+        """Take the next request from the queue; None if it is empty."""
         return self._queue.pop() if self._queue else None
 
     def abandon(self) -> None:
-        """Abandon unfinished evaluations; answers that still arrive are not counted."""
+        """Abandon unfinished evaluations. Answers that still arrive are not counted."""
         self._queue, self.unanswered, self._shares = [], 0, {}
 
     def note_answer(self) -> None:
-        """Record that another answer has been generated."""
+        """Record that one more answer has been generated."""
         self.unanswered = max(0, self.unanswered - 1)
 
     def count(
         self, answer: Group, correct: bool, ref_logprob: float | None, reward: float | None = None
     ) -> Evaluation | None:
-        """Count one judged answer with its log π_ref, in nats; return the whole part once all are judged.
+        """Count one judged answer; return this searcher's part of the evaluation once all are judged.
 
-        The version of the weights that generated it tells which evaluation it belongs to.
+        answer: a group of one completion. The version of its weights tells to which evaluation it belongs.
+        ref_logprob: log π_ref of the whole completion, nats; None without a reference. reward: None if the
+        task gives none.
         """
         split, step, prompt = answer.request.split, int(answer.versions[0, 0]), answer.request.prompt.id
         share = self._shares.get((split, step))
         if share is None or prompt not in share.missing:
             return None
         one = self._evaluation(split, step, int(correct), ref_logprob, *answer.completions)
-        one = replace(one, answers=self._in_words(answer, correct, reward))
+        one = replace(one, answers=self._as_text(answer, correct, reward))
         if reward is not None and math.isfinite(reward):
             one = replace(one, graded=1, rewards=float(reward), squares=float(reward) ** 2)
         share.part += one
         share.missing.remove(prompt)
         return None if share.missing else self._shares.pop((split, step)).part
 
-    def _in_words(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
-        """Return the answer as text, or () if answers to this prompt are not kept."""
+    def _as_text(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
+        """Return question and answer as text, or () if answers to this prompt are not kept."""
         prompt, (completion,) = answer.request.prompt, answer.completions
         if self.decode is None or prompt.id >= self.kept:
             return ()
@@ -111,7 +120,7 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Return a part of an evaluation with one completion, or with none."""
+        """Make the part of an evaluation that consists of one completion, or of none."""
         return Evaluation(
             split=split,
             step=step,

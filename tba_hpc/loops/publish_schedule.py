@@ -12,17 +12,17 @@ from tba_hpc.loops.freshness import Freshness
 class PublishSchedule:
     """Schedule of publications: before an attempt's first step, every ``sync_every`` steps, after the last.
 
-    Weights are published earlier if the reference changed, or if searchers need a larger rollout budget. A
-    publication that is put off, because a round is in progress, stays due.
+    Weights are published earlier if the reference has changed, or if searchers need a larger rollout budget.
+    A publication that cannot begin, because a round of the exchange is in progress, is put off and stays due.
 
-    step: the attempt's first. version: version of the last published weights, initially ``step``. publishes:
-    number of publications in this attempt. put_off: whether the last one was put off.
+    step: the attempt's first step. version: version of the last published weights, initially ``step``.
+    publishes: number of publications in this attempt. put_off: whether a publication is being put off now.
     """
 
     def __init__(self, config: Config, freshness: Freshness, step: int) -> None:
         self._config = config
         self._freshness = freshness
-        self._reference: int | None = None  # published last
+        self._reference: int | None = None  # of the last publication
         self.version = step
         self.publishes = 0
         self.put_off = False
@@ -31,25 +31,28 @@ class PublishSchedule:
         """Return whether the weights of ``step`` must be published now."""
         return (
             not self.publishes
-            or self.put_off  # the budget already includes what it grants
+            or self.put_off  # its budget is granted already, so ``exhausted`` may be False
             or step >= min(self.version + self._config.exchange.sync_every, self._config.train.steps)
             or self._freshness.reference != self._reference
             or self._freshness.exhausted(step)
         )
 
     def publication(self, step: int) -> Publication:
-        """Make the publication for the weights of ``step``, which extends the rollout budget."""
+        """Make the publication for the weights of ``step``. This extends the rollout budget."""
         return self._freshness.publication(step, evaluate=self._split(step), published=time.time())
 
     def note(self, publication: Publication, *, started: bool) -> None:
-        """Record that a publication has begun, or was put off."""
+        """Record that a publication has ``started``, or that it was put off."""
         self.put_off = not started
         if started:
             self.version, self._reference = publication.version, publication.reference
             self.publishes += 1
 
     def _split(self, step: int) -> Split | None:
-        """Split to evaluate: test before and after training, validation every ``evaluate.every`` steps."""
+        """Return the split to evaluate, or None.
+
+        It is test before and after training, and validation every ``evaluate.every`` steps.
+        """
         every = self._config.evaluate.every
         if step >= self._config.train.steps or (step == 0 and not self.publishes):
             return "test"

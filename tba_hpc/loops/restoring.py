@@ -1,4 +1,4 @@
-"""Restores what a trainer continues from: the newest intact checkpoint, and the reference it needs."""
+"""Restores what a trainer continues from: the newest intact checkpoint. Its reference must be there, too."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tba_hpc.run.metrics import MetricsWriter
 log = logging.getLogger(__name__)
 
 EMBEDDED_AT_ONCE = 64
-"""Completions per forward pass of the model that finds near duplicates."""
+"""Number of completions per forward pass of the model whose embeddings find near duplicates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint's folder and contents; for a new run the folder is None, and the contents are initial."""
+    """Folder and contents of a checkpoint. For a new run the folder is None, and the contents are initial."""
 
     folder: Path | None
     state: TrainerState
@@ -47,7 +47,11 @@ class Restored:
 
 
 def restore(run: RunDir, config: Config) -> Restored:
-    """Restore from the newest checkpoint, which must be intact. Raises StateError, ConfigError."""
+    """Restore the newest checkpoint, which must be intact, and delete evaluations of later steps.
+
+    Raises StateError if the checkpoint or its reference cannot be used, and ConfigError if the model
+    buffer.duplicates.model does not exist.
+    """
     folder = latest_checkpoint(run)
     value_beta, embed = config.train.value_beta, make_embed(config)
     buffer = ReplayBuffer(
@@ -70,7 +74,7 @@ def verify_checkpoints(run: RunDir) -> None:
     """
     for folder, fault in damaged_checkpoints(run).items():
         metrics, step = trainer_metrics(run), int(folder.stem.removeprefix("step-"))
-        # Logged first: a rank that dies between the two actions reports the damage twice rather than never.
+        # Logged first: if this process dies before the next line, the damage is reported twice, not never.
         metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
         metrics.close()
         log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(run, folder))
@@ -92,7 +96,10 @@ def require_reference(run: RunDir, config: Config, step: int) -> None:
 
 
 def make_embed(config: Config) -> Embed | None:
-    """Return the function that embeds completions if the buffer compares embeddings. Raises ConfigError."""
+    """Return the function that embeds completions, or None if the buffer compares no embeddings.
+
+    Raises ConfigError if a model that it needs does not exist.
+    """
     if (encoder := config.buffer.embedding_model) is None:
         return None
     from tba_hpc.learner.hf_model import load_tokenizer
@@ -108,6 +115,6 @@ def make_embed(config: Config) -> Embed | None:
 
 
 def trainer_metrics(run: RunDir) -> MetricsWriter:
-    """Open the leading trainer's metrics."""
+    """Open the leading trainer's metrics file for writing."""
     path = run.metrics_file("trainer", 0)
     return MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class Saving:
     """The checkpoints of one attempt.
 
-    saved: state in the newest checkpoint on disk. last_step: step at which the last save, or the attempt,
-    began.
+    saved: state in the newest checkpoint on disk. last_step: step of the last save, or, before the first, the
+    step at which the attempt began.
     """
 
     config: Config
@@ -38,7 +38,7 @@ class Saving:
     saved: TrainerState = field(kw_only=True)
     last_step: int = field(kw_only=True)
     _under_way: Future[TrainerState] | None = None
-    _event: dict[str, Value] = field(default_factory=dict)  # of the checkpoint under way
+    _event: dict[str, Value] = field(default_factory=dict)  # metric record of the checkpoint under way
     _no_room: DiskFullError | None = None  # why the last checkpoint failed, if the disk was full
 
     @property
@@ -48,11 +48,11 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Duration of the longest save so far."""
+        """Duration of the longest save so far, earlier attempts included, s."""
         return self.saved.save_seconds
 
     def due(self, step: int) -> bool:
-        """Return whether to save at ``step``: every ``checkpoint.every`` steps, and never two saves at once.
+        """Return whether to save at ``step``: every ``checkpoint.every`` steps, unless a save is under way.
 
         The last step is left to ``save_last``.
         """
@@ -61,7 +61,7 @@ class Saving:
         return passed and not self.under_way and step < self.config.train.steps
 
     def save(self, state: TrainerState) -> None:
-        """Copy the contents of a checkpoint; ``Checkpoints`` writes them while the next steps run."""
+        """Copy the contents of a checkpoint of ``state``. They are written while the next steps run."""
         state = replace(state, save_seconds=self.seconds)
         self.last_step = state.step
         self._event = state_event("checkpoint", state, self.buffer)
@@ -70,14 +70,15 @@ class Saving:
             BUFFER_FILE: self.buffer.snapshot(),
             PROMPTS_FILE: partial(dict, done=self.completed.to_array()),
         }
-        # All that the checkpoint counts is in the metrics before the checkpoint is complete.
+        # Before the checkpoint is complete, the metrics are flushed, so that they contain all that it counts.
         self._under_way = self.checkpoints.save(state, self.learner, files, records=self.metrics.sync)
         self.note()
 
     def note(self) -> None:
-        """Log the unfinished checkpoint once it is complete. Raises the error that made it fail.
+        """Log the checkpoint under way if it has ended by now. Raises the error that made it fail.
 
-        A full disk only postpones the checkpoint, because ending the run would lose its contents.
+        A full disk is only logged, because ending the run would lose what the checkpoint was to hold. The
+        next checkpoint is tried when it is due.
         """
         if not self._under_way or not self._under_way.done():
             return
@@ -87,15 +88,16 @@ class Saving:
         except DiskFullError as error:
             self._no_room = error
             fault = str(error).partition(";")[0]
-            log.warning("%s: training continues, and the next checkpoint is tried in its turn", fault)
+            log.warning("%s: training continues, and the next checkpoint is tried when it is due", fault)
             self.metrics.log({**self._event, "event": "postponed", "fault": fault})
         else:
             self.metrics.log(self._event)
 
     def save_last(self, state: TrainerState, *, give_up: float) -> None:
-        """Save ``state`` unless a checkpoint holds it; retry on a full disk until ``give_up``, monotonic s.
+        """Save ``state`` unless the newest checkpoint holds it, and wait until it is written.
 
-        Raises DiskFullError if it stays full.
+        give_up: time on the monotonic clock until which saving is tried again if the disk is full. Raises
+        DiskFullError afterwards.
         """
         self._wait()
         while replace(state, save_seconds=self.seconds) != self.saved:
@@ -108,7 +110,7 @@ class Saving:
                 time.sleep(DISK_RETRY_SECONDS)
 
     def _wait(self) -> None:
-        """Wait for the unfinished checkpoint. Raises TimeoutError after the deadline."""
+        """Wait for the checkpoint under way, if any. Raises TimeoutError after launch.timeout_seconds."""
         deadline = self.config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], deadline).done:
             raise TimeoutError(

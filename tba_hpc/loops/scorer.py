@@ -1,4 +1,4 @@
-"""Computes rewards and reference log-probabilities and seals shards, in a thread, during generation.
+"""Computes rewards and reference log-probabilities, and seals shards, in a thread beside generation.
 
 Everything but the task's own code happens in one worker thread, in the order of submission, so that neither a
 slow reward nor an fsync stops the engine. The task's code runs in another thread, for which the worker waits.
@@ -40,35 +40,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 32
-"""Number of unscored groups above which ``finished`` waits for the oldest of them, and largest number that is
-scored together. With twice as many, no new requests should be started (``full``)."""
+"""Largest number of groups that are scored together.
+
+If more groups wait to be scored, ``Scorer.finished`` waits for the oldest of them. If twice as many wait,
+``Scorer.full`` is True."""
 
 BACKLOG_SECONDS = 1.0
-"""Longest time that ``finished`` waits, s, because the searcher has other work, too."""
+"""Longest time that ``Scorer.finished`` waits, s. The searcher has other work to do."""
 
 ANSWERS_AT_ONCE = 16
-"""Largest number of evaluation answers judged together; training groups are scored before the next ones."""
+"""Largest number of evaluation answers judged together. Waiting training groups are scored in between."""
 
 MOST_REJECTED = 10
-"""Number of consecutive groups without a usable reward, or of unjudged answers, at which a searcher ends."""
+"""Number of groups in a row without a usable reward, or of unjudged answers, at which a searcher ends."""
 
 CLOSING_SECONDS = 30.0
-"""Time at the end of a run in which waiting groups are still scored, s. A resume samples the others again."""
+"""Time at the end of a run in which waiting groups are still scored, s. A resume requests the others anew."""
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest magnitude of a reward, as shards hold float32. Larger ones are set aside as not finite."""
+"""Largest magnitude of a reward. Larger ones are not finite as float32, and are set aside."""
 
 ENDS_THE_RUN = (ConfigError, EngineError)
-"""Exceptions that end the run: a task raises them if a model does not exist or its engine keeps dying."""
+"""Exceptions that end the run. A task raises them if a model that it needs does not exist, or keeps dying."""
 
 
 Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
-"""The rewards of a group's completions, and the summands of these rewards by name."""
+"""The rewards of a group's completions, and the summands of these rewards, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Result of scoring groups or of sealing. shard: the shard that was sealed, if any."""
+    """Result of scoring or sealing. sums: over the scored groups. shard: the sealed one, if any."""
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
@@ -76,9 +78,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """The completions of a group that have a usable reward, these rewards, and their summands by name.
+    """A group after the task has rewarded it, without completions whose reward is not usable.
 
-    sums: figures of the whole group.
+    rewards, parts: of the completions that are left. sums: figures of the whole group.
     """
 
     group: Group
@@ -89,9 +91,10 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer to an evaluation prompt, and whether it is correct. reward: None if the task gives none.
+    """An answer to an evaluation prompt, with its verdict.
 
-    ref_logprob: log π_ref of all its sampled tokens together, nats; None without a reference model.
+    answer: a group of one completion. reward: None if the task gives none. ref_logprob: log π_ref of all
+    sampled tokens together, nats; None without a reference model.
     """
 
     answer: Group
@@ -102,9 +105,10 @@ class Judged:
 
 @dataclass
 class EngineCheck:
-    """Answers of the engine whose log-probabilities the learner's model code will compute again.
+    """Comparison of the engine's log-probabilities with those that the learner's model code computes.
 
-    weights: private copy of the weights that sampled them. wanted: number of answers to compare.
+    weights: private copy of the weights that sample the answers. wanted: number of answers to compare.
+    answers: those collected so far.
     """
 
     weights: WeightUpdate
@@ -112,13 +116,13 @@ class EngineCheck:
     answers: list[Group] = field(default_factory=list)
 
     def complete(self, answer: Group) -> bool:
-        """Add an answer if these weights alone sampled it; return whether there are enough."""
+        """Add an answer if these weights alone sampled it; return whether there are enough now."""
         if (answer.versions == self.weights.publication.version).all():
             self.answers.append(answer)
         return len(self.answers) == self.wanted
 
     def measure(self, reference: Reference) -> Scored:
-        """Compare the log-probabilities of engine and learner code. ``reference`` is unchanged afterwards."""
+        """Compute the answers' log-probabilities again, with ``reference``, which is unchanged afterwards."""
         rows = reference.logprobs_under(self.weights, self.answers)
         return Scored(Sums.between(self.answers, rows))
 
@@ -126,12 +130,13 @@ class EngineCheck:
 class Scorer:
     """Scores groups, seals them into ``shards`` after at most ``seal_seconds``, and judges evaluations.
 
-    A group is set aside if the task's code raises, or exceeds its own time limit or else ``call_seconds``.
-    The next call raises ConfigError after ``most_rejected`` consecutive groups of which nothing is left, or
-    answers that cannot be judged. It does so at once if the task violates ports.Task or keeps hanging.
+    A group is set aside if the task's code raises, or takes too long. ``finished`` and ``judged`` raise
+    ConfigError after ``most_rejected`` groups in a row of which nothing is left, or as many answers in a row
+    that could not be judged. They raise it at once if the task violates ports.Task, or keeps hanging.
 
-    reference: None if searchers hold no model of it. Trajectories then record NaN if the trainer computes the
-    reference's log-probabilities, and otherwise the sampler's, with reference BEHAVIOUR. underway: records
+    reference: None if searchers hold no model of the reference. Trajectories then record NaN if the trainer
+    computes the reference's log-probabilities, and otherwise the sampler's, with reference BEHAVIOUR.
+    call_seconds: time limit of a call of the task's code, unless the task sets its own. underway: records
     which call is being made. temperature: sampling temperature of requests that are not tempered; None: no
     request is tempered.
     """
@@ -165,27 +170,27 @@ class Scorer:
         self._underway = underway
         longest = call_seconds if task.longest_call is None else task.longest_call
         self._calls = TaskCalls(name, longest, underway or nullcontext)
-        # If judging may have ended the process, one answer at a time shows which.
+        # If judging may have ended the process before, answers are judged one by one, to find the culprit.
         ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
         self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE
         self._waiting: deque[Future[Scored]] = deque()
-        self._unscored: deque[Group] = deque()  # for the reference that is wanted now
+        self._unscored: deque[Group] = deque()  # groups for the reference that was requested last
         self._answers: deque[Group] = deque()
         self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
-        self._end = math.inf  # time after which the task is not called any more, on the monotonic clock
+        self._end = math.inf  # time on the monotonic clock after which the task is no longer called
 
     def submit(self, group: Group) -> None:
-        """Queue a finished training group. Groups that wait are scored together."""
+        """Queue a training group. Groups that wait are scored together."""
         unscored = self._unscored
         unscored.append(group)
         self._do(lambda: self._score(unscored))
 
     def refer_to(self, step: int) -> None:
-        """Use the reference of ``step``, or a newer one, for groups submitted from now on.
+        """Use the reference of ``step``, or a newer one, for groups that are submitted from now on.
 
-        Evaluation answers that still wait are compared with the previous reference, which belongs to their
-        weights.
+        Evaluation answers that still wait are scored by the previous reference, which was in use when they
+        were sampled.
         """
         if step != self._wanted:
             self._wanted = step
@@ -196,13 +201,13 @@ class Scorer:
 
     @property
     def full(self) -> bool:
-        """True if so many groups wait to be scored that no new requests should be started."""
+        """True if so many groups wait to be scored that the searcher should issue no requests."""
         return len(self._waiting) >= 2 * BACKLOG
 
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
-        """Return results since the last call, in order. Waits for a moment if more than BACKLOG are queued.
+        """Return results since the last call, in order. Waits up to BACKLOG_SECONDS if too many groups wait.
 
-        seal_now: seal as soon as nothing is left to score.
+        seal_now: seal the open shard, whatever its age, as soon as nothing is left to score.
         """
         if not self._waiting and self._shards.age > (0 if seal_now else self._seal_seconds):
             self._do(self._seal)
@@ -211,7 +216,7 @@ class Scorer:
         return self._take(lambda: self._waiting[0].done())
 
     def judge(self, answer: Group) -> None:
-        """Queue an answer to an evaluation prompt: a group of one completion."""
+        """Queue an answer to an evaluation prompt, a group of one completion."""
         self._answers.append(answer)
         if self._check and self._check.complete(answer):
             check, reference, self._check = self._check, self._reference, None
@@ -219,15 +224,16 @@ class Scorer:
             self._do(lambda: check.measure(reference))
 
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
-        """Compare engine and learner code on the first ``answers`` answers sampled under ``update``.
+        """Compare engine and learner code on the first ``answers`` evaluation answers under ``update``.
 
-        Keeps a copy of the weights until then. Does nothing without a reference to load them into.
+        At most ANSWERS_AT_ONCE are compared. A copy of the weights is kept until then. Does nothing without a
+        reference model, into which the weights are loaded.
         """
         if self._reference:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
-        """Return the answers judged since the last call, in order, and start judging queued ones."""
+        """Return the answers judged since the last call, in order; begin to judge the next ones."""
         results = []
         while self._judging and self._judging[0].done():
             results += self._judging.popleft().result()
@@ -240,12 +246,15 @@ class Scorer:
         self._judging.append(self._worker.submit(lambda: self._judge(batch)))
 
     def note_stop(self) -> None:
-        """Record that the process was asked to end, so that no call is blamed for its end."""
+        """Record that the process was asked to end, so that no call of the task is blamed for that."""
         if self._underway:
             self._underway.close()
 
     def close(self) -> list[Scored]:
-        """Score remaining groups for up to CLOSING_SECONDS and a call, and seal them. No call may follow."""
+        """Score waiting groups for up to CLOSING_SECONDS, seal the open shard, and end; return the results.
+
+        A call of the task that has begun may take longer.
+        """
         self._end = time.monotonic() + CLOSING_SECONDS
         self._do(self._seal)
         results = self._take(lambda: True)
@@ -278,6 +287,7 @@ class Scorer:
         return Scored(sums + sealed.sums, sealed.shard)
 
     def _reward(self, group: Group) -> Rewarded:
+        """Have the task reward a group, and leave out completions whose reward is not usable."""
         start = time.monotonic()
         rewards, parts = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
@@ -289,7 +299,7 @@ class Scorer:
         return Rewarded(group, [rewards[row] for row in kept], parts, sums)
 
     def _store(self, one: Rewarded, ref_logprobs: list[np.ndarray]) -> Sums:
-        """Append a group to the open shard."""
+        """Append a group to the open shard; return its sums."""
         group = one.group
         self._shards.append(group, one.rewards, ref_logprobs, reference=self._step)
         tempered = self._temperature not in (None, group.request.sampling.temperature)
@@ -297,7 +307,7 @@ class Scorer:
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
     def _logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Return what is recorded as log π_ref, float32 [T], by group and completion."""
+        """Return what trajectories record as log π_ref, float32 [T], by group and completion."""
         if self._reference:
             return self._reference.logprobs_of(groups) if groups else []
         rows = [[completion.logprobs for completion in group.completions] for group in groups]
@@ -306,7 +316,7 @@ class Scorer:
         return [[np.full_like(row, np.nan) for row in of_group] for of_group in rows]
 
     def _rewards(self, group: Group) -> Itemised:
-        """Return each completion's reward, NaN if the task's code raises, and the summands of the rewards."""
+        """Return the rewards of a group, and their summands. If the task's code raises, rewards are NaN."""
         request, total = group.request, len(group.completions)
         call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
         error = None
@@ -314,7 +324,7 @@ class Scorer:
             rewards, parts = self._calls(call, lambda: self._itemised(group), which)
         except ENDS_THE_RUN:
             raise
-        except BaseException as raised:  # a user's code may raise anything, and no signal comes to a thread
+        except BaseException as raised:  # a user's code may raise anything; signals reach another thread
             rewards, parts, error = [math.nan] * total, {}, raised
         rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
@@ -337,9 +347,9 @@ class Scorer:
         return [Judged(answer, right, reward, logprob) for answer, (right, reward), logprob in rows]
 
     def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
-        """Return whether each answer is correct, and its reward, if the task grades answers.
+        """Return whether each answer is correct, and its reward if the task grades answers, otherwise None.
 
-        If the task's code raises, answers are judged one by one; those for which it raises again are wrong.
+        If the task's code raises, answers are judged one by one. Those for which it raises again are wrong.
         """
         request = answers[0].request
         more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
@@ -367,6 +377,7 @@ class Scorer:
         return list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
 
     def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
+        """Return log π_ref of the sampled tokens of each answer together, nats; None without a reference."""
         if not self._reference:
             return [None] * len(answers)
         rows = zip(answers, self._reference.logprobs_of(answers), strict=True)
@@ -376,7 +387,7 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Load the reference that was requested last; the files of earlier ones may be deleted already."""
+        """Load the reference that was requested last. The files of earlier ones may be deleted already."""
         step = self._wanted
         if self._reference and self._reference.step != step:
             self._reference.load(step)
@@ -384,7 +395,7 @@ class Scorer:
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Acknowledge the scored groups by sealing the open shard, which is durable before it is offered."""
+        """Seal the open shard. It is then durable, and its groups are acknowledged, before it is offered."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(Sums(seal_seconds=time.monotonic() - start), shard)
@@ -394,5 +405,5 @@ NOTHING = Scored()
 
 
 def _end_of(error: BaseException) -> str:
-    """Return why a call gave no result, as the end of a sentence about it."""
+    """Return why a call of the task gave no result, as the end of a sentence that begins with the call."""
     return str(error) if isinstance(error, OverranError) else f"raised {in_words(error)}"

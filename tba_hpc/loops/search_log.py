@@ -1,6 +1,6 @@
 """Sums over the completions that a searcher scored since its last metric record, and the record's figures.
 
-``metric_table`` says what each figure means.
+``run.metric_table`` explains each figure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tba_hpc.run.metrics import Value
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over scored groups; ``+`` adds two of them, and ``figures`` computes what is logged."""
+    """Sums over scored groups. ``+`` adds two of them, and ``figures`` computes what is logged."""
 
     # Over all groups
     asked: int = 0
@@ -24,43 +24,50 @@ class Sums:
     reward_seconds: float = 0.0
     """Time that the task took to score the groups, s."""
     rejected: int = 0
-    """Completions set aside because their reward is not finite, or because the task's code raised."""
+    """Number of completions set aside because their reward is not finite, or the task's code raised."""
     seal_seconds: float = 0.0
+    """Time spent on sealing shards, s."""
 
     # Over groups with a reward
     groups: int = 0
     flat: int = 0
-    """Groups whose rewards are all the same."""
+    """Number of groups whose rewards are all the same."""
     completions: int = 0
     truncated: int = 0
-    """Completions that the token limit ended."""
+    """Number of completions that the token limit ended."""
     tokens: int = 0
+    """Number of completion tokens, with those of environments."""
     environment: int = 0
-    """Tokens that the policy did not sample."""
+    """Number of completion tokens that the policy did not sample."""
     turns: int = 0
+    """Number of the policy's turns."""
     calls: int = 0
+    """Number of tool calls."""
     failed_calls: int = 0
     reward: float = 0.0
+    """Sum of the rewards of all completions."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Sums of the summands of the reward, by name."""
+    """Sums of each named summand of the reward."""
 
-    # Over their sampled tokens, unless the request was tempered
+    # Over the sampled tokens of these groups, unless the request was tempered
     own: int = 0
+    """Number of sampled tokens."""
     logprob: float = 0.0
     """Sum of log π_behaviour over sampled tokens, nats."""
     compared: int = 0
-    """Completions with a reference."""
+    """Number of completions that were scored by a reference model."""
     kl: float = 0.0
     """Sum of log π_behaviour − log π_ref over the compared completions, nats."""
 
-    # Over tokens whose log-probability was computed by two programs under the same weights
+    # Over tokens whose log-probability both engine and learner code computed, under the same weights
     checked: int = 0
+    """Number of these tokens."""
     gap: float = 0.0
-    """Sum of |log π_engine − log π_learner| over compared tokens, nats."""
+    """Sum of |log π_engine − log π_learner|, nats."""
 
-    # Of the searcher
+    # Of the searcher's loop
     generated: int = 0
-    """Sampled tokens."""
+    """Number of tokens that the engine sampled, evaluations included."""
     load_seconds: float = 0.0
     """Duration of the last load of weights, s."""
     propagation_seconds: float = 0.0
@@ -78,9 +85,9 @@ class Sums:
     ) -> Sums:
         """Return the sums of one group of at least one completion.
 
-        ref_logprobs: float32 [T] per completion; None without a reference model. parts: summands of the
-        rewards, by name. tempered: whether the group was sampled at a random temperature, so that its
-        logprobs do not estimate the policy's entropy and KL.
+        rewards: one per completion. ref_logprobs: log π_ref, float32 [T] per completion; None without a
+        reference model. parts: summands of the rewards, by name. tempered: whether the group was sampled at a
+        random temperature; its log-probabilities then do not estimate the policy's entropy and KL.
         """
         completions = group.completions
         tokens = sum(len(completion.tokens) for completion in completions)
@@ -106,14 +113,17 @@ class Sums:
 
     @classmethod
     def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
-        """Compare the completions' own log-probabilities of sampled tokens with ``logprobs``."""
+        """Return the sums that compare the log-probabilities in ``groups`` with others, at sampled tokens.
+
+        logprobs: float32 [T] by group and completion.
+        """
         pairs = list(zip(groups, logprobs, strict=True))
         here = np.concatenate([_sampled(group, [c.logprobs for c in group.completions]) for group in groups])
         there = np.concatenate([_sampled(group, rows) for group, rows in pairs])
         return cls(checked=len(here), gap=_total(np.abs(here - there)))
 
     def __add__(self, other: Sums) -> Sums:
-        """Return the sums over the groups of both."""
+        """Return the sums over the groups of both operands."""
         names = [one.name for one in fields(self) if one.name != "parts"]
         parts = {
             name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in self.parts | other.parts
@@ -140,7 +150,7 @@ class Sums:
 
 
 def _sampled(group: Group, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Select the values of sampled tokens from rows of one value per token of each completion; float32."""
+    """Return the values at sampled tokens, float32 [A]. rows: a value per token, [T], by completion."""
     return np.concatenate([row[c.action_T] for c, row in zip(group.completions, rows, strict=True)])
 
 

@@ -1,6 +1,6 @@
 """The searcher's loop: generates completions without pause, has them scored and sealed, and offers shards.
 
-It must not know how completions are generated, how shards travel, or how many ranks there are.
+This module must not know how completions are generated, how shards travel, or how many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 PENDING_SHARDS = 64
-"""Number of unmerged shards at which a searcher pauses (back-pressure)."""
+"""Default of ``Searcher.pending_shards``."""
 
 IDLE_SECONDS = 0.005
-"""Pause of a loop that has nothing to generate."""
+"""Pause of the loop while the engine has nothing to generate, s."""
 
 
 @dataclass(kw_only=True)
 class Searcher:
-    """One engine's loop.
+    """One searcher's loop, which keeps one engine busy.
 
-    sequences: completions that the engine decodes at once. pending_shards: number of unmerged shards at which
-    generation pauses. log_seconds: interval of metric records, s. report: function that receives a part of an
-    evaluation. weights_in_use: function called each time the engine has loaded weights.
+    requests: the training requests that this searcher issues, in order. report: function that receives this
+    searcher's part of an evaluation. stop_asked: returns whether a signal has asked this process to stop.
+    sequences: number of completions that the engine is given at a time, decoded or queued. pending_shards:
+    number of offered and unmerged shards at which generation pauses. log_seconds: interval of metric records,
+    s. weights_in_use: function called each time the engine has loaded weights.
     """
 
     generator: Generator
@@ -46,24 +48,24 @@ class Searcher:
     pending_shards: int = PENDING_SHARDS
     log_seconds: float = 1.0
     weights_in_use: Callable[[], None] = lambda: None
-    _upcoming: Request | None = None
+    _upcoming: Request | None = None  # taken from ``requests``, and not issued yet
     _budget_end: float = math.inf  # id of the first request that may not be issued yet
-    _loaded: bool = False
-    _ending: bool = False
+    _loaded: bool = False  # whether the engine has been given any weights
+    _ending: bool = False  # whether these are the last weights of the run
     _awaited: Publication | None = None  # publication of the last weights, until they are in use
-    _busy_seconds: float = 0.0
-    _rejected: int = 0
-    _stage: str | None = None  # of the engine, as logged
+    _busy_seconds: float = 0.0  # of the engine, up to the last metric record
+    _rejected: int = 0  # completions set aside so far
+    _stage: str | None = None  # last logged stage of the engine's start
     _tally: Sums = field(default_factory=Sums)  # since the last metric record
     _clock: Clock = field(default_factory=Clock)
-    _logged: float = field(default_factory=time.monotonic)
+    _logged: float = field(default_factory=time.monotonic)  # time of the last metric record
 
     def run(self) -> None:
         """Generate until the trainer ends the run.
 
-        Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for the first
-        weights. Waits for the next weights at ``pending_shards`` unmerged shards, or at the end of the
-        rollout budget that came with the last ones. The trainer's publish ends each of these waits.
+        Generation pauses until the first weights arrive, while ``pending_shards`` shards are unmerged, and at
+        the end of the rollout budget that came with the last weights. The trainer's next publication ends
+        each of these pauses.
         """
         while not self.exchange.closed:
             self._take_weights()
@@ -73,12 +75,12 @@ class Searcher:
             self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
-            if self.exchange.ended:  # the trainer has stopped, perhaps alone, for lack of time
+            if self.exchange.ended:  # the trainer has stopped, perhaps only for lack of time
                 self.evaluator.abandon()
             self._note_stage()
             if time.monotonic() - self._logged >= self.log_seconds:
                 self._log()
-        # A resume merges what was generated after the last sync.
+        # What was generated since the last sync is sealed, too; a resume merges it.
         self._hand_over(self.scorer.close())
         self._log()
 
@@ -96,7 +98,8 @@ class Searcher:
         update = self.exchange.poll()
         if update is None:
             return
-        # After a stop request, too: the trainer learns of it in a round, and old weights may delay that.
+        # Weights are loaded even after a stop request. The trainer learns of the request in its next round of
+        # the exchange, which a searcher with old weights may delay.
         self.generator.load(update)
         self._loaded = True
         self._awaited = publication = update.publication
@@ -112,15 +115,15 @@ class Searcher:
             self.scorer.check_engine(update, self.evaluator.unanswered)
 
     def _refill(self) -> None:
-        """Keep the engine full: evaluation requests first, then the next training prompts."""
+        """Keep the engine full: with evaluation requests first, then with training requests."""
         while self._loaded and self.generator.in_flight < self.sequences:
-            request = self.evaluator.next_request() or self._next_prompt()
+            request = self.evaluator.next_request() or self._next_training_request()
             if request is None:
                 return
             self.generator.submit(request)
 
-    def _next_prompt(self) -> Request | None:
-        """Return the next training prompt; None while the trainer is too far behind or the run is ending."""
+    def _next_training_request(self) -> Request | None:
+        """Return the next training request; None while the trainer lags too far behind, or at the end."""
         ending = self.stop_asked() or self.exchange.closed or self._ending
         if ending or self.exchange.pending >= self.pending_shards or self.scorer.full:
             return None
@@ -132,7 +135,7 @@ class Searcher:
 
     @property
     def _out_of_work(self) -> bool:
-        """True if the engine is idle because the rollout budget is used up until the trainer publishes."""
+        """True if, under a rollout budget, the engine is idle until the trainer publishes."""
         return self._budget_end < math.inf and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
@@ -152,12 +155,12 @@ class Searcher:
             self.scorer.judge(group)
 
     def _hand_over(self, results: list[Scored]) -> None:
-        """Offer sealed shards to the trainer."""
+        """Count results of the scorer, and offer sealed shards to the trainer."""
         for scored in results:
             self._tally += scored.sums
             self._rejected += scored.sums.rejected
             if shard := scored.shard:
-                # If the file is lost this proves that it was acknowledged; ``tba audit`` reads it.
+                # If the shard's file is lost, this record proves that it was sealed; ``tba audit`` reads it.
                 self.metrics.log(
                     {
                         "event": "sealed",
@@ -183,16 +186,18 @@ class Searcher:
             self.evaluator.abandon()
 
     def _note_stage(self) -> None:
+        """Log what the engine is doing while it starts, whenever that changes."""
         if self._stage != (stage := getattr(self.generator, "stage", "")):
             self.metrics.log({"event": "engine", "stage": stage or "ready"})
             self._stage = stage
 
     def _log(self) -> None:
+        """Write a metric record of the time since the last one; ``run.metric_table`` explains each name."""
         sums, self._tally = self._tally, Sums()
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before = self._busy_seconds  # a step longer than a record's interval counts in the next ones, too
+        before = self._busy_seconds  # time that exceeds the interval goes to the next records
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
         self.metrics.log(
             {

@@ -1,4 +1,4 @@
-"""The record of every optimizer step in the trainer's metrics; ``metric_table`` says what each name means."""
+"""The record of every optimizer step in the trainer's metrics. ``run.metric_table`` explains each name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tba_hpc.loops.publish_schedule import PublishSchedule
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
 WARMUP_STEPS = 5
-"""Number of first steps of an attempt that ``train/wait_share`` leaves out."""
+"""Number of steps at the start of an attempt that ``train/wait_share`` leaves out."""
 
 
 @dataclass
 class StepLog:
-    """Writes a record per step. ``clock`` measures ``wait`` (for data), ``publish``, ``reference``, ``learn``
-    and ``checkpoint``.
+    """Writer of a record per step.
 
-    late: number of steps taken while a publication was put off. longest_step: s, without waits and
-    checkpoints.
+    clock: measures the parts of a step under the names ``wait`` (for data), ``publish``, ``reference``,
+    ``learn`` and ``checkpoint``. late: number of steps taken while a publication was put off. longest_step:
+    duration of the longest step, without its waits and checkpoints, s.
     """
 
     train: TrainSection
@@ -35,13 +35,13 @@ class StepLog:
     longest_step: float = 0.0
     clock: Clock = field(default_factory=Clock)
     _steps: int = 0
-    _wall: float = 0.0  # since the warm-up
+    _wall: float = 0.0  # seconds since the first WARMUP_STEPS
     _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
-        """Write the record of ``step`` (from 0), which learned from ``batch``; return its wall time, s.
+        """Write the record of ``step`` (from 0), which learned from ``batch``; return its duration, s.
 
-        Values of ``learned`` that are not finite, as in a skipped step, are left out.
+        learned: metrics of the learner. Those that are not finite, as in a skipped step, are left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
@@ -80,9 +80,9 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """Update and return the share of time since warm-up that was not spent in the learner, or None.
+        """Add a step; return the share of time that was not spent in the learner since WARMUP_STEPS, or None.
 
-        wall: duration of the step, s. learning: duration of its part in the learner, s.
+        wall: duration of the step, s. learning: how much of it was spent in the learner, s.
         """
         self._steps += 1
         if self._steps <= WARMUP_STEPS:

@@ -1,4 +1,4 @@
-"""Calls a task's code in a separate thread, so that a call that never ends costs a thread, not the run."""
+"""Calls a task's code in a separate thread, so that the run goes on if a call never ends."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from tba_hpc.run.background import Worker
 
 T = TypeVar("T")
 
-YIELDS = 5
-"""Niceness of the threads. On two cores 80 steps of the quickstart took 34 s with it, and 43 s without."""
+NICENESS = 5
+"""Unix niceness of the threads. On two cores, 80 steps of the quickstart took 34 s with it, and
+43 s without."""
 
 MOST_HANGING = 3
-"""Number of hanging calls at which a searcher ends."""
+"""Number of calls that hang at which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
-"""Longest wait of an ending process for a thread's current call."""
+"""Longest time that an ending process waits for a thread's current call, s."""
 
 
 class OverranError(Exception):
-    """Raised if a call exceeds its time limit; the message says how long it ran, and where it is."""
+    """Raised if a call exceeds its time limit. The message says how long it ran, and where it is now."""
 
 
 class TaskCalls:
     """Makes all calls in one thread. If a call hangs, its thread is left behind and replaced.
 
-    task: name of the task's class. seconds: time limit of a call, halved after each hanging call. All hanging
-    calls together then take less than twice as long, so that the searcher reports the cause before others
-    give up on it. noted: records calls (see run.underway), to know which one ended the process.
+    task: name of the task's class, for errors. seconds: time limit of a call, halved after each call that
+    hangs. All of these together thus take less than twice ``seconds``, so that the searcher reports the
+    cause before other ranks give up on it. noted: context in which each call runs. ``run.underway`` records
+    there which call is being made, in case it ends the process.
     """
 
     def __init__(
@@ -46,22 +48,24 @@ class TaskCalls:
         self._worker = background_worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
-        """Make a call. Raises OverranError after its time limit, or ConfigError at MOST_HANGING.
+        """Make a call and return its result. Raises what it raises.
 
-        what, more: name of the call, and further words for errors.
+        Raises OverranError after the time limit, and ConfigError if this is the last of MOST_HANGING calls.
+        what: name of the call. more: further words for errors.
         """
         with self._noted(what):
             done = self._worker.submit(call)
             late = wait([done], self._seconds).not_done
         if late:
-            self._leave(f"{what}{more}")
+            self._abandon(f"{what}{more}")
         return done.result()
 
     def close(self) -> None:
-        """End the thread. No call may be made afterwards."""
+        """End the thread. Make no call afterwards."""
         self._worker.close(0)
 
-    def _leave(self, what: str) -> None:
+    def _abandon(self, what: str) -> None:
+        """Leave the thread of a hanging call behind. Raises OverranError, or ConfigError at MOST_HANGING."""
         line, stack = where_is(self._worker.ident)
         error = OverranError(f"ran for {self._seconds:g} s, last at {line}")
         error.add_note(stack)
@@ -69,7 +73,7 @@ class TaskCalls:
         self._seconds /= 2
         if self._hanging == MOST_HANGING:
             raise ConfigError(
-                f"the task {self._task} had {MOST_HANGING} calls that do not end, now {what} {error}: "
+                f"the task {self._task} had {MOST_HANGING} calls that do not end; the last, {what}, {error}: "
                 f"{IN_TIME}"
             ) from error
         self._worker.close(0)
@@ -78,14 +82,14 @@ class TaskCalls:
 
 
 def background_worker(name: str) -> Worker:
-    """Make a worker of low priority, which an ending process gives LEAVING_SECONDS for its current call."""
+    """Make a worker thread of low priority. An ending process waits LEAVING_SECONDS for its current call."""
     worker = Worker(name, exit_seconds=LEAVING_SECONDS)
     worker.submit(_yield_to_trainer)
     return worker
 
 
 def _yield_to_trainer() -> None:
-    """Lower the thread's priority: on shared cores, late samples are better than a late step."""
+    """Lower the calling thread's priority: on shared cores, a late sample is better than a late step."""
     thread = threading.get_native_id()
     # A job may run at a lower priority already, and only root may raise it.
-    os.setpriority(os.PRIO_PROCESS, thread, max(YIELDS, os.getpriority(os.PRIO_PROCESS, thread)))
+    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,7 +1,7 @@
 """The trainer's loop: publishes weights every k steps, collects sealed shards, samples groups, takes steps.
 
-It must not know how weights travel, how the optimizer is sharded, how many ranks there are, or how a run
-ends.
+This module must not know how weights travel, how the optimizer is sharded, how many ranks there are, or how a
+run ends.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tba_hpc.run.metrics import MetricsWriter
 log = logging.getLogger(__name__)
 
 DATA_CHECK_SECONDS = 0.02
-"""Pause between two checks of the exchange while the trainer waits."""
+"""Pause between two checks of the exchange while the trainer waits, s."""
 
 MARGIN_SECONDS = 30.0
-"""Time reserved at the end of a job for leaving and requeueing, s, in addition to a step and a save."""
+"""Time kept at the end of a job for leaving and requeueing, s, in addition to a step and a save."""
 
 
 @dataclass
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
-    saved: state in the newest checkpoint. It may be older than ``state``, which has merged pending shards.
-    elastic_leases: returns the leases of the present elastic searchers, by searcher. job_end: time at which
-    the job ends, unix seconds.
+    saved: state in the newest checkpoint. It may be older than ``state``, for which pending shards have been
+    merged. stop_asked: returns whether a signal has asked this process to stop. elastic_leases: returns the
+    leases of the present elastic searchers, by searcher. job_end: time at which the job ends, unix seconds.
     """
 
     config: Config
@@ -61,10 +61,10 @@ class Trainer:
     stop_asked: Callable[[], bool]
     elastic_leases: Callable[[], dict[int, int]] = dict
     job_end: float = math.inf
-    _last_arrival: float = 0.0  # of new completions, on the monotonic clock
+    _last_arrival: float = 0.0  # when new completions arrived last, by the monotonic clock; 0: never
 
     def __post_init__(self, saved: TrainerState) -> None:
-        self.job_end += time.monotonic() - time.time()  # a changed system clock then does no harm
+        self.job_end += time.monotonic() - time.time()  # by the monotonic clock, which nobody sets
         self._merger = Merger(self.buffer, self.completed, self.freshness, self.metrics)
         self._schedule = PublishSchedule(self.config, self.freshness, self.state.step)
         self._step_log = StepLog(self.config.train, self.buffer, self.metrics, self._schedule)
@@ -80,11 +80,11 @@ class Trainer:
         )
 
     def run(self) -> bool:
-        """Train to the last step, and save. Returns True if it was reached, False if stopped before.
+        """Train to the last step, and save. Returns True if that step was taken, False if stopped before.
 
-        Once the initial buffer is filled, and while shards keep arriving, the loop waits only with bounded
-        staleness, a replay limit or a reset reference, or after a resume. New shards end any wait.
-        ``ending`` continues after the last step.
+        The loop waits for shards until the initial buffer is filled, after a resume, and when none has
+        arrived for many steps. With bounded staleness, a replay limit or a reset reference, it also waits for
+        groups that the next step may learn from. New shards end any wait. ``ending.end_run`` comes next.
         """
         self._update_reference()  # even if no step is left to take
         self.freshness.begin(self.step, self.completed)
@@ -121,16 +121,19 @@ class Trainer:
     # --- Publish ---
 
     def _publish(self) -> None:
-        """Publish if that is due. Shards that arrived in the previous round belong to its sync."""
+        """Publish weights if that is due.
+
+        Shards that have arrived are merged before, because they belong to the previous sync.
+        """
         self._update_reference()
         self._merge_arrived()
         if self.publish_if_due():
             self._merge_arrived()
 
     def publish_if_due(self) -> bool:
-        """Begin to publish the current weights if that is due; return whether it began.
+        """Begin to publish the current weights if that is due; return whether the publication has begun.
 
-        It cannot begin during another round; call this again then.
+        It cannot begin while another round of the exchange is in progress. It then stays due.
         """
         if not self._schedule.due(self.step):
             return False
@@ -141,7 +144,7 @@ class Trainer:
         return started
 
     def _update_reference(self) -> None:
-        """Make the policy the reference if that is due; evict what older references scored."""
+        """Make the policy the reference if that is due; evict trajectories that an older reference scored."""
         if self.freshness.update_reference(self.step) and self.freshness.reference == self.step:
             self.checkpoints.export_reference(self.step, self.learner)
             self.log_event("reset")
@@ -150,9 +153,10 @@ class Trainer:
     # --- Collect ---
 
     def _collect(self) -> bool:
-        """Wait until the buffer has what the next step needs; False if the run must stop instead.
+        """Wait until the buffer has what the next step needs. Returns False if the run must stop instead.
 
-        Raises ExchangeError after a timeout without new shards if there is no searcher left to wait for.
+        Raises ExchangeError after a timeout without new shards, unless staleness is bounded and there are
+        other searchers to wait for.
         """
         with self._step_log.clock("wait"):
             since = time.monotonic()
@@ -171,10 +175,10 @@ class Trainer:
         return not self.stopping
 
     def _merge_arrived(self) -> None:
-        """Merge the shards that have arrived, evict what is stale, and note whether any completion was new.
+        """Merge the shards that have arrived, evict what is stale, and note when new completions arrived.
 
-        During the initial filling only a larger buffer counts as new, because completions that merely replace
-        others of their prompt could arrive forever.
+        During the initial filling this means that the buffer has grown, because completions that only replace
+        equal ones could arrive forever.
         """
         self.freshness.note_elastic_leases(self.elastic_leases)
         shards = self.exchange.collect()
@@ -190,13 +194,9 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Longest wait for shards, s; longer before the first, because ranks and engines may be starting."""
+        """Longest wait for shards, s. It is longer before the first, because engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
-
-    def poll(self) -> None:
-        """Advance the exchange after the last step."""
-        self.exchange.gather()
 
     # --- Sample ---
 
@@ -210,7 +210,7 @@ class Trainer:
         )
 
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
-        """Compute log-probabilities under the current reference, to which the whole batch belongs."""
+        """Return log π_ref of all completion tokens of a batch, float32 [T], under the current reference."""
         with self._step_log.clock("reference"):
             return self.learner.reference_logprobs(batch, self.freshness.reference)
 
@@ -231,17 +231,17 @@ class Trainer:
     # --- Save ---
 
     def _save(self) -> None:
-        """Save every ``checkpoint.every`` steps, except the last, which ``_save_last`` saves."""
+        """Begin to save every ``checkpoint.every`` steps, except at the last step; see ``_save_last``."""
         self._saving.note()
         if self._saving.due(self.step):
             with self._step_log.clock("checkpoint"):
                 self._saving.save(self.state)
 
     def _save_last(self) -> None:
-        """Save the last state. Raises DiskFullError if the disk stays full."""
+        """Save the last state, and wait for that. Raises DiskFullError if the disk stays full."""
         give_up = time.monotonic() + self.config.launch.disk_seconds
         self._saving.save_last(self.state, give_up=min(give_up, self.job_end - self._saving.seconds))
 
     def log_event(self, event: str) -> None:
-        """Log an event of the run in the trainer's metrics; ``metric_table`` has the names."""
+        """Log an event of the run in the trainer's metrics; ``run.metric_table`` lists the events."""
         self.metrics.log(state_event(event, self.state, self.buffer))
