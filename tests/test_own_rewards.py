@@ -840,7 +840,7 @@ def test_files_that_a_module_names_go_with_it(tmp_path: Path, capsys: pytest.Cap
         (
             "Path(__file__).with_name(f'{\"words\"}.txt').read_text()",
             2,
-            "words.txt' in {here}/reading.py, line 2): name the file by its whole path, or as it lies",
+            "words.txt' in {here}/reading.py, line 2): name the file by its whole path, or by its path",
         ),
         ("''\ndef f(completion): open('wor' + 'ds.txt')", 0, "f raised FileNotFoundError: "),
     ],
