@@ -111,7 +111,7 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests of whose live trajectories no batch held any. Reads every live record."""
+        """Number of requests with live trajectories, none of which was in a batch. Reads all records."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
@@ -220,7 +220,7 @@ class ReplayBuffer:
         number = self._store.add(group, keys)
         self._note_used_up(number, group.record["uses"])
 
-    # --- Leaving ---
+    # --- Evicting ---
 
     def _evict_excess(self, touched: Iterable[int]) -> None:
         """Evict the oldest trajectories above the capacity of each ``touched`` prompt, then of the buffer."""
@@ -301,7 +301,7 @@ class ReplayBuffer:
     def _refer(
         self, rows: Sequence[Row], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """Compute missing reference log-probabilities, and store them in the batch and the buffer."""
+        """Compute missing reference log-probabilities, store them, and return the batch with them."""
         offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs) & batch.action_T)
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0

@@ -83,7 +83,7 @@ class LiveStore:
         return Trajectories.concat(groups).take(np.array([start_of[number] + row for number, row in rows]))
 
     def add(self, group: Trajectories, keys: Iterable[int]) -> int:
-        """Add a group; return its number. keys: one per completion, none of them live for its prompt."""
+        """Add a group; return its number. keys: one per completion, all new for its prompt."""
         number = next(self._numbers)
         self.groups[number] = group.columns
         self.live.setdefault(prompt_of(group), {}).update(dict.fromkeys(keys, number))

@@ -46,7 +46,7 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         known = [one for one in vars(module) if callable(vars(module)[one])]
         meant = did_you_mean(function, known, "check the name")
-        raise ConfigError(f"{key}: no function {function!r} there: {meant}")
+        raise ConfigError(f"{key}: no function {function!r} in that module: {meant}")
     return found
 
 

@@ -109,7 +109,7 @@ def pack(
     position_S = np.arange(len(row_S)) - sequences.offsets[row_S]
     completion_S = position_S >= prompt_length_N[row_S]
     first_N = np.append(True, prompt_N[1:] != prompt_N[:-1])
-    own_S = completion_S | first_N[row_S]  # a shared prompt is the first sequence's own
+    own_S = completion_S | first_N[row_S]  # a shared prompt belongs to its first sequence
     if layout == "rectangle":
         shape = (len(length_N), int(length_N.max()))
         place_S = row_S * shape[1] + position_S

@@ -210,7 +210,7 @@ class Serve(Protocol):
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
-        """Begin to serve ``model``. Raises ConfigError if its tokenizer cannot be loaded.
+        """Begin to serve ``model``. Raises ConfigError if that is impossible.
 
         generator: sampling parameters, limits on memory, and the number of answers to each text
         (completions_per_prompt). chat: whether the chat template turns each text into a user's message. keys:
@@ -304,11 +304,11 @@ class Learner(Protocol):
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """Take one optimizer step on the mean loss over all rows of ``batch``; return its metrics.
 
-        The metrics are: loss and the objective's own metrics, as means over the batch; the ``figures`` of the
-        batch; grad_norm, before clipping; tokens, of all completions; learning_rate; skipped_steps, so far.
-        If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer state
-        stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps in a
-        row are skipped.
+        The metrics are: loss and the objective's own metrics, as means over the batch; ``objectives.figures``
+        of the batch; grad_norm, before clipping; tokens, of all completions; learning_rate; skipped_steps, so
+        far. If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
+        state stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps
+        in a row are skipped.
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
@@ -359,7 +359,7 @@ class SharedLearner(Learner, Protocol):
 
         slot: function that is called once for each ``write_weights`` of the leading rank. It returns the
         buffer, uint8 [layout.nbytes], into which this rank writes its part of the weights. None: the leading
-        rank writes all weights, as it does if ranks share no MPI world (``Config.one_world``).
+        rank writes all weights, as it does if trainers and searchers are not in one MPI world.
         """
 
 
@@ -395,8 +395,8 @@ class Backend(Protocol):
 Write = Callable[[np.ndarray], Callable[[], object] | None]
 """Function that writes weights into a buffer, uint8 [layout.nbytes].
 
-It returns None once all is written, or earlier, with a function that waits for the rest. Any thread may call
-that function; it raises ExchangeError if another rank is gone."""
+It returns None once all is written, or it returns earlier a function that waits for the rest. Any thread may
+call that function, which raises ExchangeError if another rank is gone."""
 
 
 class TrainerExchange(Protocol):

@@ -22,7 +22,10 @@ _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """Set of the completed requests, whose groups are in sealed shards, as a bitmap that grows."""
+    """Set of the completed requests, as a bitmap that grows.
+
+    A request is completed once its group is in a sealed shard, or is noted there as set aside.
+    """
 
     def __init__(self) -> None:
         self._done = np.zeros(0, np.uint8)  # may have spare bytes at the end
@@ -115,9 +118,9 @@ class PromptOrder:
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
         """Yield the ids ≡ ``place`` (mod ``places``) of requests not yet completed, ascending, without end.
 
-        Only one searcher at a time has a place, so no request is issued twice in an attempt. Requests whose
-        groups it did not seal are issued again by the next searcher with this place, or after a resume, which
-        may have another number of places.
+        A searcher issues the requests of its place. As a rule no other searcher has that place, so that no
+        request is issued twice in an attempt. Requests that it leaves uncompleted are issued again by the
+        next searcher with this place, or after a resume, which may have another number of places.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -187,8 +190,8 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
         )
     if config.selective and prompts < wanted:
         raise ConfigError(
-            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, each of "
-            "which gives a step one group with max_staleness, replay_limit or reference=reset: lower it"
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, of which a step "
+            "takes one group each with max_staleness, replay_limit or reference=reset: lower it"
         )
     if config.queue:
         _refuse_a_small_queue(config, prompts)
@@ -201,10 +204,10 @@ def _refuse_a_small_queue(config: Config, prompts: int) -> None:
         raise ConfigError(
             f"buffer.capacity={buffer.capacity} would drop groups unused: a queue with "
             f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step="
-            f"{config.train.prompts_per_step} may hold {config.groups_ahead}; raise the first to at least "
-            f"{needed}, or lower another"
+            f"{config.train.prompts_per_step} may hold {config.groups_ahead} groups; raise the first to "
+            f"at least {needed} completions, or lower another"
         )
-    groups = (config.groups_ahead - 2) // prompts + 2  # an epoch may begin with the last one's last prompt
+    groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
     if buffer.capacity_per_prompt < (needed := groups * size):
         raise ConfigError(
             f"buffer.capacity_per_prompt={buffer.capacity_per_prompt} would drop groups unused: a queue of "

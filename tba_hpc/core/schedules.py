@@ -28,8 +28,8 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return config.peak * _decay(config, min(1.0, max(0, last - step) / max(1, last - first)))
 
 
-def laid_out_for(train: TrainSection) -> int:
-    """Return the step at which the learning rate's decay has ended."""
+def decay_end(train: TrainSection) -> int:
+    """Return the step at which the decay of the learning rate ends; the run may end earlier."""
     return train.learning_rate.decay[1] if train.learning_rate.decay else train.steps
 
 

@@ -38,9 +38,9 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
     if rate * age <= tuned * tuned_age * (1 + 1e-9):
         return None
     found = (
-        f"train.learning_rate.peak={rate:g} with data that may be {age} steps old is {rate * age:.2g}, where "
-        f"{name} was tuned at {tuned:g} × {tuned_age} = {tuned * tuned_age:.2g}, and the highest stable rate "
-        "falls as 1/age"
+        f"train.learning_rate.peak={rate:g} with data that may be {age} steps old makes rate × age "
+        f"{rate * age:.2g}, but {name} was tuned at {tuned:g} × {tuned_age} = {tuned * tuned_age:.2g}, and "
+        "the highest stable rate falls as 1/age"
     )
     bound = "exchange.sync_every" if config.exchange.max_staleness is None else "exchange.max_staleness"
     return found, f"lower the rate to {tuned * tuned_age / age:.2g}, or {bound}"

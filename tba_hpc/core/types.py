@@ -26,8 +26,9 @@ Role = Literal["trainer", "searcher"]
 ResourceKind = Literal["model", "data set", "file"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""Why a completion ended: by itself, or at the limit of tokens or of turns. The field ``truncated`` of RECORD
-is an index into this tuple."""
+"""Reasons why a completion ended: by itself, at the limit of tokens, or at the limit of turns.
+
+The field ``truncated`` of RECORD is an index into this tuple."""
 
 BEHAVIOUR = -1
 """Value of a reference's step if the sampling policy is the reference: ``ref_logprobs`` are ``logprobs``."""
@@ -59,14 +60,14 @@ They all reach the trainer's batches; ``objectives.Groups.of`` passes some of th
 LIVE_RECORD = np.dtype(
     [
         *RECORD.descr,
-        ("revision", "<i8"),  # number of the merge that added it to the buffer
+        ("revision", "<i8"),  # revision of the buffer, a count of its changes, that added it
         ("sync", "<i8"),  # version of the last weights that were published before it arrived
         ("uses", "<i4"),  # number of steps that have learned from it
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
     ]
 )
-"""Fields of a trajectory in the buffer, its checkpoints and batches: the trainer adds the last ones at a
-merge."""
+"""Fields of a trajectory in the buffer, its checkpoints and batches: RECORD, and those added when it is
+merged."""
 
 TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
 """One of the likeliest tokens at a position. Rounding to float16 changes its probability by at most 2e-4."""
@@ -300,12 +301,12 @@ class Trajectories:
 
     record: RECORD [N], or a dtype that begins with the fields of RECORD, such as LIVE_RECORD. prompts: int32,
     P rows, each distinct prompt once. completions: int32, N rows. logprobs: float32 [T], aligned with
-    ``completions.values``, under the sampling policy, as in Completion. ref_logprobs: float32 [T], under the
-    reference that ``record`` names, both at model.logprob_temperature. top_logprobs: TOP_LOGPROBS [T, C], as
-    in Completion; if omitted, C is 0.
+    ``completions.values``, under the sampling policy, as in Completion. ref_logprobs: the same under the
+    reference that ``record`` names. Both are at model.logprob_temperature. top_logprobs: TOP_LOGPROBS [T, C],
+    as in Completion; if omitted, C is 0.
 
     At the environment's tokens ref_logprobs are meaningless. If the trainer computes the reference's
-    log-probabilities instead of the searchers, ref_logprobs are NaN until it has.
+    log-probabilities instead of the searchers, ref_logprobs are NaN until it has done so.
     """
 
     record: np.ndarray
@@ -546,8 +547,8 @@ class TrajectoryBatch(Trajectories):
     def sequences(self) -> Ragged:
         """Each prompt followed by its completion: int32, N rows."""
         prompts = self.prompts.take(self.record["prompt_row"].astype(np.int64))
-        turns = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
-        pairs = Ragged.concat([prompts, self.completions]).take(turns)
+        alternating = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
+        pairs = Ragged.concat([prompts, self.completions]).take(alternating)
         return Ragged(pairs.values, pairs.offsets[::2])
 
     @property
@@ -577,7 +578,7 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Trajectories that a searcher sealed together on disk.
+    """Trajectories that a searcher wrote to one file, which is then sealed: it never changes.
 
     index: number of the shard; each searcher counts its own from 0. run: ``RunDir.identity`` of the run; 0 if
     unknown. set_aside: ids of requests that got no usable reward. image: bytes of the file, if they are in

@@ -45,7 +45,7 @@ class WeightFile:
 
     @property
     def path(self) -> str:
-        """Path at which this process and its children can open the file while this object lives."""
+        """Path at which this process and its children can open the file while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
