@@ -19,7 +19,7 @@ import pytest
 
 from tba_hpc.config import BufferSection
 from tba_hpc.core import buffer as buffer_module
-from tba_hpc.core import duplicates, live_store, mop
+from tba_hpc.core import duplicates, live_store, replay_sampler
 from tba_hpc.core import types as types_module
 from tba_hpc.core.batch import to_arrays
 from tba_hpc.core.buffer import Merged, ReplayBuffer, soft_values
@@ -483,7 +483,7 @@ CHI_SQUARE_3, CHI_SQUARE_5, CHI_SQUARE_11 = 21.1, 25.7, 37.4
 def test_single_completions_follow_softmax_mixed_with_uniform(
     temperature: float | None, mix: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba_hpc.core.mop.UNIFORM_MIX", mix)
+    monkeypatch.setattr("tba_hpc.core.replay_sampler.UNIFORM_MIX", mix)
     draws = 3000
     found = draws_of(1, draws, most_on_policy=0.0, reward_temperature=temperature)
     expected = {(i,): p for i, p in enumerate(replay_weights(temperature, mix))}
@@ -504,7 +504,7 @@ def test_recent_completions_are_drawn_uniformly_whatever_their_reward() -> None:
 
 
 def test_extreme_rewards_leave_finite_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_hpc.core.mop.UNIFORM_MIX", 0.0)
+    monkeypatch.setattr("tba_hpc.core.replay_sampler.UNIFORM_MIX", 0.0)
     items = [Item(0, 0, (0,), -1e30), Item(1, 0, (1,), 1e30), Item(2, 0, (2,), 0.0)]
     real = filled(items, most_on_policy=0.0, reward_temperature=1e-3)
     for step in range(20):
@@ -719,7 +719,7 @@ def test_completions_are_embedded_once(tmp_path: Path) -> None:
 
 def lines_and_peak_bytes(work: Callable[[], object]) -> tuple[int, int]:
     """Lines of the buffer's code run, and the most memory allocated."""
-    lines, modules = 0, (buffer_module, duplicates, live_store, mop, types_module)
+    lines, modules = 0, (buffer_module, duplicates, live_store, replay_sampler, types_module)
     files = {module.__file__ for module in modules}
 
     def count(frame: FrameType, event: str, _: object) -> object:

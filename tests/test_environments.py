@@ -293,7 +293,7 @@ def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("Nobody", "no function 'Nobody' there"),
+        ("Nobody", "no function 'Nobody' in that module"),
         ("size", "is not an environment"),
         ("Idle", "offers the model nothing to do"),
         ("Odd", "the type hints of its tool ask cannot be understood"),

@@ -58,9 +58,9 @@ def test_a_pointer_of_git_lfs_is_no_file(model: Path, name: str) -> None:
     [
         (1_009_383, "with 1,009,383 of 1,009,384 bytes"),
         (500_000, "with 500,000 of 1,009,384 bytes"),
-        (100, "whose 100 bytes are no safetensors"),
-        (5, "whose 5 bytes are no safetensors"),
-        (0, "whose 0 bytes are no safetensors"),
+        (100, "whose 100 bytes are not in safetensors format"),
+        (5, "whose 5 bytes are not in safetensors format"),
+        (0, "whose 0 bytes are not in safetensors format"),
     ],
 )
 def test_a_copy_that_was_cut_off_is_told_by_its_size(model: Path, kept: int, found: str) -> None:
@@ -71,7 +71,7 @@ def test_a_copy_that_was_cut_off_is_told_by_its_size(model: Path, kept: int, fou
 
 def test_something_else_is_no_safetensors(model: Path) -> None:
     (model / "model.safetensors").write_text("<!DOCTYPE html><html>Sign in to download" * 99)
-    assert fault(model) == "holds model.safetensors, whose 3,960 bytes are no safetensors"
+    assert fault(model) == "holds model.safetensors, whose 3,960 bytes are not in safetensors format"
 
 
 def test_the_check_before_a_run_refuses_it(model: Path) -> None:

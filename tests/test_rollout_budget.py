@@ -112,7 +112,7 @@ def test_a_queue_that_cannot_hold_a_prompts_groups_is_refused(tmp_path: Path) ->
     sentence = "per_prompt=47 would drop groups unused: a queue of 12 groups may hold 4 of one"
     with pytest.raises(ConfigError, match=sentence):
         refuse(47)
-    sentence = "capacity=143 would drop groups unused: .*max_staleness=2 and .* may hold 12; .* at least 144"
+    sentence = "capacity=143 would drop groups unused: .*max_staleness=2 .* may hold 12 groups; .* least 144"
     with pytest.raises(ConfigError, match=sentence):
         refuse(48, capacity=143)
     assert may_change("buffer.capacity") and may_change("buffer.capacity_per_prompt")

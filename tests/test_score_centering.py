@@ -208,7 +208,7 @@ def config(**keys: object) -> Config:
 
 def test_trajectories_without_the_likeliest_tokens_are_refused_in_one_sentence() -> None:
     batch = make_batch(0)
-    with pytest.raises(ConfigError, match=r"train.score_centering=32 needs as many .* trajectories hold 0: "):
+    with pytest.raises(ConfigError, match=r"train.score_centering=32 needs the .* trajectories hold 0: "):
         with_top_logprobs(batch, 32)
     batch = replace(batch, top_logprobs=np.ones((len(batch.logprobs), 3), TOP_LOGPROBS))
     assert with_top_logprobs(batch, 2).top_logprobs.shape == (len(batch.logprobs), 2)

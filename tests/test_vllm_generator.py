@@ -781,7 +781,7 @@ def test_damaged_weights_are_named_and_the_engine_lives_to_say_so(served: Served
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name].data[0, 0] = torch.nan
     generator.load(_update(weights, 40))
-    damaged = f"the weights of version 40 are damaged, {re.escape(name)} has values that are not finite"
+    damaged = rf"the weights of version 40 are damaged \({re.escape(name)} has values that are not finite"
     with pytest.raises(EngineError, match=damaged):
         _generate(generator, *map(_request, range(4)))
     assert (generator.nan_groups, generator.rebuilds) == (1, 0)

@@ -17,7 +17,7 @@ from tba_hpc import runtime
 from tba_hpc.config import Config, ConfigError, differences, parse_config, value_text
 from tba_hpc.core.ports import Learner
 from tba_hpc.core.prompts import Progress
-from tba_hpc.core.schedules import laid_out_for
+from tba_hpc.core.schedules import decay_end
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.replay_exchange import RecordedShards, Recording, ReplayExchange
 from tba_hpc.loops.freshness import Freshness
@@ -124,7 +124,7 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     ours = [f"run.name={name}", f"run.root={json.dumps(str(source.path.parent))}", "launch.trainers=1"]
     config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     ours += [f"train.steps={max(1, steps)}"]
-    rate, last = recorded.train.learning_rate, laid_out_for(recorded.train)
+    rate, last = recorded.train.learning_rate, decay_end(recorded.train)
     if config_of.get("train.steps", "0").isdecimal():  # else it is refused below
         last = max(last, int(config_of.get("train.steps", "0")))
     if rate.schedule != "constant" and not any(key.startswith("train.learning_rate") for key in config_of):

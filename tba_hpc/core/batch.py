@@ -1,4 +1,4 @@
-"""Splits the groups of a batch over ranks and into micro-batches by tokens, and packs them as plain arrays.
+"""Divides a batch over trainer ranks and into micro-batches, and converts batches to arrays and back.
 
 Imports no torch.
 """
@@ -17,10 +17,10 @@ from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch, offse
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
-    """Return the groups of each rank, int64 [B / ranks], in the batch's order.
+    """Divide the groups of a batch over ranks; return the indices of each rank's groups, int64 [B / ranks].
 
     Every rank gets the same number of groups and about the same number of tokens. Groups are assigned longest
-    first, each to the rank that has the fewest tokens and still lacks groups.
+    first, each to the rank that has the fewest tokens among those that still lack groups.
     """
     assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
     completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
@@ -36,19 +36,20 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Some whole groups of a batch and the micro-batches that compute them.
+    """Some whole groups of a batch, and the micro-batches in which they are computed.
 
-    groups: int64. micro_batches: rows of the batch, int64 each; together they hold every row of the groups
-    exactly once.
+    groups: their indices in the batch, int64. micro_batches: for each micro-batch the indices of its rows in
+    the batch, int64; together they hold every row of the groups exactly once.
     """
 
     groups: np.ndarray
     micro_batches: tuple[np.ndarray, ...]
 
 
-READS = 4
-"""Limit on the tokens whose keys and values attention reads when prompts are shared, as a multiple of a
-micro-batch's budget. These keys and values take memory, too."""
+READ_FACTOR = 4
+"""Largest number of tokens that attention reads in a micro-batch with shared prompts, as a multiple of the
+micro-batch's token budget. A shared prompt is read once per completion, and its keys and values take memory
+each time."""
 
 
 def plan(
@@ -60,17 +61,21 @@ def plan(
     share_prompts: bool,
     enough: int = 0,
 ) -> list[Part]:
-    """Plan a rank's micro-batches. All ranks get equally many parts, with equally many micro-batches in each.
+    """Plan the micro-batches of one rank, as parts that are computed in order.
 
     ZeRO moves weights and gradients between ranks in every micro-batch, so the ranks must compute in step.
-    budget: token limit of a micro-batch, padding included; None: the largest group's tokens, or ``enough`` if
-    that is more. share_prompts: a group's completions share its prompt, and nothing is padded. Attention
-    still reads the prompt once per completion, so a micro-batch is also limited to READS times the budget.
-    Without share_prompts, a trajectory of several sequences may exceed the budget by its padding.
+    All ranks therefore get equally many parts, with equally many micro-batches in each.
 
-    Groups larger than the budget share the first part, in several micro-batches; ranks with fewer such groups
-    add smaller ones. Every other part is one micro-batch of whole groups. These parts have about equally many
-    tokens and come largest first, so that a lack of memory shows at once.
+    budget: token limit of a micro-batch, padding included; None: the tokens of the largest group, or
+    ``enough`` if that is more. share_prompts: whether a group's prompt is laid out once for all of its
+    completions, without padding. Attention then still reads the prompt once per completion, so a micro-batch
+    may also read at most READ_FACTOR times the budget. Without share_prompts, a trajectory of several
+    sequences may exceed the budget by its padding.
+
+    Groups larger than the budget form the first part, in several micro-batches; a rank with fewer such groups
+    adds its largest others. Each further part is one micro-batch of whole groups. The largest group comes
+    first, so that a lack of memory shows at once.
+
     Raises ConfigError if a single sequence exceeds the budget.
     """
     size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
@@ -87,7 +92,7 @@ def plan(
     _require_room(batch, most)
     shares = [share[np.argsort(-tokens_B[share], kind="stable")] for share in balance(batch, ranks)]
     split = max(int((tokens_B[share] > most).sum()) for share in shares)
-    most_read = max(READS * most, int(read_B.max()))
+    most_read = max(READ_FACTOR * most, int(read_B.max()))
 
     def sequences(share: np.ndarray) -> Sequence[np.ndarray]:
         longest_first_BK = rows_BK[share[:split]]
@@ -103,13 +108,13 @@ def plan(
     if split:
         filled = [_filled(sequences(share), lambda rows: tokens(rows) <= most) for share in shares]
         parts = [Part(shares[rank][:split], tuple(map(np.concatenate, _alike(filled)[rank])))]
-    deal = partial(_dealt, tokens_B) if share_prompts else np.array_split  # neighbours need little padding
+    deal = partial(_dealt, tokens_B) if share_prompts else np.array_split  # similar lengths stay together
     wholes = _packed([share[split:] for share in shares], deal, fit)[rank]
     return parts + [Part(groups, (rows_BK[groups].ravel(),)) for groups in wholes]
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
-    """Return a function that counts the tokens of given rows, padded to one rectangle."""
+    """Return a function from indices of rows to the tokens of the rectangle to which they are padded."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
     sequences_N = np.bincount(row)
     longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])
@@ -121,7 +126,7 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Divide each rank's groups into sets that fit: the fewest possible, and equally many on all ranks."""
+    """Divide each rank's groups by ``deal`` into the fewest sets that fit, equally many on all ranks."""
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
         if all(fit(one) for of_rank in sets for one in of_rank):
@@ -154,9 +159,9 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Fill micro-batches greedily: append each piece, in order, to the last one while it fits.
+    """Fill micro-batches greedily: add each piece to the last one, or to a new one if it does not fit.
 
-    A piece is an array of rows of the batch.
+    A piece is an array of indices of rows of the batch.
     """
     runs: list[list[np.ndarray]] = []
     for piece in pieces:
@@ -168,7 +173,7 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
 
 def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
-    """Give every rank equally many micro-batches by halving the longest ones of ranks that have fewer."""
+    """Give every rank as many micro-batches as the rank with most, by halving those with most pieces."""
     number = max(len(runs) for runs in runs_of_ranks)
     for runs in runs_of_ranks:
         while len(runs) < number:
@@ -179,16 +184,19 @@ def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[lis
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
-    """Return the batch with reference π_ref^power. It need not sum to 1: log Ẑ absorbs the constant."""
+    """Return the batch with the reference π_ref^power.
+
+    The probabilities of such a reference need not sum to 1, because log Ẑ absorbs any constant factor.
+    """
     return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))
 
 
 def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
-    """Keep only the k likeliest tokens at each position. Raises ConfigError if fewer are recorded."""
+    """Keep the ``k`` likeliest tokens at each position. Raises ConfigError if the batch holds fewer."""
     recorded = batch.top_logprobs.shape[1]
     if k > recorded:
         raise ConfigError(
-            f"train.score_centering={k} needs as many of the sampler's likeliest tokens per position, but "
+            f"train.score_centering={k} needs the sampler's {k} likeliest tokens at each position, but "
             f"trajectories hold {recorded}: leave it out, or use a generator that records "
             "request.sampling.top_logprobs"
         )
@@ -196,26 +204,26 @@ def with_top_logprobs(batch: TrajectoryBatch, k: int) -> TrajectoryBatch:
 
 
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
-    """Return the given groups, whole, in the given order."""
+    """Return the groups with the given indices, whole and in the given order, as a batch."""
     return batch.take(rows_of(groups, batch.group_size))
 
 
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows, int64, of the given groups of ``size`` rows each, in the given order."""
+    """Return the indices of the rows, int64, of groups of ``size`` rows each, in the order of ``groups``."""
     return (groups[:, None] * size + np.arange(size)).ravel()
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
-    """Return the optimizer steps, int32 [N], between each trajectory's sampling weights and ``version``.
+    """Return the staleness of each trajectory, int32 [N]: steps from its oldest weights to ``version``.
 
-    After a crash, a shard may come from weights ahead of ``version``, whose steps the resume has undone.
-    Their distance is positive, too.
+    It is never negative. If a resume has undone the steps that made a trajectory's weights, those weights may
+    be ahead of ``version``; the distance counts then, too.
     """
     return np.abs(version - batch.version_N)
 
 
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
-    """Return the batch as named contiguous arrays of numbers, as safetensors takes them."""
+    """Return the batch as contiguous arrays of plain numbers by name, the form that safetensors stores."""
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}
     form = np.array([batch.group_size, batch.step], np.int64)
     return {**arrays, **{name: arrays[name].view(np.uint8) for name in _structured(arrays)}, "form": form}
@@ -229,6 +237,6 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
 
 
 def _structured(arrays: Mapping[str, np.ndarray]) -> dict[str, np.dtype]:
-    """Return the dtypes, by name, of the arrays that are structured."""
+    """Return the dtypes of those arrays that are structured, by name."""
     dtypes = {"record": LIVE_RECORD, "top_logprobs": TOP_LOGPROBS}
     return {name: dtype for name, dtype in dtypes.items() if name in arrays}

@@ -1,6 +1,6 @@
 """The replay buffer: a bounded number of completions per prompt, sampled as groups. Imports no torch.
 
-``live_store`` holds the trajectories, ``duplicates`` drops duplicates, and ``mop`` draws the batches.
+``live_store`` holds the trajectories, ``duplicates`` finds duplicates, ``replay_sampler`` chooses batches.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from tba_hpc.config import BufferSection, ConfigError
 from tba_hpc.core.batch import rows_of, take_groups
 from tba_hpc.core.duplicates import Duplicates
 from tba_hpc.core.live_store import LiveStore, Row, prompt_of
-from tba_hpc.core.mop import Sampler
+from tba_hpc.core.replay_sampler import Sampler
 from tba_hpc.core.types import LIVE_RECORD, Ragged, Trajectories, TrajectoryBatch, as_record, spans
 
 Embed = Callable[[Ragged], np.ndarray]
-"""Function from sampled tokens, int32 [N rows], to their embeddings, float32 [N, D], rows of norm 1."""
+"""Function from the sampled tokens of N completions, int32, to embeddings of norm 1, float32 [N, D]."""
 
 ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
-"""Function that returns log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
+"""Function from a batch to log π_ref of all its completion tokens, float32 [T], in the order of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
     """Result of a merge, in numbers of trajectories.
 
-    added: trajectories merged, minus duplicates. duplicates: old or new ones dropped in favour of an equal or
-    similar one. evicted: old or new ones removed because the buffer was full.
+    added: trajectories given to the merge, minus duplicates. duplicates: those dropped because an equal or
+    similar one stays. evicted: those removed because the buffer was full or the text of their prompt changed.
+    Trajectories of earlier merges count as duplicates and as evicted, too.
     """
 
     added: int
@@ -40,10 +41,10 @@ class Merged:
 
 
 def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
-    """Return V̂ = β·log mean exp(r/β) over the completions of each request, float32 [N].
+    """Return the soft value V̂ = β·log mean exp(r/β) of each trajectory's request, float32 [N].
 
-    V̂ lies between the mean reward (β → ∞) and the highest (β → 0). All completions of a request must be
-    given. Without ``beta`` the result is 0.
+    The mean is over the request's completions, all of which must be given. V̂ lies between the mean reward
+    (β → ∞) and the highest reward (β → 0). If ``beta`` is None, the result is 0.
     """
     if beta is None:
         return np.zeros(len(trajectories), np.float32)
@@ -58,12 +59,13 @@ def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
 class ReplayBuffer:
     """Trajectories from which the trainer samples its batches.
 
-    Every merged trajectory is counted exactly once: merged = live + duplicates + evicted.
+    A trajectory is live while it can be sampled. Every merged trajectory is counted exactly once: merged =
+    live + duplicates + evicted.
 
     queue: whether batches take the oldest trajectories first. value_beta: β of the ``soft_values`` that a
-    merge stores; None: it stores none. embed: computes the embeddings that duplicates are found by.
-    duplicates, evicted: totals so far. replay_ratio: mean number of steps, this one included, that have
-    learned from a trajectory of the last batch; 1 if all were new.
+    merge stores; None: it stores 0. embed: computes embeddings to find duplicates; given if and only if
+    ``config.embedding_model`` is set. duplicates, evicted: totals so far. replay_ratio: number of batches so
+    far that held a trajectory, as the mean over the last batch's trajectories; 1 if all of them were new.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._store = LiveStore()
         self._sampler = self._new_sampler(self._store)
-        self._used_up: set[int] = set()  # groups with used-up trajectories; some groups may have left
+        self._used_up: set[int] = set()  # groups with used-up trajectories; some are no longer in the store
 
     def __len__(self) -> int:
         """Return the number of live trajectories."""
@@ -109,14 +111,14 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests whose live trajectories were never in a batch. Takes time O(live)."""
+        """Number of requests with live trajectories, none of which was in a batch. Reads all records."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct combinations of weights and reference among live trajectories, ``live_store.KIND`` [M]."""
+        """Distinct pairs of sampling weights and reference of live trajectories, ``live_store.KIND`` [M]."""
         return self._store.kinds
 
     @property
@@ -127,15 +129,17 @@ class ReplayBuffer:
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
-        """Add the trajectories that arrived in ``revision``. Neither ``revision`` nor ``sync`` may decrease.
+        """Add trajectories, drop duplicates, and evict what exceeds the capacities.
 
-        sync: number shared by everything that arrives between two publications; None: the revision. The
-        newest sync that added trajectories holds the "most recent" ones.
+        revision: number of this change of the buffer. sync: number shared by all merges between two
+        publications of weights; None: the revision. The trajectories of the newest sync that added any are
+        the "most recent" ones. Neither number may decrease.
 
         Unless duplicates are kept, a completion replaces a live one of its prompt that is equal, and counts
-        as newly arrived. If duplicates are found by edits or embeddings, a completion replaces similar live
-        ones of its prompt if its reward is higher than all of theirs; otherwise it is not stored. Finally the
-        oldest trajectories beyond ``capacity_per_prompt`` and ``capacity`` are evicted.
+        as newly arrived. If similar completions count as duplicates, too (by edit distance or embeddings), a
+        completion replaces all similar live ones of its prompt if its reward is higher than each of theirs;
+        otherwise it is not stored. Finally the oldest trajectories above ``capacity_per_prompt`` and
+        ``capacity`` are evicted.
         """
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
@@ -158,7 +162,7 @@ class ReplayBuffer:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Computed now, because a request's duplicates and evicted completions leave no trace.
+            # Now, while all completions of the request are here: duplicates and evicted ones leave no trace.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sampler.sync}.items():
@@ -180,10 +184,10 @@ class ReplayBuffer:
             yield group
 
     def _prompt(self, prompt: int, text: np.ndarray) -> Ragged | None:
-        """Return the tokens stored for a prompt if they equal ``text``, so that groups share the array.
+        """Return the stored tokens of a prompt if they equal ``text``, so that its groups share one array.
 
-        If they differ, the data set has changed: the old prompt's completions are evicted. Returns None if
-        the prompt has no live trajectories.
+        If they differ, the data set has changed: the prompt's completions are evicted. Then, and if the
+        prompt has no live trajectories, the result is None.
         """
         live = self._store.live.get(prompt)
         if not live:
@@ -196,7 +200,7 @@ class ReplayBuffer:
         return None
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a group without duplicates; return how many trajectories, new or old, were dropped."""
+        """Store a new group and drop duplicates, new or live before; return how many were dropped."""
         prompt, keys = prompt_of(group), self._rule.keys(group)
         dropped, live = 0, self._store.live.get(prompt, {})
         if self._rule.possible(live, keys):
@@ -216,10 +220,10 @@ class ReplayBuffer:
         number = self._store.add(group, keys)
         self._note_used_up(number, group.record["uses"])
 
-    # --- Leaving ---
+    # --- Evicting ---
 
     def _evict_excess(self, touched: Iterable[int]) -> None:
-        """Evict the oldest trajectories of each ``touched`` prompt above its capacity, then of the buffer."""
+        """Evict the oldest trajectories above the capacity of each ``touched`` prompt, then of the buffer."""
         limit = self._config.capacity_per_prompt
         for prompt in touched:
             if (excess := len(self._store.live.get(prompt, ())) - limit) > 0:
@@ -243,10 +247,10 @@ class ReplayBuffer:
         return self._evict(self._store.parts(unwanted(self._store.record())))
 
     def evict_used_up(self, group_size: int) -> int:
-        """Evict trajectories that ``replay_limit`` steps have learned from; return how many were evicted.
+        """Evict trajectories from which ``replay_limit`` steps have learned; return how many left.
 
-        If fewer than ``group_size`` remain of a prompt, they are evicted, too: repeating a few in a group
-        would teach little. The cost depends only on the batches since the last call.
+        If fewer than ``group_size`` of a prompt would remain, these are evicted, too: a group would have to
+        repeat them, which teaches little. The cost depends only on the batches since the last call.
         """
         used_up = [number for number in self._used_up if number in self._store.groups]
         self._used_up.clear()
@@ -277,11 +281,11 @@ class ReplayBuffer:
     def sample(
         self, step: int, *, groups: int, group_size: int, reference: ReferenceLogprobs | None = None
     ) -> TrajectoryBatch:
-        """Sample B = ``groups`` groups of K = ``group_size`` trajectories, as ``mop.Sampler`` describes.
+        """Sample a batch of B = ``groups`` groups of K = ``group_size`` trajectories.
 
-        Each batch counts as one use of a trajectory, even if it holds the trajectory several times.
-        Randomness depends only on (seed, step). reference: computes log π_ref for groups that lack it; the
-        buffer stores the result.
+        ``replay_sampler.Sampler.sample`` says which. Randomness depends only on (seed, step). A batch counts
+        as one use of a trajectory, even if it holds the trajectory several times. reference: computes log
+        π_ref for groups that lack it; the buffer stores the result. The buffer must not be empty.
         """
         assert self.prompts, "the buffer is filled before it is sampled"
         rows = self._sampler.sample(step, groups=groups, group_size=group_size)
@@ -297,7 +301,7 @@ class ReplayBuffer:
     def _refer(
         self, rows: Sequence[Row], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """Compute missing reference log-probabilities, and store them in the batch and the buffer."""
+        """Compute missing reference log-probabilities, store them, and return the batch with them."""
         offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs) & batch.action_T)
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
@@ -323,9 +327,10 @@ class ReplayBuffer:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
-        """Return a function that makes the present ``state`` later, in any thread, while the buffer changes.
+        """Return a function that returns the present ``state``, even after the buffer has changed.
 
-        Little is copied now. Trajectories that leave the buffer stay in memory while the function exists.
+        The call copies little; the function copies the trajectories, and may be called in any thread.
+        Trajectories that leave the buffer stay in memory while the function exists.
         """
         counters = np.array([self._merged, self.duplicates, self.evicted], np.int64)
         newest = np.array([self._revision, self._sampler.sync], np.int64)
@@ -342,7 +347,7 @@ class ReplayBuffer:
         return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replace the contents by a saved ``state``. Raises ConfigError if its record fields differ."""
+        """Replace the contents by a saved ``state``. Raises ConfigError if its records have other fields."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
         fields = [field for field in stored.record.dtype.descr if field[0] != "embedding"]

@@ -1,4 +1,4 @@
-"""Finds duplicates among a prompt's completions: equal ones, or similar ones by edits or embeddings."""
+"""Finds duplicates among a prompt's completions: equal ones, or ones of similar text or meaning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Duplicates:
         self._serials = count()
 
     def keys(self, group: Trajectories) -> list[int]:
-        """Return a key per completion. Equal tokens get equal keys, unless the config keeps duplicates.
+        """Return a key for each completion, equal for equal tokens. If duplicates are kept, all keys differ.
 
         Different tokens get the same key with probability 2⁻⁶⁴. The key is Python's salted hash of bytes,
         which takes a quarter of the time of a cryptographic one.
@@ -35,18 +35,18 @@ class Duplicates:
         ]
 
     def possible(self, live: Mapping[int, int], keys: Sequence[int]) -> bool:
-        """Return whether new completions may be duplicates, of each other or of ``live`` ones."""
+        """Return whether new completions, by their keys, may be duplicates of each other or of live ones."""
         near = isinstance(self._config.duplicates, EditDuplicates | EmbeddingDuplicates)
         return near or len({*keys}) < len(keys) or not live.keys().isdisjoint(keys)
 
     def stays(
         self, live: Iterable[int], older: Sequence[Trajectories], keys: Sequence[int], group: Trajectories
     ) -> np.ndarray:
-        """Return which of M live and N new completions stay, bool [M + N], live ones first.
+        """Return which of a prompt's M live and N new completions stay, bool [M + N], live ones first.
 
-        live, older: keys and groups of the live completions. keys, group: those of the new ones, which arrive
-        one by one. A new completion replaces an equal one. It replaces similar ones if its reward is higher
-        than all of theirs; otherwise it does not stay.
+        live, older: keys and groups of the live completions. keys, group: keys and group of the new ones,
+        which are treated one after the other. A new completion replaces an equal one. It replaces similar
+        ones if its reward is higher than each of theirs; otherwise it does not stay.
         """
         place_of = {key: place for place, key in enumerate(live)}
         all_keys, first = [*place_of, *keys], len(place_of)
@@ -67,9 +67,10 @@ class Duplicates:
         return stays
 
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
-        """Return which of all completions each new one is similar to, bool [N, M + N].
+        """Return for each new completion which of all are similar to it, bool [N, M + N].
 
-        Similar means an edit distance below a share of the sum of both lengths, or a cosine above a limit.
+        Two completions are similar if their edit distance, in tokens, is below a share of the sum of their
+        lengths, or if the cosine of their embeddings is above a limit. The config says which.
         """
         together, first = [*older, group], sum(map(len, older))
         match self._config.duplicates:

@@ -1,9 +1,11 @@
 """Store of the replay buffer: its live trajectories, by request and by prompt. Imports no torch.
 
-A group holds the live completions of one request. It is immutable: when completions are evicted or used, a
-new group takes its place. The list of groups is therefore a snapshot. A group is a bare tuple of the columns
-of its ``Trajectories``, because Python's garbage collector does not look into such a tuple; inspecting the
-objects of a million trajectories would hold up the loop.
+A group holds the live completions of one request. It is never changed: when completions are evicted or used,
+a new group takes its place. A list of all groups is therefore a snapshot.
+
+A group is stored as a bare tuple of arrays, the columns of its ``Trajectories``, because Python's garbage
+collector does not look into such a tuple. Inspecting the objects of a million trajectories would hold up the
+loop.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
 """Fields of RECORD that decide whether a trajectory is stale."""
 
 Row = tuple[int, int]
-"""Place of a live trajectory: the number of its group, and its row there."""
+"""Place of a live trajectory: the number of its group, and its row in the group."""
 
 _NO_TOKENS = Ragged.from_rows([], np.int32)
 _NOTHING = Trajectories(
@@ -31,8 +33,9 @@ _NOTHING = Trajectories(
 class LiveStore:
     """Groups of live trajectories.
 
-    groups: columns of each group by number, oldest first; a group holds only its own prompt. live: by
-    prompt, the keys of its completions, oldest first, each with the number of its group.
+    groups: columns of each group by the group's number, oldest first; a group holds only its own prompt.
+    live: for each prompt a dictionary from the keys of its completions, oldest first, to the numbers of their
+    groups. ``duplicates.Duplicates.keys`` makes the keys.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,7 @@ class LiveStore:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct combinations of weights and reference among the live trajectories, KIND [M]."""
+        """Distinct pairs of sampling weights and reference among the live trajectories, KIND [M]."""
         return np.array(list(self._kinds), KIND)
 
     def group(self, number: int) -> Trajectories:
@@ -63,9 +66,9 @@ class LiveStore:
         return joined([record for record, *_ in self.columns()])
 
     def parts(self, marked_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Split a mask of all live trajectories, bool [N], by group; yield number and mask, bool [K].
+        """Split a mask of all live trajectories, bool [N], by group.
 
-        Groups without a marked trajectory are left out.
+        Yields the number of each group with a marked trajectory, and the group's mask, bool [K].
         """
         numbers, offsets = list(self.groups), offsets_of(len(record) for record, *_ in self.groups.values())
         for place in np.unique(np.searchsorted(offsets, np.flatnonzero(marked_N), "right") - 1).tolist():
@@ -80,7 +83,7 @@ class LiveStore:
         return Trajectories.concat(groups).take(np.array([start_of[number] + row for number, row in rows]))
 
     def add(self, group: Trajectories, keys: Iterable[int]) -> int:
-        """Add a group; return its number. keys: one per completion, none of them live for its prompt."""
+        """Add a group; return its number. keys: one per completion, all new for its prompt."""
         number = next(self._numbers)
         self.groups[number] = group.columns
         self.live.setdefault(prompt_of(group), {}).update(dict.fromkeys(keys, number))
@@ -88,7 +91,7 @@ class LiveStore:
         return number
 
     def count_uses(self, rows: set[Row]) -> dict[int, np.ndarray]:
-        """Add a use to each trajectory of ``rows``; return their numbers of uses, int32, by group."""
+        """Count one more use of each trajectory of ``rows``; return the new numbers, int32, by group."""
         chosen = dict[int, list[int]]()
         for number, row in rows:
             chosen.setdefault(number, []).append(row)

@@ -16,7 +16,7 @@ CHECKED = (".safetensors", ".bin", ".json", ".model")
 
 
 def lacking(folder: Path) -> list[str]:
-    """List the parts of a model's weights that an index names and the folder lacks, each with its index."""
+    """List the weight files that an index in the folder names and the folder lacks, each with its index."""
     return [
         f"{part}, which {index} lists"
         for index in INDICES
@@ -27,7 +27,7 @@ def lacking(folder: Path) -> list[str]:
 
 
 def fault(folder: Path) -> str | None:
-    """Return why a model's folder cannot be loaded, or None if no fault is found."""
+    """Return why a model's folder cannot be loaded, as the end of a sentence; None if no fault is found."""
     if parts := lacking(folder):
         return f"lacks {parts[0]}"
     files = sorted(file for file in folder.iterdir() if file.suffix in CHECKED and file.is_file())
@@ -51,6 +51,6 @@ def _fault_of(file: Path) -> str | None:
         except (ValueError, LookupError, TypeError, AttributeError):
             whole = None
     if whole is None:
-        return f"whose {size:,} bytes are no safetensors"
+        return f"whose {size:,} bytes are not in safetensors format"
     needed = whole + max(ends, default=0)
     return None if size == needed else f"with {size:,} of {needed:,} bytes"

@@ -1,4 +1,4 @@
-"""Dimensions of models, from their config.json, and the memory that a token needs. Imports no torch."""
+"""Dimensions of models, read from their config.json, and memory per token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ GPT2_FIELDS = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
+"""Names that GPT-2's config.json uses, and what other models call the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Dimensions of a decoder or a text encoder.
 
-    query, key_value: width of all heads together. inner: hidden width of the MLP, or of one expert. matrices:
-    number of weights in a layer's linear maps, all experts together. mixture: True for a mixture of experts.
-    table: number of weights in the embeddings, learned positions included. head: number of weights in an
-    untied output layer. vocabulary: 0 if no logits are computed. disk_bytes: bytes per weight in the model's
-    files.
+    kind: the model_type of config.json. query, key_value: width of all heads together. inner: hidden width of
+    the MLP, or of one expert. experts_per_token: 1 without experts. matrices: number of weights in a layer's
+    linear maps, all experts together. mixture: whether it is a mixture of experts. table: number of weights
+    in the embeddings, learned positions included. head: number of weights in the output layer; 0 if these are
+    the embeddings' own. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes: bytes per
+    weight in the model's files. gated: whether the MLP has a gate, as in Llama.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, without norms and biases; these are below 0.1 % of a large model."""
+        """Number of weights, without those of norms and biases, which are below 0.1 % of a large model."""
         return self.layers * self.matrices + self.table + self.head
 
     @property
@@ -62,7 +64,7 @@ class Shape:
         return self.heads * self.key_value // self.query
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of KV cache per token."""
+        """Return the bytes of KV cache per token, if a number takes ``weight_bytes``."""
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:
@@ -71,7 +73,10 @@ class Shape:
 
     @property
     def linear_layers(self) -> dict[str, int]:
-        """Input plus output width of each nn.Linear of a layer, by name; experts and GPT-2 have none."""
+        """Input plus output width of each nn.Linear of a layer, by name, as LoRA adapts them.
+
+        Experts and GPT-2 have no nn.Linear.
+        """
         hidden, wide = self.hidden, self.hidden + self.inner
         if self.kind == "gpt2":
             return {}
@@ -123,8 +128,8 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
     """Return the bytes per token that a layer keeps for the backward pass, without activation checkpointing.
 
-    The estimate is for Hugging Face's implementations with SDPA. RMSNorm keeps float32 copies, LayerNorm
-    keeps its input, and GPT-2's GELU keeps its intermediate results.
+    weight_bytes: bytes of a weight. The estimate is for Hugging Face's implementations with SDPA. RMSNorm
+    keeps float32 copies, LayerNorm keeps its input, and GPT-2's GELU keeps its intermediate results.
     """
     heads = 3 * shape.query + 2 * shape.key_value
     if shape.gated:
@@ -145,19 +150,21 @@ def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float
 
 
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""Bytes of float32 logits that are computed at once, by device. A GPU needs large products to be busy."""
+"""Bytes of float32 logits that are computed at once, by device. A GPU is busy only with large products."""
 
 PASS_TOKENS = 16 << 10
-"""Token limit of several groups in one pass of a searcher's reference. A single group may exceed it."""
+"""Token limit of a forward pass in which a searcher's reference scores several groups.
+
+A group with more tokens has a pass to itself."""
 
 ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Default limit on a micro-batch's activations, in bytes, by device. Micro-batches of this size keep a GPU
-computing while the next layers are launched."""
+busy while the host launches the next layers."""
 
 MOST_TOKENS = 32 << 10
-"""Default limit on a micro-batch's tokens, besides ROOM."""
+"""Default limit on a micro-batch's tokens, in addition to ROOM."""
 
 
 def default_micro_batch(token_bytes: float, device: str) -> int:
-    """Return the default number of tokens in a micro-batch. token_bytes: ``kept_bytes`` of a token."""
+    """Return the default token limit of a micro-batch. token_bytes: ``kept_bytes`` of a token."""
     return min(MOST_TOKENS, int(ROOM[device] / token_bytes))

@@ -14,41 +14,47 @@ from typing import Any
 from tba_hpc.config import ConfigError, is_local
 from tba_hpc.core.wording import did_you_mean
 
-LONGEST_WORDS = 300
-"""Largest number of characters shown of a user's error message."""
+LONGEST_MESSAGE = 300
+"""Largest number of characters shown of an error message from a user's code."""
 
-OF_A_FILE = "name the file by its whole path, or as it lies beside the module, so that it is copied with it"
+OF_A_FILE = "name the file by its whole path, or by its path from the module's folder, which the run copies"
 """Remedy for a file that the user's code does not find. A run copies files that the module's code names."""
 
 IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
-"""Remedy for user code that does not return."""
+"""Remedy for a call of user code that does not return."""
 
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{Path(__file__).parents[1]}/",
 )
-"""Folders whose code is not the user's. The user's own installed packages count as libraries, too."""
+"""Folders of code that is not the user's. User code that is installed there counts as a library, too."""
 
 
 def is_own(name: str) -> bool:
-    """Return whether ``name`` has the form ``module:function`` and is not a path."""
+    """Return whether ``name`` has the form ``module:function`` and is not a local path."""
     return ":" in name and not is_local(name)
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:
-    """Import the function that ``name`` refers to. key: its name in errors. Raises ConfigError."""
+    """Import the function or class that ``name`` refers to, as ``module:function``.
+
+    key: config key to name in errors. Raises ConfigError if there is no such module or function.
+    """
     module_name, _, function = name.partition(":")
     module = import_own(key, module_name)
     found = getattr(module, function, None)
     if not callable(found):
         known = [one for one in vars(module) if callable(vars(module)[one])]
         meant = did_you_mean(function, known, "check the name")
-        raise ConfigError(f"{key}: no function {function!r} there: {meant}")
+        raise ConfigError(f"{key}: no function {function!r} in that module: {meant}")
     return found
 
 
 def import_own(key: str, name: str) -> ModuleType:
-    """Import a user's module. Any exception becomes a ConfigError with the line that raised it."""
+    """Import a user's module; ``key`` is the config key to name in errors.
+
+    An exception of the module becomes a ConfigError with the line that raised it.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -64,18 +70,21 @@ def import_own(key: str, name: str) -> ModuleType:
 def in_words(error: BaseException) -> str:
     """Return an exception of user code as one short line, even if its ``__str__`` fails."""
     said = traceback.format_exception_only(error)[-1].removeprefix(f"{type(error).__module__}.")
-    return " ".join(said.split())[:LONGEST_WORDS]
+    return " ".join(said.split())[:LONGEST_MESSAGE]
 
 
 def where_is(thread: int) -> tuple[str, str]:
-    """Return the innermost line of user code in a thread (``r.py:7 in reward``), and its whole stack."""
+    """Return the line of user code that a thread executes (``r.py:7 in reward``), and the thread's stack.
+
+    thread: its identifier, as in threading.get_ident.
+    """
     stack = traceback.extract_stack(sys._current_frames()[thread])
     last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
     return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Make an error that names the last executed line of the module, or the line with the syntax error."""
+    """Make an error that names the module's line that was executed last, or the one with the syntax error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None

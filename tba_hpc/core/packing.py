@@ -2,8 +2,8 @@
 
 All indices are computed here, on the host, so that nothing waits for a device. Imports no torch.
 
-Shape letters: N sequences, L length of the longest, R tokens in the row, S tokens of all sequences with their
-prompts, T tokens of all completions, A sampled tokens.
+Shape letters: N sequences, L length of the longest, R tokens in the row, S tokens of all sequences (each with
+its prompt), T tokens of all completions, A sampled tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 from tba_hpc.core.types import Ragged, offsets_of
 
 Layout = Literal["varlen", "padded", "rectangle"]
-"""Form in which a model gets sequences. varlen: in one row, with a variable-length attention kernel. padded:
-in one row, with attention over padded rectangles. rectangle: in a rectangle [N, L], each sequence with its
-own prompt."""
+"""Form in which a model gets sequences.
+
+varlen: one row, with a variable-length attention kernel. padded: one row, whose attention is computed over
+padded rectangles. rectangle: a padded rectangle [N, L], each sequence with its own copy of the prompt."""
 
 Array = Any
 """A numpy array, or the tensor that ``learner.upload`` made of it."""
@@ -32,9 +33,9 @@ class Varlen:
     A sequence's queries are its own tokens, which are contiguous in the row. Its keys are all of its tokens,
     including those of a shared prompt. The causal mask is aligned at the end: the last query sees all keys.
 
-    key_S: int64, place of each key in the row. query_ends: int32 [N + 1], offsets of the sequences' queries
+    key_S: int64, index in the row of each key. query_ends: int32 [N + 1], offsets of the sequences' queries
     in the row. key_ends: int32 [N + 1], offsets of their keys in ``key_S``. longest_query, longest_key: the
-    most queries and keys of a sequence, in tokens.
+    largest number of queries and of keys of a sequence.
     """
 
     key_S: Array
@@ -48,9 +49,11 @@ class Varlen:
 class Padded:
     """Indices for attention over a row by padded rectangles.
 
-    places: one array, int64 [n, longest], per set of sequences of similar length. It holds the index in the
-    row of each token, prompt included, and 0 where padded. from_R: int64, index of each row token in these
-    arrays, flattened and joined. The tokens of a shared prompt point into its first sequence.
+    Each rectangle holds sequences of similar length with their prompts.
+
+    places: for each rectangle the indices of its tokens in the row, int64 [n, longest]; 0 where padded.
+    from_R: int64, for each token of the row its index in these rectangles, flattened and joined. A token of a
+    shared prompt has its index in the first sequence with the prompt.
     """
 
     places: tuple[Array, ...]
@@ -62,10 +65,12 @@ class Packed:
     """Sequences for one pass of a model.
 
     tokens, positions: int64 [1, R] or [N, L], each token and its position in its own sequence. attention:
-    None for a rectangle. before_A: int64, index into flattened ``tokens`` of the token before each sampled
-    one, whose output predicts it. sampled_A: int64, the sampled token; or [A, 1 + C], followed by C other
-    tokens whose log-probabilities at its position are needed. place_A: int64, index of the sampled token
-    among the tokens of all completions.
+    indices for attention over a row; None for a rectangle.
+
+    For each sampled token, int64: before_A is the index into flattened ``tokens`` of the token before it,
+    where the model predicts the sampled token. sampled_A is the sampled token, or a row [1 + C] of the
+    sampled token and C other tokens whose log-probabilities at the same position are needed. place_A is its
+    index among the tokens of all completions.
     """
 
     tokens: Array
@@ -86,12 +91,14 @@ def pack(
     begin_T: np.ndarray | None = None,
     others_TC: np.ndarray | None = None,
 ) -> Packed:
-    """Lay out sequences for one pass. Each has a prompt of at least one token and a completion.
+    """Lay out sequences for one pass of a model.
 
-    prompt_N: int64, number of each prompt; neighbouring sequences with the same number have the same prompt,
-    and share it in a row. action_T: bool, whether each completion token was sampled. begin_T: bool, whether a
-    completion token, not sampled, begins another sequence; None: none does. others_TC: int, other tokens
-    whose log-probabilities are needed at the position of each completion token; None: C = 0.
+    sequences: prompts, each of at least one token, with their completions, int32. prompt_length_N: int64,
+    tokens of each prompt. prompt_N: int64, a number for each prompt; neighbouring sequences with the same
+    number have the same prompt, and share it in a row. action_T: bool, whether each completion token was
+    sampled. begin_T: bool, whether a completion token, which was not sampled, begins another sequence; None:
+    none does. others_TC: int, further tokens whose log-probabilities are needed at the position of each
+    completion token; None: no further ones.
     """
     if begin_T is not None and begin_T.any():
         sequences, row_N = cut(sequences, prompt_length_N, begin_T)
@@ -124,9 +131,9 @@ def pack(
 
 
 def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> tuple[Ragged, np.ndarray]:
-    """Cut sequences before the completion tokens that ``begin_T`` marks; see ``pack``.
+    """Cut sequences before the completion tokens that ``begin_T``, bool, marks; see ``pack``.
 
-    Returns the pieces in order, and for each piece the index, int64, of its original sequence.
+    Returns the pieces in order, and for each piece the index of the sequence that it was cut from, int64.
     """
     begins = np.flatnonzero(begin_T)
     before = offsets_of(prompt_length_N)  # tokens of all prompts before each
@@ -140,7 +147,8 @@ def _places_in_row(
 ) -> np.ndarray:
     """Return the index of each token in the row, int64 [S].
 
-    Own tokens follow one another. Tokens of a shared prompt lie where its first sequence has them.
+    Tokens that are a sequence's own follow one another. Those of a shared prompt have the indices that they
+    have in the first sequence with the prompt.
     """
     place_S = own_S.cumsum() - 1
     lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the first sequence with the same prompt
@@ -187,7 +195,7 @@ def _padded(place: Ragged, own: Ragged) -> Padded:
 
 
 def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Divide sequences, longest first, into sets in which padding less than doubles each length."""
+    """Yield sets of indices, longest sequences first, in which padding less than doubles any length."""
     order_N = np.argsort(-length_N, kind="stable")
     falling_N = length_N[order_N]
     start = 0

@@ -1,6 +1,7 @@
-"""Interfaces between the two loops and the rest: task, engine, reference, learner, exchange.
+"""Interfaces that the trainer's and the searcher's loop use: task, engine, reference, learner, exchange.
 
-Both transports of the exchange pass the same tests, ``tests/contracts``. Imports no heavy library.
+Both implementations of the exchange, over MPI and over files, pass the same tests, ``tests/contracts``.
+Imports no heavy library.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from tba_hpc.core.types import (
 )
 
 PASS_AT_1 = "pass@1"
-"""Name of the score of a task with right and wrong answers."""
+"""Default name of a task's score, the share of prompts that were answered correctly."""
 
 RIGHT_AND_ENDED = "right and ended"
-"""Name of the share of answers that are correct and not truncated."""
+"""Name of a second score, the share of answers that are correct and not truncated."""
 
 IDLE_DEADLINES = 6
-"""Longest pause between two rounds of the exchange, after which a searcher gives up on its trainer, as a
-multiple of launch.timeout_seconds."""
+"""Longest pause between two rounds of the exchange, as a multiple of launch.timeout_seconds. After that a
+searcher ends, because its trainer must be gone."""
 
 
 class Tokenizer(Protocol):
-    """Converter of text to tokens and back."""
+    """Converter of text to tokens and back. Each object is used in one thread only."""
 
     eos_token_id: int
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text`` at the start of a sequence: with any BOS, without EOS."""
+        """Return the tokens, int32 [T], of ``text``: with a BOS if the model uses one, without EOS."""
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a chat that ends where the model must answer ``text``.
+        """Return the tokens, int32 [T], of a chat in which the model is next to answer a user's ``text``.
 
         Raises ConfigError if the model has no chat template.
         """
@@ -67,13 +68,14 @@ class WholeTokenizer(Tokenizer, Protocol):
 def decoder(tokenizer: Tokenizer, *, special: bool) -> Callable[[np.ndarray], str]:
     """Return a function from tokens, int32 [T], to text.
 
-    special: show special tokens, except an EOS at the end. Raises ConfigError if the tokenizer cannot.
+    special: whether to show special tokens, except an EOS at the end. Raises ConfigError if the tokenizer
+    cannot show them.
     """
     if not special:
         return tokenizer.decode
     if not isinstance(tokenizer, WholeTokenizer):
         raise ConfigError(
-            "the tokenizer of model.path cannot show special tokens: give it the method of "
+            "the tokenizer of model.path cannot show special tokens: give it the method decode_whole() of "
             "ports.WholeTokenizer, or set task.special_tokens=false"
         )
     whole, end = tokenizer.decode_whole, tokenizer.eos_token_id
@@ -93,23 +95,25 @@ class ChatTokenizer(Tokenizer, Protocol):
     ) -> str:
         """Return the text of a conversation.
 
-        ask: add the beginning of the model's next message. options: variables of the chat template. Raises
+        tools: descriptions of the tools that the model may call, as JSON schemas. ask: whether to add the
+        beginning of the model's next message. options: further variables of the chat template. Raises
         ConfigError if the model has no chat template, or if the template refuses the messages.
         """
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of rendered text, with nothing added at its start or end."""
+        """Return the tokens, int32 [T], of a text that ``render`` made, with no BOS or EOS added."""
 
 
 class Task(ABC):
     """A set of prompts and the rewards of completions.
 
-    The first three methods are required. No task's class need derive from this one:
+    The first three methods are required. A user's class need not derive from this one, because
     ``task_contract.with_defaults`` adds the other methods.
 
     score_name: name of the share of prompts answered correctly. evaluation_temperature: sampling temperature
     of evaluations; 0 is greedy. longest_call: time limit of a call of ``rewards`` or ``correct``, s; None:
-    the run's. It is infinite for a task whose calls load models, or which sets time limits itself.
+    half of launch.timeout_seconds. A task whose calls load models, or have time limits of their own, sets it
+    to infinity.
     """
 
     score_name: str = PASS_AT_1
@@ -118,54 +122,71 @@ class Task(ABC):
 
     @abstractmethod
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Return all prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
+        """Return all prompts of a split, the same in each call; ``prompts(split)[i].id`` is ``i``."""
 
     @abstractmethod
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        """Return the reward of each completion of one prompt. Always called in the same background thread.
+        """Return the reward of each completion of one prompt.
 
-        A completion whose reward is not finite is set aside. If this method raises, all of them are.
+        All calls are made in one background thread; a new one takes over if a call exceeds its time limit. A
+        completion whose reward is not finite is left out of training. If this method raises an exception,
+        all completions of the call are left out.
         """
 
     @abstractmethod
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
-        """Return whether each completion is correct. Called in the same thread as ``rewards``."""
+        """Return whether each completion correctly answers the prompt at the same index.
+
+        Called in the same thread as ``rewards``, during evaluations.
+        """
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return the named terms whose sum is the reward, for the metrics.
+        """Return the terms whose sum is the reward, by name, for the metrics.
 
-        Called right after ``rewards``; each term has a number per completion of that call.
+        Called right after ``rewards``; each term has one number for each completion of that call.
         """
         return {}
 
     def grades(self) -> Sequence[float]:
         """Return the rewards of an evaluation's answers, or () if answers are only right or wrong.
 
-        Called right after ``correct``, with a reward per completion of that call.
+        Called right after ``correct``; there is one reward for each completion of that call.
         """
         return ()
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return further statistics of all completions, by name, such as diversity, for tba evaluate."""
+        """Return further statistics of an evaluation's completions by name, such as diversity.
+
+        Only ``tba evaluate`` calls this.
+        """
         return {}
 
     def encode_question(self, text: str) -> np.ndarray | None:
-        """Return the prompt, int32 [T], for a question asked by tba ask; None: the tokens of the text."""
+        """Return the prompt's tokens, int32 [T], for a question that a user asks by ``tba ask``.
+
+        None: the prompt is the text itself.
+        """
         return None
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
-        """Return a generator of whole conversations that uses ``generator`` for the turns.
+        """Return a generator of whole conversations, which samples their turns from ``generator``.
 
-        A task without an environment returns ``generator`` itself. tokenizer: used in the caller's thread.
+        A task without an environment returns ``generator`` itself. tokenizer: for the caller's thread only.
         """
         return generator
 
     def question(self, text: str) -> Prompt:
-        """Return the prompt of a conversation about a user's question. Only called if ``converse`` wraps."""
+        """Return the prompt of a conversation about a question that a user asks by ``tba ask``.
+
+        Only called if ``converse`` returns another generator than it was given.
+        """
         raise NotImplementedError
 
     def show_special_tokens(self) -> None:
-        """Decode completions with their special tokens from now on. Raises ConfigError if it cannot."""
+        """Show special tokens in decoded completions from now on, as ``task.special_tokens`` asks.
+
+        Raises ConfigError if the task cannot; a class without this method never can.
+        """
         name = f"{type(self).__module__}:{type(self).__qualname__}"
         raise ConfigError(
             f"task.special_tokens would be ignored by the task {name}: give it the method "
@@ -184,28 +205,28 @@ class Victim(Protocol):
 
 
 class Serve(Protocol):
-    """Function that makes a Victim; tasks whose constructor has an argument ``serve`` are given one."""
+    """Function that makes a Victim. Every task whose constructor has an argument ``serve`` is given one."""
 
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
-        """Begin to serve ``model``. Raises ConfigError.
+        """Begin to serve ``model``. Raises ConfigError if that is impossible.
 
-        generator: sampling parameters, memory, and the number of answers to a text (completions_per_prompt).
-        chat: whether the chat template turns each text into a user's message. keys: config keys that errors
-        name; the first is that of the model's path.
+        generator: sampling parameters, limits on memory, and the number of answers to each text
+        (completions_per_prompt). chat: whether the chat template turns each text into a user's message. keys:
+        config keys that error messages name; the first is the key of the model's path.
         """
 
 
 class Generator(Protocol):
-    """A policy that samples by continuous batching: submit requests, step, take finished groups.
+    """A policy that samples by continuous batching: submit requests, call ``step``, get finished groups.
 
-    version: version of the weights in use. load_seconds: pause of generation for the last load.
-    busy_seconds: time spent generating so far. rebuilds: number of dead engines replaced.
+    version: version of the weights in use. load_seconds: how long the last load interrupted sampling, s.
+    busy_seconds: time spent sampling so far, s. rebuilds: number of dead engines that were replaced.
 
-    Optional attributes: nan_groups: number of groups sampled again because a log-probability was NaN.
-    recompute_share: share of all computed tokens that repeated earlier work because weights were loaded.
-    stage: what the engine is doing while it starts; empty once it can sample.
+    Three attributes are optional. nan_groups: number of groups sampled again because a log-probability was
+    NaN. recompute_share: share of all computed tokens that had been computed before, and were lost when
+    weights were loaded. stage: what the engine is doing while it starts; empty once it can sample.
     """
 
     @property
@@ -226,19 +247,19 @@ class Generator(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of unfinished completions, plus that of finished groups that ``step`` has yet to return."""
+        """Number of completions, unfinished or in finished groups, that ``step`` has yet to return."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Completions must have ``top_logprobs`` if ``request.sampling`` asks for them.
+        """Queue a request. Its completions must have ``top_logprobs`` if ``request.sampling`` asks for them.
 
-        Raises ValueError if prompt and completion exceed the context length.
+        Raises ValueError if the prompt and the longest completion exceed the context length.
         """
 
     def step(self) -> list[Group]:
-        """Generate for a short time; return the groups that are now complete."""
+        """Sample for a fraction of a second; return the groups whose completions have all finished."""
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place; requests in flight continue under the new weights.
+        """Begin to replace the weights. Unfinished completions continue with the new weights.
 
         The old weights stay in use while ``loading``.
         """
@@ -256,22 +277,26 @@ class Reference(Protocol):
     step: int
 
     def logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Return, per group and completion, each token's log-probability, float32 [T].
+        """Return the log-probabilities of each completion's tokens, float32 [T], by group and completion.
 
-        They are taken at model.logprob_temperature. Values at an environment's tokens are ignored.
+        They are at the temperature model.logprob_temperature. Values at an environment's tokens are ignored.
         """
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs_of`` groups under other weights; ``weights.data`` stays unchanged."""
+        """Return ``logprobs_of`` the groups under the given weights instead of the reference's own.
+
+        ``weights.data`` stays unchanged.
+        """
 
     def load(self, step: int) -> None:
         """Load the policy that the trainer exported at ``step``."""
 
 
 class Learner(Protocol):
-    """The policy under training. Only the leading trainer rank holds one; the others follow.
+    """The policy under training, as the trainer's loop sees it.
 
-    Every method raises ExchangeError if another trainer rank is gone.
+    Only the leading trainer rank calls these methods; the other ranks ``follow``. layout: names, dtypes and
+    places of the weights in a buffer. Every method raises ExchangeError if another trainer rank is gone.
     """
 
     layout: WeightLayout
@@ -279,43 +304,47 @@ class Learner(Protocol):
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """Take one optimizer step on the mean loss over all rows of ``batch``; return its metrics.
 
-        The metrics are: loss and the objective's own, as means over the batch; the ``figures`` of the batch;
-        grad_norm before clipping; tokens of the completions; learning_rate; skipped_steps so far. If loss or
-        norm is not finite, weights and optimizer stay as they are, and the norm returned is not finite.
-        Raises ConfigError if that happens too often in a row.
+        The metrics are: loss and the objective's own metrics, as means over the batch; ``objectives.figures``
+        of the batch; grad_norm, before clipping; tokens, of all completions; learning_rate; skipped_steps, so
+        far. If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
+        state stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps
+        in a row are skipped.
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """Return log π_ref of all completion tokens, float32 [T], if the trainer scores the reference.
+        """Return log π_ref of all completion tokens, float32 [T].
 
-        step: optimizer step of the reference: 0, or one that was exported.
+        Only called if the trainer computes these log-probabilities, not the searchers. step: optimizer step
+        that made the reference: 0, or a step whose policy was exported.
         """
 
     def write_weights(self, out: np.ndarray) -> Callable[[], object] | None:
-        """Copy, or begin to copy, the current weights into ``out``, uint8 [layout.nbytes]; see ``Write``.
+        """Copy the current weights into ``out``, uint8 [layout.nbytes], or begin to; see ``Write``.
 
-        Later steps do not change what is written.
+        Steps that follow do not change what is written.
         """
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy weights and optimizer state; return a function that writes them to an existing ``folder``.
+        """Copy weights and optimizer state; return a function that writes the copy to an existing ``folder``.
 
-        Call the function once, in any thread, before the next ``save``. It returns once all ranks have
-        written durably. Its result is the inventory's lines for files whose checksums are known by then. It
-        raises StateError if writing fails, or DiskFullError if the disk is full; ``save`` may then be called
-        again.
+        Call the function once, in any thread, before the next ``save``. It returns once the files of all
+        ranks are safely on disk. Its result is the part of the checkpoint's inventory (see ``run.inventory``)
+        for those files whose checksums are known by then. It raises StateError if writing fails, or
+        DiskFullError if the disk is full; ``save`` may then be called again.
         """
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote: exactly if the number of ranks is the same, otherwise up to rounding.
+        """Restore what ``save`` wrote to ``folder``.
 
-        Raises StateError if the folder belongs to another model or is incomplete.
+        With the same number of ranks the result is exact, otherwise exact up to rounding. Raises StateError
+        if the folder belongs to another model or is incomplete.
         """
 
     def export(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` and ``vllm serve`` load. It appears by an atomic rename.
+        """Write the policy as a folder that ``from_pretrained`` and ``vllm serve`` can load.
 
-        With LoRA the adapter is merged into the weights, and also saved in the subfolder ``adapter.FOLDER``.
+        The folder appears by an atomic rename. With LoRA the adapter is merged into the weights, and is also
+        saved by itself in the subfolder ``learner.adapter.FOLDER``.
         """
 
     def close(self) -> None:
@@ -323,21 +352,22 @@ class Learner(Protocol):
 
 
 class SharedLearner(Learner, Protocol):
-    """A learner that is sharded over all trainer ranks."""
+    """A learner that is spread over all trainer ranks. Every rank holds one; the leading rank calls it."""
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Carry out the leader's calls until it closes the learner.
+        """Carry out the leading rank's calls until it closes the learner. Other ranks call this.
 
-        slot: called once per ``write_weights`` of the leader. It returns the buffer, uint8 [layout.nbytes],
-        for this rank's part of the weights. None: the leader writes all of them, as without Config.one_world.
+        slot: function that is called once for each ``write_weights`` of the leading rank. It returns the
+        buffer, uint8 [layout.nbytes], into which this rank writes its part of the weights. None: the leading
+        rank writes all weights, as it does if trainers and searchers are not in one MPI world.
         """
 
 
 class Backend(Protocol):
     """Implementation of a policy's training and sampling, chosen by ``model.path``.
 
-    The default is in ``engine.hf_backend``. Your own is a class named by ``model.path=module:Class`` and
-    constructed from the run's Config; the module is looked up like reward functions.
+    The default is in ``engine.hf_backend``. ``model.path=module:Class`` names your own class, which is
+    constructed from the run's Config; the module is found in the same way as reward functions are.
     """
 
     def tokenizer(self) -> Tokenizer:
@@ -347,45 +377,57 @@ class Backend(Protocol):
         """Make a searcher's generator."""
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """Make a searcher's reference, which begins as the initial policy.
+        """Make a searcher's reference, which is the initial policy until ``load`` is called.
 
-        folder_of: function from a step to the folder of the policy exported then.
+        folder_of: function from an optimizer step to the folder of the policy that was exported then.
         """
 
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make a trainer rank's learner. store: this attempt's folder, shared by all trainer ranks."""
+        """Make a trainer rank's learner.
+
+        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt, which
+        all trainer ranks share. folder_of: as for ``reference``.
+        """
 
 
 Write = Callable[[np.ndarray], Callable[[], object] | None]
-"""Function that writes weights into a buffer, uint8. It may return before all is written; then it returns a
-function that any thread can call to wait for the rest. That function raises ExchangeError if another rank is
-gone."""
+"""Function that writes weights into a buffer, uint8 [layout.nbytes].
+
+It returns None once all is written, or it returns earlier a function that waits for the rest. Any thread may
+call that function, which raises ExchangeError if another rank is gone."""
 
 
 class TrainerExchange(Protocol):
     """The leading trainer's end of the exchange. Only ``close`` waits for searchers."""
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Start a round: ``write`` fills a uint8 buffer with the weights of ``publication``; see ``Write``.
+        """Start a round of the exchange, which sends weights to the searchers and fetches their shards.
 
-        Returns False, with nothing written, while another round is in progress. Raises ExchangeError, which
-        names the missing ranks, if that round has exceeded its deadline.
+        write: fills a buffer with the weights of ``publication``. Returns True if the round has started, or
+        False, with nothing written, while an earlier round is in progress. Raises ExchangeError, which names
+        the missing ranks, if the earlier round has exceeded its deadline.
         """
 
     def gather(self) -> bool:
-        """Start a round without weights, to fetch shards that the trainer waits for; see ``publish``."""
+        """Start a round that only fetches shards, because the trainer waits for them.
+
+        Results and errors are those of ``publish``.
+        """
 
     def collect(self) -> list[Shard]:
-        """Return the shards that arrived since the last call: each exactly once, each searcher's in order."""
+        """Return the shards that have arrived since the last call.
+
+        Each shard is returned exactly once, and those of one searcher in order.
+        """
 
     @property
     def stop_requested(self) -> bool:
         """True once a signal has asked a searcher to stop the run."""
 
     def close(self) -> None:
-        """Finish the present round, and tell every searcher that the run is over.
+        """Finish the present round, and tell every searcher that this attempt is over.
 
         Shards that were not collected stay on disk, and a resume merges them.
         """
@@ -401,11 +443,14 @@ class SearcherExchange(Protocol):
         """Return the newest weights, or None if they were returned before."""
 
     def request_stop(self) -> None:
-        """Ask the trainer to stop the run at its next safe point. Elastic searchers leave alone instead."""
+        """Ask the trainer to stop the run after its present step.
+
+        An elastic searcher does not call this, because it can leave while the run goes on.
+        """
 
     @property
     def pending(self) -> int:
-        """Number of shards offered and not yet merged, which limits how far a searcher runs ahead."""
+        """Number of offered shards that are not yet merged; it limits how far a searcher runs ahead."""
 
     @property
     def ended(self) -> bool:
@@ -417,8 +462,8 @@ class SearcherExchange(Protocol):
 
 
 class EngineError(RuntimeError):
-    """Raised if the engine keeps dying; the message says how often and why."""
+    """Raised if the engine cannot go on, for example because it keeps dying; the message says why."""
 
 
 class ExchangeError(RuntimeError):
-    """Raised if a rank is missing; the message says which, for how long, and the likely cause."""
+    """Raised if a rank is missing; the message names it, how long it was waited for, and the likely cause."""

@@ -1,4 +1,4 @@
-"""The requests of a run: which prompt each one asks, how it is sampled, and whether it is completed."""
+"""The requests of a run: the prompt of each, how its completions are sampled, and whether it is completed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from tba_hpc.core.types import Request, Sampling
 from tba_hpc.core.wording import count
 
 TEMPERED_SHARE = 0.5
-"""Share of requests sampled at a random temperature from generator.tempered_range, if that is set."""
+"""Share of requests whose temperature is drawn from generator.tempered_range, if that is set."""
 
-_PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
+_PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this random stream apart from others of the same seed
 _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """Set of the requests whose groups are in sealed shards, as a growing bitmap."""
+    """Set of the completed requests, as a bitmap that grows.
+
+    A request is completed once its group is in a sealed shard, or is noted there as set aside.
+    """
 
     def __init__(self) -> None:
         self._done = np.zeros(0, np.uint8)  # may have spare bytes at the end
 
     @classmethod
     def from_array(cls, packed: np.ndarray) -> CompletedRequests:
-        """Inverse of to_array."""
+        """Make the set from the bitmap that ``to_array`` returned."""
         made = cls()
         made._done = packed.copy()
         return made
@@ -54,13 +57,13 @@ class CompletedRequests:
         self.add(np.flatnonzero(np.unpackbits(other.to_array())))
 
     def __contains__(self, request_id: int) -> bool:
-        """Return whether a request's group is sealed."""
+        """Return whether a request is completed."""
         return request_id < 8 * len(self._done) and bool(
             self._done[request_id // 8] & (128 >> request_id % 8)
         )
 
     def among(self, request_ids: np.ndarray) -> np.ndarray:
-        """Return which requests' groups are sealed: bool, in the shape of ``request_ids`` (int64)."""
+        """Return whether each of ``request_ids``, int64, is completed: bool, in their shape."""
         known = request_ids < 8 * len(self._done)
         found = np.zeros(request_ids.shape, bool)
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
@@ -76,26 +79,26 @@ def _bit(request_ids: np.ndarray) -> np.ndarray:
 class Progress:
     """Progress of a run, sent to a searcher when it joins.
 
-    completed: requests in all shards before the cursors. cursors: index of the next shard to merge, by
-    searcher.
+    completed: requests in all merged shards. cursors: for each searcher, the index of the next shard to
+    merge.
     """
 
     completed: CompletedRequests = field(default_factory=CompletedRequests)
     cursors: Mapping[int, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return bytes that from_bytes reads."""
+        """Return the progress as bytes for ``from_bytes``."""
         return msgspec.msgpack.encode((self.completed.to_array().tobytes(), self.cursors))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Progress:
-        """Inverse of to_bytes. Raises ValueError if ``data`` is truncated."""
+        """Read what ``to_bytes`` returned. Raises ValueError if ``data`` is truncated."""
         bitmap, cursors = msgspec.msgpack.decode(data, type=tuple[bytes, dict[int, int]])
         return cls(CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)), cursors)
 
 
 class PromptOrder:
-    """Assigns a prompt to each request: in every epoch a new permutation, drawn from (seed, epoch)."""
+    """Order in which requests ask the prompts: in each epoch a new permutation, drawn from (seed, epoch)."""
 
     def __init__(self, seed: int, n_prompts: int) -> None:
         self._seed = seed
@@ -113,10 +116,11 @@ class PromptOrder:
         return int(self._permutation[place])
 
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
-        """Yield the requests ≡ ``place`` (mod ``places``) that are not completed, ascending without end.
+        """Yield the ids ≡ ``place`` (mod ``places``) of requests not yet completed, ascending, without end.
 
-        Only the searcher with this place issues them, so none is issued twice in an attempt. Requests that it
-        did not seal are issued by the next searcher with this place, or by a resume with any number of them.
+        A searcher issues the requests of its place. As a rule no other searcher has that place, so that no
+        request is issued twice in an attempt. Requests that it leaves uncompleted are issued again by the
+        next searcher with this place, or after a resume, which may have another number of places.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -125,7 +129,10 @@ class PromptOrder:
 def training_requests(
     config: Config, task: Task, searcher: int, completed: CompletedRequests
 ) -> Iterator[Request]:
-    """Yield one searcher's requests that are not ``completed``, in the run's order, without end."""
+    """Yield a searcher's training requests that are not ``completed``, in the run's order, without end.
+
+    searcher: its number in the run.
+    """
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
@@ -144,7 +151,7 @@ def training_requests(
 
 
 def _temperature(config: Config, request_id: int) -> float:
-    """Return the sampling temperature of a request, a function of the seed and the request's number."""
+    """Return the sampling temperature of a request, which depends only on the seed and the request's id."""
     section = config.generator
     random = np.random.default_rng([config.run.seed, _TEMPERATURE, request_id])
     if section.tempered_range is None or random.random() >= TEMPERED_SHARE:
@@ -153,12 +160,12 @@ def _temperature(config: Config, request_id: int) -> float:
 
 
 def prompt_room(config: Config) -> int:
-    """Return the maximum length of a prompt, in tokens, that leaves room for the longest completion."""
+    """Return the length, in tokens, of the longest prompt that leaves room for the longest completion."""
     return config.model.context_length - config.generator.max_tokens
 
 
 def refuse_long_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError if a prompt leaves no room for its completion."""
+    """Raise ConfigError if a prompt of any split leaves no room for the longest completion."""
     room = prompt_room(config)
     for split in ("train", "validation", "test"):
         longest = max(task.prompts(split), key=lambda prompt: len(prompt.tokens), default=None)
@@ -166,12 +173,12 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
             raise ConfigError(
                 f"{split} prompt {longest.id} has {len(longest.tokens)} tokens, but model.context_length="
                 f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} "
-                f"leaves {room}: raise the first or lower the second"
+                f"leaves room for {room}: raise the first or lower the second"
             )
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError if there are too few prompts for the initial buffer, for a step, or for a queue."""
+    """Raise ConfigError if the training prompts are too few for the initial buffer, a step or a queue."""
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt
     if config.exchange.max_staleness is None and room < buffer.initial_completions:
@@ -183,8 +190,8 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
         )
     if config.selective and prompts < wanted:
         raise ConfigError(
-            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, each of "
-            "which gives a step one group with max_staleness, replay_limit or reference=reset: lower it"
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, of which a step "
+            "takes one group each with max_staleness, replay_limit or reference=reset: lower it"
         )
     if config.queue:
         _refuse_a_small_queue(config, prompts)
@@ -197,8 +204,8 @@ def _refuse_a_small_queue(config: Config, prompts: int) -> None:
         raise ConfigError(
             f"buffer.capacity={buffer.capacity} would drop groups unused: a queue with "
             f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step="
-            f"{config.train.prompts_per_step} may hold {config.groups_ahead}; raise the first to at least "
-            f"{needed}, or lower another"
+            f"{config.train.prompts_per_step} may hold {config.groups_ahead} groups; raise the first to "
+            f"at least {needed} completions, or lower another"
         )
     groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
     if buffer.capacity_per_prompt < (needed := groups * size):

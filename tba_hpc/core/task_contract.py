@@ -1,4 +1,4 @@
-"""Checks that a task's values obey ports.Task; a violation is a ConfigError with class, value and rule.
+"""Checks that what a task returns obeys ports.Task; otherwise a ConfigError names class, value and rule.
 
 ``Failures`` counts the exceptions that a task's code raises.
 """
@@ -23,18 +23,18 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Interval of logged failures: of each kind the first is logged, then one in this many."""
+"""Of each kind of failure the first is logged, and after that one in this many."""
 
 
 def class_name(task: Task) -> str:
-    """Return a task's class as ``module:Class``, as a config names it."""
+    """Return the name of a task's class as ``module:Class``, the form that a config uses."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
 def with_defaults(own: type, name: str) -> type[Any]:
-    """Return a user's task class, with ports.Task as a further base unless it derives from it.
+    """Return a class with all methods of ports.Task: the user's own, or one derived from it and ports.Task.
 
-    name: name of the task in errors. Raises ConfigError if a required method is missing.
+    name: name of the task in error messages. Raises ConfigError if a required method is missing.
     """
     made: type[Any] = own if issubclass(own, Task) else new_class(own.__name__, (own, Task))
     made.__module__, made.__qualname__ = own.__module__, own.__qualname__
@@ -60,7 +60,7 @@ def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
 
 
 def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-    """Return ``task.rewards(…)``, finite or not. Raises ConfigError unless there is one per completion."""
+    """Return ``task.rewards(…)``, finite or not. Raises ConfigError unless each completion has a number."""
     rewards = task.rewards(prompt, completions)
     numbers = _numbers(rewards, len(completions))
     if numbers is None:
@@ -72,26 +72,29 @@ def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion
 
 
 def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-    """Return ``task.correct(…)``. Raises ConfigError unless there is a truth value per completion."""
+    """Return ``task.correct(…)``. Raises ConfigError unless each completion has a truth value."""
     correct = task.correct(prompts, completions)
     numbers = _numbers(correct, len(completions))
     if numbers is None or not {0.0, 1.0}.issuperset(numbers):
         raise ConfigError(
             f"the task {class_name(task)}: correct() gave {_short(correct)}, but {len(completions)} "
-            "completions need True or False each, of the prompt beside them: write it as ports.Task says"
+            "completions need True or False each: write it as ports.Task says"
         )
     return [number == 1 for number in numbers]
 
 
 def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
-    """Return ``task.reward_parts()``. Raises ConfigError unless each part has ``total`` numbers."""
+    """Return ``task.reward_parts()``. Raises ConfigError unless each part has ``total`` numbers.
+
+    total: number of completions in the last call of ``rewards``.
+    """
     parts: object = task.reward_parts()
     named = parts if isinstance(parts, Mapping) else {"": parts}
     found = {str(name): row for name in named if (row := _numbers(named[name], total)) is not None}
     if named is not parts or len(found) < len(named):
         raise ConfigError(
             f"the task {class_name(task)}: reward_parts() gave {_short(parts)}, but {total} completions need "
-            "a number each, by the names of the parts: write it as ports.Task says"
+            "a number each, for every named part: write it as ports.Task says"
         )
     return found
 
@@ -99,7 +102,8 @@ def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
 def checked_grades(task: Task, total: int) -> Sequence[float | None]:
     """Return ``task.grades()``, or ``total`` times None if the task gives no grades.
 
-    Raises ConfigError unless there are ``total`` numbers.
+    total: number of completions in the last call of ``correct``. Raises ConfigError unless there are as many
+    numbers.
     """
     grades: object = task.grades()
     if isinstance(grades, tuple) and not grades:
@@ -114,7 +118,7 @@ def checked_grades(task: Task, total: int) -> Sequence[float | None]:
 
 
 def _fault(prompt: object, place: int) -> str | None:
-    """Return what is wrong with the prompt at index ``place`` of its split, with a remedy, or None."""
+    """Return what is wrong with the prompt at index ``place`` of its split, and a remedy, or None."""
     if not isinstance(prompt, Prompt):
         return f"is a {type(prompt).__name__}: give a tba_hpc.Prompt"
     if not isinstance(prompt.id, int | np.integer) or prompt.id != place:
@@ -144,7 +148,7 @@ def _short(value: object) -> str:
 
 
 def _numbers(values: object, total: int) -> list[float] | None:
-    """Return the values as floats, or None unless there are ``total`` of them and all are numbers."""
+    """Return the values as floats, or None if there are not ``total`` values or one is no number."""
     try:
         items = list(cast(Iterable[float], values))
         texts = any(isinstance(item, str) for item in items)
@@ -155,10 +159,11 @@ def _numbers(values: object, total: int) -> list[float] | None:
 
 @dataclass
 class Failures:
-    """Counter of failures in a task's code. It logs some of them, and ends the run at ``limit`` in a row.
+    """Counter of failures in a task's code, which logs some and raises ConfigError at ``limit`` in a row.
 
-    task: name of the class. things: plural noun for what is counted. then: clause for the log about what
-    happens after a failure. limit: by default, there is none.
+    task: name of the task's class. things: plural noun for what is counted, for the error. then: clause about
+    what happens after a failure, for the log. limit: by default there is none. in_a_row: the caller sets it
+    to 0 after a success.
     """
 
     task: str
@@ -169,9 +174,10 @@ class Failures:
     _seen: Counter[type | None] = field(default_factory=Counter)
 
     def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
-        """Count a failure. Log the first of each kind and one in TOLD_EVERY; raise ConfigError at the limit.
+        """Count a failure. Log it if it is the first of its kind, and then every TOLD_EVERY-th.
 
-        error: the exception, if any; its type is the kind. counts: whether it counts towards the limit.
+        what: clause that describes the failure. error: the exception, if any; its type is the kind. counts:
+        whether the failure counts towards the limit. Raises ConfigError at the limit.
         """
         kind = type(error) if error else None
         before = self._seen[kind]

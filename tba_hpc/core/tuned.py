@@ -1,4 +1,4 @@
-"""Compares a run's learning rate, times the age of its data, with that of tuned shipped configs."""
+"""Compares a run's learning rate × age of data with that of similar shipped configs, which are tuned."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from tba_hpc.config import Config, load_config, shipped
 
 @cache
 def shipped_configs() -> dict[str, Config]:
-    """Load the shipped configs, by name."""
+    """Return the shipped configs by name."""
     return {name: load_config(path) for name, path in shipped.files("configs").items()}
 
 
 def expected_age(config: Config) -> int:
-    """Return the expected age of data, in optimizer steps from sampling weights to learning weights.
+    """Return the expected age of data: optimizer steps from the weights that sampled them to those trained.
 
-    It is exchange.max_staleness, if that is set. Otherwise it is 2k − 1, because data sampled during k steps
-    are used in the next k steps. Slow searchers and replay make data older.
+    It is exchange.max_staleness, if that is set. Otherwise it is 2k − 1 with k = exchange.sync_every, because
+    what is sampled during k steps is learned in the next k steps. Slow searchers and replay make data older.
     """
     bound = config.exchange.max_staleness
     return 2 * config.exchange.sync_every - 1 if bound is None else bound
 
 
 def beyond_tuned(config: Config) -> tuple[str, str] | None:
-    """Return a warning and a remedy if rate × age exceeds that of similar shipped configs, otherwise None.
+    """Return a warning and a remedy if rate × age is above that of all similar shipped configs, else None.
 
-    The highest stable rate falls as 1/age (arXiv 2607.01083). Similar configs have the same model or, if
-    there are none, the same task and objective.
+    The highest stable learning rate is proportional to 1/age (arXiv 2607.01083). Similar configs have the
+    same model or, if there are none, the same task and objective.
     """
     rate, age = config.train.learning_rate.peak, expected_age(config)
     alike = _alike(config)
@@ -38,16 +38,16 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
     if rate * age <= tuned * tuned_age * (1 + 1e-9):
         return None
     found = (
-        f"train.learning_rate.peak={rate:g} with data that may be {age} steps old is {rate * age:.2g}, where "
-        f"{name} was tuned at {tuned:g} × {tuned_age} = {tuned * tuned_age:.2g}, and the highest stable rate "
-        "falls as 1/age"
+        f"train.learning_rate.peak={rate:g} with data that may be {age} steps old makes rate × age "
+        f"{rate * age:.2g}, but {name} was tuned at {tuned:g} × {tuned_age} = {tuned * tuned_age:.2g}, and "
+        "the highest stable rate falls as 1/age"
     )
     bound = "exchange.sync_every" if config.exchange.max_staleness is None else "exchange.max_staleness"
     return found, f"lower the rate to {tuned * tuned_age / age:.2g}, or {bound}"
 
 
 def _alike(config: Config) -> dict[str, Config]:
-    """Return similar shipped configs. Rates of adapters and of whole models are not compared."""
+    """Return the similar shipped configs, by name: with LoRA if ``config`` has LoRA, otherwise without."""
     kind = {
         name: other
         for name, other in shipped_configs().items()

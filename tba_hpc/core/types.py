@@ -1,10 +1,10 @@
-"""Values that cross layer boundaries: prompts, completions, groups, trajectories, shards, weights. No torch.
+"""Values that the packages share: prompts, completions, groups, trajectories, shards, weights. No torch.
 
 Shape letters, used as suffixes of names throughout the project (``reward_N``, ``logprob_BK``):
     N trajectories (sequences), P distinct prompts, B groups of a batch, K completions of a group
-    T tokens in all, A tokens sampled by the policy (actions), L length of the longest sequence
+    T tokens of all completions, A tokens sampled by the policy (actions), L length of the longest sequence
     D width of a hidden state or embedding, V vocabulary, C likeliest tokens at a position
-    a digit is the size of an axis (``mean_B1``)
+    a digit is the size of an axis: ``mean_B1`` has the shape [B, 1]
 """
 
 from __future__ import annotations
@@ -26,71 +26,77 @@ Role = Literal["trainer", "searcher"]
 ResourceKind = Literal["model", "data set", "file"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""All finish reasons. The record field ``truncated`` is an index into this tuple; 0 means not cut off."""
+"""Reasons why a completion ended: by itself, at the limit of tokens, or at the limit of turns.
+
+The field ``truncated`` of RECORD is an index into this tuple."""
 
 BEHAVIOUR = -1
-"""Reference step that stands for the sampling policy: log π_ref is then the recorded log-probability."""
+"""Value of a reference's step if the sampling policy is the reference: ``ref_logprobs`` are ``logprobs``."""
 
 BEGIN = np.float32(np.inf)
-"""Marker in ``logprobs``: another sequence begins at this token, which the policy did not sample.
+"""Marker in ``logprobs``: a further sequence begins at this token, which the policy did not sample.
 
-A trajectory has several sequences if its agent asked for turns that did not continue an earlier one. They
-share its reward. Attention within such a sequence starts at this token: it sees no other sequence."""
+A trajectory has several sequences if its agent asked the policy for a turn that did not continue the turns
+before, such as a call with a new context. The sequences share the trajectory's reward. Attention in a further
+sequence starts at this token, and sees neither the prompt nor other sequences."""
 
 RECORD = np.dtype(
     [
-        ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
+        ("uid", "<u8"),  # unique in a run: make_uid(searcher, shard, row)
         ("prompt_id", "<i8"),  # index of the prompt in its split
-        ("request_id", "<i8"),  # number of the request in the run, which determines its prompt
+        ("request_id", "<i8"),  # number of the request in the run
         ("prompt_row", "<u4"),  # row of the prompt in Trajectories.prompts
         ("reward", "<f4"),
-        ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
-        ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 0: it ended by itself; 1: cut off by the limit of tokens, 2: of turns
-        ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
+        ("version_oldest", "<i4"),  # version of the weights (optimizer steps) that sampled the first token
+        ("version_newest", "<i4"),  # version of the weights that sampled the last token
+        ("truncated", "u1"),  # 0: ended by itself; 1: cut off at the limit of tokens; 2: of turns
+        ("reference", "<i4"),  # step of the policy that gave ref_logprobs (0: the initial one), or BEHAVIOUR
     ]
 )
-"""Fields that a searcher records for each trajectory; ``Trajectories.of_groups`` fills them in. A field added
-here reaches the batch. ``objectives.Groups.of`` selects the fields that an objective sees."""
+"""Fields that a searcher records for each trajectory; ``Trajectories.of_groups`` fills them in.
+
+They all reach the trainer's batches; ``objectives.Groups.of`` passes some of them on to the objective."""
 
 LIVE_RECORD = np.dtype(
     [
         *RECORD.descr,
-        ("revision", "<i8"),  # revision of the buffer: the merge that added it
-        ("sync", "<i8"),  # sync at which it arrived
+        ("revision", "<i8"),  # revision of the buffer, a count of its changes, that added it
+        ("sync", "<i8"),  # version of the last weights that were published before it arrived
         ("uses", "<i4"),  # number of steps that have learned from it
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
     ]
 )
-"""Record in the buffer, its checkpoints and batches: RECORD and fields that the trainer adds at a merge."""
+"""Fields of a trajectory in the buffer, its checkpoints and batches: RECORD, and those added when it is
+merged."""
 
 TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
-"""Dtype of one of the likeliest tokens at a position. float16 changes a probability by at most 2e-4."""
+"""One of the likeliest tokens at a position. Rounding to float16 changes its probability by at most 2e-4."""
 
 PER_TOKEN = ("logprobs", "ref_logprobs", "top_logprobs")
-"""Fields of Trajectories that hold one value, or one row, per completion token."""
+"""Fields of Trajectories with one value, or one row, per completion token."""
 
 COLUMNS = (
     "record",
     *("prompt_tokens", "prompt_offsets", "completion_tokens", "completion_offsets"),
     *PER_TOKEN,
 )
-"""Names of all arrays of Trajectories, in a shard, a checkpoint and a message."""
+"""Names of all arrays of Trajectories in shards, checkpoints and messages."""
 
 Columns = tuple[np.ndarray, ...]
 """All arrays of Trajectories, in the order of COLUMNS."""
 
 
 def make_uid(searcher: int, shard: int, row: int) -> int:
-    """Pack a trajectory's searcher (20 bits), shard (24 bits) and row (20 bits) into one integer."""
+    """Return a trajectory's uid: searcher (20 bits), index of the shard (24 bits) and row (20 bits)."""
     return searcher << 44 | shard << 20 | row
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A model, data set or file that a config names under ``key``.
+    """A model, data set or file that a config names.
 
-    name: hub name or path. subset: configuration of a data set that has several.
+    key: config key that names it. name: its name on the hub, or its path. subset: which configuration of a
+    data set that has several.
     """
 
     kind: ResourceKind
@@ -106,7 +112,7 @@ class Resource:
 class Ragged:
     """Rows of different lengths in one flat array: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
 
-    values: any dtype [T]; offsets: int64 [N + 1], starting at 0, never decreasing.
+    values: any dtype [T]. offsets: int64 [N + 1], starting at 0, never decreasing.
     """
 
     values: np.ndarray
@@ -150,10 +156,10 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate contiguous arrays of one dtype, at least one, as np.concatenate does.
+    """Concatenate one or more contiguous arrays of one dtype, with the same result as np.concatenate.
 
-    A thousand arrays are joined per call, because one call for 100,000 groups would block other threads.
-    Structured arrays are joined as bytes: numpy would copy them field by field, ten times slower.
+    A call of np.concatenate joins a thousand arrays, because one for 100,000 would block other threads.
+    Structured arrays are joined as bytes, because numpy would copy them field by field, ten times slower.
     """
     dtype = arrays[0].dtype
     if dtype.names:
@@ -168,7 +174,10 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices, int64 [T], of the tokens in ``rows``, and the rows' new offsets, int64 [N + 1]."""
+    """Return the indices of all tokens of the given rows, int64 [T], and the offsets to pack them with.
+
+    offsets: those of all rows, int64. rows: N indices of rows. The offsets returned are int64 [N + 1].
+    """
     start_N = offsets[rows]
     length_N = offsets[rows + 1] - start_N
     packed = offsets_of(length_N)
@@ -177,7 +186,7 @@ def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt. id: its index in its split. tokens: int32 [T]. target: the gold answer."""
+    """A prompt. id: its index in its split. tokens: int32 [T]. target: the correct answer; may be empty."""
 
     id: int
     tokens: np.ndarray
@@ -189,12 +198,15 @@ class Completion:
     """One answer to a prompt, or a whole conversation that follows it, perhaps in several sequences.
 
     tokens: int32 [T], including the EOS or the whole stop string that ended it. logprobs: float32 [T], under
-    the sampling weights at model.logprob_temperature, whatever the sampling temperature was. A token from the
-    environment has NaN, or BEGIN; the first token is always sampled. finish_reason: what ended the
-    completion; "turns" is the limit task.options.max_turns. reward: given by the environment, NaN if it
-    failed. calls, failed_calls: numbers of tool calls. top_logprobs: TOP_LOGPROBS [T, C], the C likeliest
-    tokens at each position, meaningless at the environment's tokens; None if C is 0. last_turn: tokens of the
-    last sampled turn, int32; None: all tokens. fault: why the environment failed.
+    the sampling weights and at model.logprob_temperature, whatever the sampling temperature was. They are NaN
+    at the environment's tokens, or BEGIN where a further sequence begins; the first token is always sampled.
+    finish_reason: what ended the completion; "turns" is the limit task.options.max_turns. top_logprobs:
+    TOP_LOGPROBS [T, C], the C likeliest tokens at each position, meaningless at the environment's tokens;
+    None if C is 0.
+
+    In a conversation: reward is the environment's, NaN if the environment failed, None if the task rewards
+    the completion. fault says why the environment failed. calls and failed_calls are numbers of tool calls.
+    last_turn holds the tokens of the last sampled turn, int32; None: ``tokens``.
     """
 
     tokens: np.ndarray
@@ -214,12 +226,12 @@ class Completion:
 
     @property
     def begin_T(self) -> np.ndarray:
-        """Mask, bool [T], of the tokens at which further sequences begin."""
+        """Mask, bool [T]: True where a further sequence begins."""
         return self.logprobs == BEGIN
 
     @property
     def turns(self) -> int:
-        """Number of the policy's turns, counted as runs of consecutive sampled tokens."""
+        """Number of the policy's turns. A turn is a run of consecutive sampled tokens."""
         action_T = self.action_T
         return 1 + int(np.count_nonzero(action_T[1:] & ~action_T[:-1]))
 
@@ -228,9 +240,9 @@ class Completion:
 class Sampling:
     """Sampling parameters.
 
-    temperature: 0 is greedy. max_tokens, min_tokens: longest and shortest completion. top_logprobs: number C
-    of likeliest tokens recorded, with log-probabilities, at each position. stop: texts that end a completion,
-    in addition to generator.stop.
+    temperature: 0 is greedy. max_tokens, min_tokens: limits on the length of a completion. top_logprobs:
+    number C of likeliest tokens that are recorded, with log-probabilities, at each position. stop: texts that
+    end a completion, in addition to generator.stop.
     """
 
     temperature: float
@@ -245,7 +257,8 @@ class Sampling:
 class Request:
     """Request for ``n`` completions of ``prompt``.
 
-    id: number of the request in the run; in an evaluation of ``split``, the prompt's id.
+    id: number of the request in the run; in an evaluation, the prompt's id. split: the prompt's split;
+    "train" for training.
     """
 
     prompt: Prompt
@@ -257,7 +270,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one request. versions: int32 [n, 2], oldest and newest weights that sampled each."""
+    """All completions of one request.
+
+    versions: int32 [n, 2], for each completion the versions of the weights that sampled its first and its
+    last token.
+    """
 
     request: Request
     completions: tuple[Completion, ...]
@@ -269,7 +286,7 @@ class ScoredGroup:
     """A group with its rewards and reference log-probabilities, ready for a shard.
 
     rewards: one finite number per completion. ref_logprobs: float32 [T] per completion. reference: step of
-    the policy that computed them, as in RECORD.
+    the policy that gave ``ref_logprobs``, as in RECORD.
     """
 
     group: Group
@@ -282,13 +299,14 @@ class ScoredGroup:
 class Trajectories:
     """N scored completions: those of a shard, of a group in the buffer or of a batch.
 
-    record: RECORD [N], or a dtype that begins with its fields, such as LIVE_RECORD. prompts: Ragged int32 [P
-    rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
-    aligned with ``completions.values``, under the sampling policy and the record's reference, at
-    model.logprob_temperature. top_logprobs: TOP_LOGPROBS [T, C] as in Completion; if omitted, C is 0.
+    record: RECORD [N], or a dtype that begins with the fields of RECORD, such as LIVE_RECORD. prompts: int32,
+    P rows, each distinct prompt once. completions: int32, N rows. logprobs: float32 [T], aligned with
+    ``completions.values``, under the sampling policy, as in Completion. ref_logprobs: the same under the
+    reference that ``record`` names. Both are at model.logprob_temperature. top_logprobs: TOP_LOGPROBS [T, C],
+    as in Completion; if omitted, C is 0.
 
-    At the environment's tokens logprobs are NaN, or BEGIN, and ref_logprobs are meaningless. If the trainer
-    scores the reference, ref_logprobs are NaN until it has computed them.
+    At the environment's tokens ref_logprobs are meaningless. If the trainer computes the reference's
+    log-probabilities instead of the searchers, ref_logprobs are NaN until it has done so.
     """
 
     record: np.ndarray
@@ -308,24 +326,24 @@ class Trajectories:
 
     @property
     def action_T(self) -> np.ndarray:
-        """Mask, bool [T], of completion tokens: True where the policy sampled, not an environment."""
+        """Mask of completion tokens, bool [T]: True where the policy sampled the token."""
         return self.logprobs < BEGIN  # False for NaN, too
 
     @property
     def begin_T(self) -> np.ndarray:
-        """Mask, bool [T], of completion tokens at which further sequences begin."""
+        """Mask of completion tokens, bool [T]: True where a further sequence begins."""
         return self.logprobs == BEGIN
 
     @property
     def actions(self) -> Ragged:
-        """Sampled tokens of each completion, without an environment's, int32 [N rows]."""
+        """Sampled tokens of each completion, without the environment's: int32, N rows."""
         action_T = self.action_T
         before = offsets_of(action_T)
         return Ragged(self.completions.values[action_T], before[self.completions.offsets])
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Request of each group, int64 [groups], in order."""
+        """Ids of the requests, int64, in order. Completions of one request must be neighbours."""
         request_id_N = self.record["request_id"]
         first_N = np.ones(len(request_id_N), np.bool_)
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
@@ -333,9 +351,9 @@ class Trajectories:
 
     @staticmethod
     def of_groups(scored: Sequence[ScoredGroup]) -> Trajectories:
-        """Pack the completions of one or more groups, which may be empty, in order.
+        """Pack the completions of one or more groups, in order. Groups may be empty.
 
-        Each distinct prompt is stored once. Uids are left 0.
+        Each distinct prompt is stored once. ``uid`` is 0 until the shard is sealed.
         """
         groups = [one.group for one in scored for _ in one.group.completions]
         completions = [completion for one in scored for completion in one.group.completions]
@@ -372,7 +390,7 @@ class Trajectories:
         )
 
     def between(self, start: int, end: int, prompts: Ragged | None = None) -> Trajectories:
-        """Copy the rows from ``start`` up to ``end``, with the same prompts or the given ones."""
+        """Copy the rows ``start`` to ``end`` − 1, with the given prompts; None: with the same prompts."""
         offsets = self.completions.offsets[start : end + 1]
         first, last = offsets[0], offsets[-1]
         return Trajectories(
@@ -384,7 +402,10 @@ class Trajectories:
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Trajectories:
-        """Join the rows of one or more sets of columns, in order. Prompts that share an array appear once."""
+        """Join one or more Trajectories, given as columns, in order.
+
+        Prompts in an array that several of them share appear once in the result.
+        """
         records, prompts, prompt_offsets, completions, offsets, *per_token = zip(*parts, strict=True)
         distinct = {id(one): Ragged(one, o) for one, o in zip(prompts, prompt_offsets, strict=True)}
         first = dict(zip(distinct, offsets_of(map(len, distinct.values()))[:-1].tolist(), strict=True))
@@ -407,24 +428,24 @@ class Trajectories:
 
     @classmethod
     def of(cls, columns: Columns, **fields: Any) -> Self:
-        """Inverse of ``columns``. fields: the additional fields of a subclass."""
+        """Make Trajectories from ``columns``. fields: further fields, if this is a subclass."""
         record, prompts, prompt_offsets, completions, completion_offsets, *per_token = columns
         ragged = Ragged(prompts, prompt_offsets), Ragged(completions, completion_offsets)
         return cls(record, *ragged, *per_token, **fields)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by name, without those whose rows are empty."""
+        """Return the arrays by their names in COLUMNS, without ``top_logprobs`` if C is 0."""
         named = zip(COLUMNS, self.columns, strict=True)
         return {name: array for name, array in named if array.shape[1:] != (0,)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: Any) -> Self:
-        """Inverse of ``to_arrays``; other arrays are ignored."""
+        """Make Trajectories from what ``to_arrays`` returned; arrays with other names are ignored."""
         given = {"top_logprobs": np.empty((0, 0), TOP_LOGPROBS), **arrays}
         return cls.of(tuple(given[name] for name in COLUMNS), **fields)
 
     def check(self) -> None:
-        """Raise ValueError, with one sentence, if the arrays contradict each other."""
+        """Raise ValueError if the arrays contradict each other; the message names the broken rules."""
         tokens = len(self.completions.values)
         rules = {
             "record dtype": self.record.dtype.descr[: len(RECORD.descr)] == RECORD.descr,
@@ -453,7 +474,7 @@ def _well_formed(ragged: Ragged) -> bool:
 
 
 def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Copy a record into one with the fields of ``dtype``; fields that it lacks become 0."""
+    """Copy a record array into one of another structured dtype; fields that the record lacks become 0."""
     made = np.zeros(len(record), dtype)
     for name in (record.dtype.fields or {}).keys() & (dtype.fields or {}).keys():
         made[name] = record[name]
@@ -462,9 +483,9 @@ def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryBatch(Trajectories):
-    """B whole groups of K = ``group_size`` trajectories for optimizer step ``step``; N = B·K.
+    """B whole groups of K = ``group_size`` trajectories, from which optimizer step ``step`` learns; N = B·K.
 
-    Rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD [N].
+    Group ``i`` has the rows ``i*K`` to ``i*K + K - 1``. record: LIVE_RECORD [N].
     """
 
     group_size: int = field(kw_only=True)
@@ -483,26 +504,27 @@ class TrajectoryBatch(Trajectories):
         return self.record["reward"].copy()
 
     @property
-    def value_N(self) -> np.ndarray:  # float32: V̂ of the request
+    def value_N(self) -> np.ndarray:  # float32: V̂ of the request, see buffer.soft_values
         return self.record["value"].copy()
 
     @property
-    def version_N(self) -> np.ndarray:  # int32: the oldest weights that sampled it
+    def version_N(self) -> np.ndarray:  # int32: version of the weights that sampled the first token
         return self.record["version_oldest"].copy()
 
     @property
     def on_policy_N(self) -> np.ndarray:
-        """Mask, bool [N], of trajectories that version ``step`` sampled whole and that arrived in its sync.
+        """Mask of on-policy trajectories, bool [N]: sampled as a whole by the weights that ``step`` changes.
 
-        A trajectory with the same version number that arrived before its publication does not count: its
-        weights were made by steps that a resume has undone.
+        Their versions are ``step``, and they arrived after version ``step`` was published. A trajectory with
+        the same version that arrived earlier is not on-policy: its weights were another version ``step``,
+        made by optimizer steps that a resume has undone.
         """
         names = ("sync", "version_oldest", "version_newest")
         return np.logical_and.reduce([self.record[name] == self.step for name in names])
 
     @property
     def ages(self) -> np.ndarray:
-        """Age of each sampled token, int32 [A]: optimizer steps from its sampling weights to ``step``."""
+        """Age of each sampled token, int32 [A]; see ``token_ages``."""
         return token_ages(self.record, self.action_length_N, self.step)
 
     @property
@@ -523,15 +545,15 @@ class TrajectoryBatch(Trajectories):
 
     @property
     def sequences(self) -> Ragged:
-        """Prompts with their completions, int32 [N rows]."""
+        """Each prompt followed by its completion: int32, N rows."""
         prompts = self.prompts.take(self.record["prompt_row"].astype(np.int64))
-        turns = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
-        pairs = Ragged.concat([prompts, self.completions]).take(turns)
+        alternating = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
+        pairs = Ragged.concat([prompts, self.completions]).take(alternating)
         return Ragged(pairs.values, pairs.offsets[::2])
 
     @property
     def cell_T(self) -> np.ndarray:
-        """Index, int64 [T], of each completion token in a flattened rectangle [N, L] of all completions."""
+        """Index of each completion token, int64 [T], in the flattened rectangle [N, L] of all completions."""
         offsets, length_N = self.completions.offsets, self.completion_length_N
         start_N = np.arange(len(self)) * int(length_N.max()) - offsets[:-1]
         return np.arange(offsets[-1]) + start_N.repeat(length_N)
@@ -540,11 +562,12 @@ class TrajectoryBatch(Trajectories):
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
     """Return the age of each token, int32 [T]: optimizer steps from the weights that sampled it to ``step``.
 
-    record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion. Versions are
-    interpolated linearly between the first and the last token, which is exact if weights changed never or at
-    even intervals. An agent's further sequences come after the first, though turns of both may have
-    alternated: the age of such a token may be off by up to the difference of the two versions. An age is
-    negative if a resume has undone the steps that made the weights.
+    record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion.
+
+    A token's version is interpolated linearly between those of the first and the last token. That is exact if
+    the weights never changed, or at even intervals. In a trajectory with further sequences, whose turns may
+    have alternated, an age may be wrong by up to the difference of the two versions. An age is negative if a
+    resume has undone the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
@@ -555,10 +578,11 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Trajectories that a searcher sealed together on disk: its shard number ``index``.
+    """Trajectories that a searcher wrote to one file, which is then sealed: it never changes.
 
-    run: ``RunDir.identity`` of the run; 0 if unknown. set_aside: requests that got no usable reward. image:
-    bytes of the file, if they are in memory.
+    index: number of the shard; each searcher counts its own from 0. run: ``RunDir.identity`` of the run; 0 if
+    unknown. set_aside: ids of requests that got no usable reward. image: bytes of the file, if they are in
+    memory.
     """
 
     searcher: int
@@ -570,16 +594,16 @@ class Shard:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Requests that the shard completes, int64: the answered ones in order, then those set aside."""
+        """Ids of the requests that the shard completes, int64: first those with trajectories, in order."""
         return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """A tensor and its byte range ``[start, end)`` in the flat buffer of all weights."""
+    """A tensor and its bytes in the flat buffer of all weights: ``start`` to ``end`` − 1."""
 
     name: str
-    dtype: str  # safetensors' spelling: F32, BF16, F16
+    dtype: str  # as in safetensors files: F32, BF16 or F16
     shape: tuple[int, ...]
     start: int
     end: int
@@ -587,9 +611,10 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """Description of a LoRA adapter, which adds ``scale``·B·A to the weights of its layers.
+    """Description of a LoRA adapter, whose tensors A and B are published instead of all weights.
 
-    base: ``learner.adapter.identity`` of the model that it adapts.
+    base: ``learner.adapter.identity`` of the model that is adapted. scale: factor s of the matrix s·B·A,
+    which is added to the weight of each adapted layer.
     """
 
     base: str
@@ -598,7 +623,7 @@ class LoraWeights:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names.
+    """Layout of a policy's tensors in one buffer: names, as in Hugging Face's model, dtypes and byte ranges.
 
     lora: set if the tensors are only those of an adapter; None if they are all of the policy's.
     """
@@ -625,30 +650,31 @@ class WeightLayout:
         return cls(tuple(slots), lora)
 
     def parts(self, ranks: int) -> list[tuple[WeightSlot, ...]]:
-        """Divide the tensors into contiguous runs of about equal bytes, one per trainer rank."""
+        """Divide the tensors, in order, into one part per trainer rank, of about equally many bytes."""
         parts: list[list[WeightSlot]] = [[] for _ in range(ranks)]
         for slot in self.slots:
             parts[min(ranks - 1, slot.start * ranks // max(1, self.nbytes))].append(slot)
         return [tuple(part) for part in parts]
 
     def to_json(self) -> str:
-        """Return JSON text that from_json reads."""
+        """Return the layout as JSON for ``from_json``."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> WeightLayout:
-        """Inverse of to_json."""
+        """Read what ``to_json`` returned."""
         return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Announcement that accompanies published weights; both exchanges send it as JSON.
+    """What the trainer tells searchers along with published weights.
 
-    version: optimizer steps that made the weights. published: time of publication, unix seconds. evaluate:
-    split to evaluate with exactly these weights. reference: step of the policy that is the reference from now
-    on, or BEHAVIOUR. budget_end: first request that may not be issued yet; None: no limit. lease_ends:
-    budget_end of each elastic searcher, by searcher and lease. final: True for the last weights of the run.
+    version: number of optimizer steps that made the weights. published: time of publication, unix seconds.
+    evaluate: split to evaluate with exactly these weights; None: no evaluation. reference: step of the policy
+    that is the reference from now on, or BEHAVIOUR. budget_end: id of the first request that searchers may
+    not issue yet; None: no limit. lease_ends: the same for each elastic searcher, by searcher and lease.
+    final: True for the last weights of the run.
     """
 
     version: int
@@ -660,7 +686,7 @@ class Publication:
     final: bool = False
 
     def for_lease(self, searcher: int, lease: int) -> Publication:
-        """Return the publication with the budget_end of one elastic searcher; 0 if it was granted none."""
+        """Return the publication for an elastic searcher, with its own budget_end, or 0 if it has none."""
         end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)
 
@@ -669,8 +695,8 @@ class Publication:
 class WeightUpdate:
     """Weights that a searcher received. They stay unchanged until it takes newer ones or drops this object.
 
-    data: uint8 [layout.nbytes], perhaps shared and read-only. file: the file that holds them, if other
-    processes may read it.
+    data: uint8 [layout.nbytes], perhaps shared with other processes and read-only. file: the file that holds
+    ``data``, if other processes can read it; otherwise None.
     """
 
     publication: Publication
@@ -679,6 +705,6 @@ class WeightUpdate:
     file: WeightFile | None = None
 
     def private(self) -> WeightUpdate:
-        """Return a private, writable copy; weights from a file are mapped copy-on-write."""
+        """Return a copy whose ``data`` this process may change; data in a file are mapped copy-on-write."""
         data = self.file.map("c") if self.file else self.data.copy()
         return replace(self, data=data)

@@ -1,4 +1,4 @@
-"""HTTP clients for addresses that may contain secrets."""
+"""HTTP client for addresses that may contain secrets, such as the address of a chat's webhook."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import ssl
 
 import httpx
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs addresses
+logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs whole addresses
 
 
 def client() -> httpx.AsyncClient:
     """Return a client without timeouts, for callers that set their own deadline.
 
-    It trusts the system's certificates, and follows no redirects. The environment's proxy is used only for
-    https, because a proxy could read plain http.
+    It trusts the system's certificates, and follows no redirects. A proxy that environment variables name is
+    used only for https, because it could read plain http.
     """
     direct = {"http://": httpx.AsyncHTTPTransport()}
     return httpx.AsyncClient(verify=_system(), mounts=direct, timeout=None)

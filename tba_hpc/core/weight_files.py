@@ -18,9 +18,9 @@ Mode = Literal["r", "r+", "c"]
 class WeightFile:
     """Weights in an open file: its last ``nbytes`` bytes, from ``offset`` on.
 
-    The file needs no name: it lives as long as a process has it open. Each object has its own descriptor,
-    which is closed with the last reference to the object. generation: counter for the owner, who increases it
-    whenever the file gets new memory pages.
+    The file needs no name: it exists as long as a process has it open. Each object has its own descriptor,
+    which is closed when the object is deleted. generation: counter that the file's owner increases whenever
+    the file gets new memory pages, so that others know that their mapping of the old ones is outdated.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
@@ -31,13 +31,13 @@ class WeightFile:
 
     @classmethod
     def open(cls, path: str | Path, nbytes: int, *, write: bool = False) -> Self:
-        """Open the weights in the last ``nbytes`` of a file."""
+        """Open the file at ``path``, whose last ``nbytes`` bytes are weights."""
         descriptor = os.open(path, os.O_RDWR if write else os.O_RDONLY)
         return cls(descriptor, nbytes, os.fstat(descriptor).st_size - nbytes)
 
     @classmethod
     def copy_of(cls, data: np.ndarray) -> Self:
-        """Copy weights, uint8 [nbytes], into an anonymous file in memory."""
+        """Copy weights, uint8 [nbytes], into a file in memory that has no name."""
         file = cls(os.memfd_create("weights"), len(data))
         os.truncate(file._descriptor, file.nbytes)
         np.copyto(file.map("r+"), data)
@@ -45,12 +45,12 @@ class WeightFile:
 
     @property
     def path(self) -> str:
-        """Path at which this process and its children can open the file while this object lives."""
+        """Path at which this process and its children can open the file while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def inode(self) -> int:
-        """Inode number, unique while the file is open or mapped."""
+        """Inode number of the file, which no other file has while this one is open or mapped."""
         return os.fstat(self._descriptor).st_ino
 
     @property
@@ -59,18 +59,18 @@ class WeightFile:
         return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:
-        """Map the weights, uint8 [nbytes]. The mapping may outlive this object."""
+        """Return the weights, uint8 [nbytes], as a memory map, which may outlive this object."""
         return np.memmap(self.path, np.uint8, mode, self.offset, (self.nbytes,))
 
     def reader(self) -> Self:
-        """Open the same file as a reader; ``has_readers`` is True while it lives."""
+        """Open the same file again. While the returned object exists, ``has_readers`` is True."""
         reader = self.open(self.path, self.nbytes)
         fcntl.flock(reader._descriptor, fcntl.LOCK_SH)
         return reader
 
     @property
     def has_readers(self) -> bool:
-        """True if any process holds a ``reader`` of this file."""
+        """True if any process holds a ``reader`` of this file. Locks the file for a moment."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,7 +83,7 @@ class WeightFile:
         os.posix_fallocate(self._descriptor, self.offset, self.nbytes)
 
     def give_back(self) -> None:
-        """Drop the contents and release their memory or disk space; the file keeps its length."""
+        """Release the weights' memory or disk space; the file keeps its length, with zeros."""
         os.truncate(self._descriptor, self.offset)
         os.truncate(self._descriptor, self.offset + self.nbytes)
 

@@ -1,4 +1,5 @@
-"""Formats numbers and lists for people to read, and makes untrusted text safe to print on a terminal."""
+"""Formats numbers and lists for people, makes untrusted text safe for a terminal, and survives lost
+output."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def print_in_any_encoding() -> None:
 
 
 def output_is_lost() -> bool:
-    """Return whether writing to stdout fails, as on a full disk; stdout is then redirected to /dev/null."""
+    """Return whether writing to stdout fails, as on a full disk; if so, redirect stdout to /dev/null."""
     try:
         print(flush=True)
     except OSError:
@@ -34,7 +35,10 @@ def output_is_lost() -> bool:
 
 @contextmanager
 def without_fail() -> Iterator[None]:
-    """Continue after the block if showing something fails; the first time, print a line on stderr."""
+    """Run a block that shows something; if it raises an exception, only print the error on stderr.
+
+    Each error is printed once per process.
+    """
     try:
         with though_output_is_lost():
             yield
@@ -44,7 +48,7 @@ def without_fail() -> Iterator[None]:
 
 @contextmanager
 def though_output_is_lost() -> Iterator[None]:
-    """Continue after the block if writing to stdout fails; stdout is then redirected to /dev/null."""
+    """Run a block; if it cannot write to stdout, redirect stdout to /dev/null and continue after it."""
     try:
         yield
         print(end="", flush=True)
@@ -71,7 +75,7 @@ def count(number: int, thing: str) -> str:
 
 
 def first_few(things: Sequence[object], most: int = 5, between: str = ", ") -> str:
-    """Join things: ``3, 5, 8``. If there are more than ``most``, the rest is counted: ``… and 7 more``."""
+    """Join things: ``3, 5, 8``. If there are more than ``most``, count the others: ``3, 5 and 7 more``."""
     more = f" and {len(things) - most} more" if len(things) > most else ""
     return between.join(map(str, things[:most])) + more
 
@@ -82,7 +86,7 @@ def first_words(text: str) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """Return ``did you mean 'x'?`` if a valid name is similar; else ``otherwise`` or all valid names."""
+    """Return ``did you mean 'x'?`` if a valid name is similar; else ``otherwise`` or, if empty, all names."""
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1)
     known = otherwise or f"valid are {', '.join(names) or 'none'}"

@@ -1,1 +1,1 @@
-"""Engines: vLLM samples completions with the newest weights, in a separate process."""
+"""Sampling of completions with the newest weights: by vLLM, in a separate process."""

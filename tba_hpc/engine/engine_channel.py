@@ -1,7 +1,7 @@
-"""Messages between a searcher's rank and its engine's process, and the socket that carries them.
+"""Messages between a searcher and its engine, which run in separate processes, and the socket for them.
 
-A message is sent as its length, then its content as msgpack; arrays are raw bytes. Imports neither vLLM nor
-torch, so that ranks stay light.
+The searcher sends commands, the engine answers. A message is sent as its length, then its content as msgpack;
+arrays are raw bytes. Imports neither vLLM nor torch, so that searchers start quickly.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
 
 LENGTH_BYTES = 4
-"""Bytes of the length that precedes each message."""
+"""Bytes of the number before each message that gives the message's length."""
 
 READ_BYTES = 1 << 20
 """Largest number of bytes read from the socket at once."""
 
 
 class EngineSettings(Section):
-    """Settings of an engine, sent to its process as JSON on standard input."""
+    """Settings of an engine, sent to its process as JSON on standard input. seed: of vLLM's sampler."""
 
     model: ModelSection
     generator: GeneratorSection
     seed: int
     graphs: str = ""
-    """cudagraph_mode for vLLM; empty: that of generator.engine, or else vLLM's default."""
+    """vLLM's cudagraph_mode; empty: the one in generator.engine, otherwise vLLM's default."""
     top_logprobs: int = 0
-    """Largest number of likeliest tokens per position that a request may ask for."""
+    """Largest ``Sampling.top_logprobs`` of any request."""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -40,9 +40,9 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Submit(Message):
-    """Command to sample ``n`` completions.
+    """Command to sample ``n`` completions of a prompt.
 
-    request: number that the answer repeats. prompt: tokens of the prompt, int32 [P].
+    request: number that the answer repeats. prompt: the prompt's tokens, int32.
     """
 
     request: int
@@ -52,9 +52,9 @@ class Submit(Message):
 
 
 class Load(Message):
-    """Command to load the weights at the end of the file at ``path``.
+    """Command to load the weights of ``version`` from the file at ``path``.
 
-    version: version of the weights. layout: their WeightLayout as JSON. generation: see WeightFile.
+    layout: their WeightLayout, as JSON. generation: as in WeightFile.
     """
 
     version: int
@@ -64,54 +64,54 @@ class Load(Message):
 
 
 class Building(Message):
-    """Answer at the beginning of each stage while the engine is being built."""
+    """Answer when a stage of the engine's start begins. stage: words for people, such as "compiling"."""
 
     stage: str
 
 
 class Ready(Message):
-    """Answer once the engine is built. graphs: the cudagraph_mode that vLLM uses."""
+    """Answer when the engine can sample. graphs: the cudagraph_mode that vLLM uses."""
 
     graphs: str = "NONE"
 
 
 class Refused(Message):
-    """Answer that vLLM does not accept the settings."""
+    """Answer that vLLM does not accept the settings. reason: vLLM's error, in one sentence."""
 
     reason: str
 
 
 class Broken(Message):
-    """Answer that a part of vLLM cannot be loaded on this machine, at the start or later."""
+    """Answer that a part of vLLM cannot be imported here, at the start or later. reason: the ImportError."""
 
     reason: str
 
 
 class Died(Message):
-    """Last answer of an engine that raised an exception. reason: the exception in one sentence."""
+    """Last answer of an engine in which an exception was raised. reason: the exception, in one sentence."""
 
     reason: str
 
 
 class Loaded(Message):
-    """Answer that the weights of ``version`` are in use, after a pause of ``seconds``."""
+    """Answer that the weights of ``version`` are in use. seconds: how long sampling was interrupted."""
 
     version: int
     seconds: float
 
 
 class Misfit(Message):
-    """Answer that the model cannot take the last weights, or not all of them. reason: cause and remedy."""
+    """Answer that vLLM's model did not accept all of the last weights. reason: cause and remedy."""
 
     reason: str
 
 
 class Finished(Message):
-    """All K completions of a request as flat arrays with T tokens.
+    """All K completions of a request, whose T tokens are joined in flat arrays; a part of Progress.
 
-    tokens: int32 [T]. logprobs: float32 [T], may be NaN. lengths: int32 [K]. stopped: uint8 [K], 1 if EOS or
-    a stop string ended the completion. versions: int32 [K, 2], of the oldest and newest weights that sampled
-    the completion. top_logprobs: TOP_LOGPROBS [T, C], of the C likeliest tokens; empty unless requested.
+    tokens: int32 [T]. logprobs: float32 [T]; a fault of the engine can make them NaN. lengths: int32 [K],
+    tokens of each completion. stopped: uint8 [K], 1 if EOS or a stop string ended the completion. versions:
+    int32 [K, 2], as in Group. top_logprobs: TOP_LOGPROBS [T, C]; empty unless requested.
     """
 
     request: int
@@ -124,11 +124,11 @@ class Finished(Message):
 
 
 class Progress(Message):
-    """Answer when groups are complete, and many times a second as a sign of life.
+    """Answer with finished requests; also sent many times a second as a sign of life.
 
-    All figures are since the last Progress. busy_seconds: time inside vLLM's step. ended: number of
-    completions that ended, in complete and other groups. computed: number of tokens computed. recomputed:
-    number of them that repeated earlier work because weights were loaded.
+    All figures count from the last Progress. busy_seconds: time inside vLLM's step. ended: number of
+    completions that ended, also of requests that have not finished. computed: number of tokens computed.
+    recomputed: how many of these had been computed before, and were lost when weights were loaded.
     """
 
     busy_seconds: float
@@ -148,7 +148,7 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """One end of the socket, which receives messages of type T.
+    """One end of the socket, at which messages of type T arrive.
 
     Sending never blocks: later calls send what the socket does not accept now.
     """
@@ -160,16 +160,16 @@ class Channel(Generic[T]):
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self.closed = False
-        """True once the other end is gone and everything that it sent has been received."""
+        """True once the other process has closed its end and all that it sent has been received."""
 
     def send(self, message: Message) -> None:
-        """Send a message, or queue it for a later call."""
+        """Send a message, or as much of it as the socket accepts now."""
         payload = msgspec.msgpack.encode(message)
         self._outgoing += len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         self._write()
 
     def receive(self, seconds: float) -> list[T]:
-        """Return the messages that have arrived; wait up to ``seconds`` if there is nothing to read."""
+        """Return the messages that have arrived. If nothing can be read, wait up to ``seconds`` first."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll.poll(seconds * 1000)
@@ -189,7 +189,7 @@ class Channel(Generic[T]):
         self._socket.close()
 
     def _write(self) -> None:
-        # A broken connection is noticed when reading, after the peer's last messages.
+        # A broken connection is noticed by _read, after the last messages of the other end.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -199,12 +199,12 @@ class Channel(Generic[T]):
             while not self.closed:
                 try:
                     data = self._socket.recv(READ_BYTES)
-                except ConnectionResetError:  # the peer left without reading everything
+                except ConnectionResetError:  # the other end left without reading everything
                     data = b""
                 self._incoming += data
                 self.closed = not data
 
 
 def tell_broken(descriptor: int, error: ImportError) -> None:
-    """Send a last message, that ``error`` stops this process, to the rank at the other end of a socket."""
+    """Tell the searcher at the other end of a socket that ``error`` ends this process."""
     Channel(socket.socket(fileno=descriptor), COMMANDS).send(Broken(str(error).split("\n")[0]))

@@ -1,7 +1,8 @@
-"""Main module of a vLLM engine's process. It binds the process's life to its rank's before slow imports.
+"""Main module of a vLLM engine's process.
 
 ``vllm_generator`` starts it as ``python -m tba_hpc.engine.engine_process PARENT SOCKET``, with the settings
-on standard input. It must not know what an engine is.
+on standard input. vLLM is imported only after the kernel has been told to end this process with its searcher,
+because the import takes many seconds. This module must therefore import little.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from tba_hpc.run.signals import die_with
 
 
 def main() -> None:
-    """Serve the rank that started this process until it closes the connection."""
+    """Serve the searcher that started this process until it closes the connection."""
     parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
     settings = sys.stdin.read()
-    gc.disable()  # until the engine is built: scanning imported objects, which stay, takes seconds
+    gc.disable()  # until the engine is built: to scan all imported objects takes seconds, and frees none
     try:
         from tba_hpc.engine import vllm_engine
     except ImportError as error:
-        from tba_hpc.engine.engine_channel import tell_broken  # needs only what the rank imports, too
+        from tba_hpc.engine.engine_channel import tell_broken  # imports neither vLLM nor torch
 
         tell_broken(int(descriptor), error)
         raise

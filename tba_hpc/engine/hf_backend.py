@@ -1,4 +1,4 @@
-"""Backends, chosen by ``model.path``: a Hugging Face model on DeepSpeed and vLLM, or the user's own class."""
+"""The backend of ``model.path``: a Hugging Face model on DeepSpeed and vLLM, or the user's own class."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from tba_hpc.run.inputs import first_day
 
 @dataclass(frozen=True, slots=True)
 class HfBackend:
-    """A Hugging Face model, trained by DeepSpeed and sampled by vLLM. Methods raise ConfigError.
+    """A Hugging Face model, trained by DeepSpeed and sampled by vLLM; see ports.Backend.
 
-    Heavy libraries are imported when needed. day: date for chat templates that write one into prompts.
+    Each method imports the heavy libraries that it needs, and raises ConfigError if the config does not fit
+    the model. day: date for chat templates that write one into prompts.
     """
 
     config: Config
     day: date
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer in the model's folder."""
+        """Load the tokenizer from the model's folder."""
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(self.config.model.path, day=self.day)
 
     def generator(self, *, seed: int) -> Generator:
-        """Return a generator whose engine is still being built."""
+        """Start an engine; return its generator while the engine is still being built."""
         from tba_hpc.engine.vllm_generator import VllmGenerator
 
         launch = self.config.launch
@@ -46,7 +47,7 @@ class HfBackend:
         )
 
     def reference(self, folder_of: Callable[[int], Path]) -> Reference:
-        """Load the initial reference, which is the model itself."""
+        """Load the model as the reference; see ports.Backend for ``folder_of``."""
         from tba_hpc.learner.hf_reference import load_reference
 
         return load_reference(self.config, folder_of)
@@ -54,7 +55,7 @@ class HfBackend:
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make the learner of one trainer rank. All trainer ranks meet in ``store``.
+        """Make a trainer rank's learner. All trainer ranks find each other by files in the folder ``store``.
 
         Raises ConfigError, or ExchangeError that names missing ranks.
         """
@@ -64,7 +65,7 @@ class HfBackend:
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:
-    """Return the backend of a config. Raises ConfigError if the user's own class is not found."""
+    """Return the backend of a run. Raises ConfigError if the user's own class is not found."""
     modules.use(run.modules)
     modules.use_here()
     return own_backend(config) or HfBackend(config, first_day(run))

@@ -1,6 +1,6 @@
-"""The process of one vLLM engine: requests and weights in, whole groups out.
+"""The process of a vLLM engine, which gets requests and weights from its searcher and returns whole groups.
 
-No other module imports vllm, and only ``engine_process`` starts this one.
+No other module imports vllm. Only ``engine_process`` imports this one.
 """
 
 from __future__ import annotations
@@ -57,46 +57,47 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
-"""Interval of Progress messages while no group is finished, s. They let the rank submit more requests."""
+"""Interval of Progress messages while no group finishes, s. They tell the searcher when to submit more
+requests."""
 
 CPU_KV_CACHE_MB = 512
-"""Default KV cache on a CPU, MiB. vLLM's default would take most of the memory."""
+"""Default size of the KV cache on a CPU, MiB. vLLM's own default would take most of the memory."""
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
-    "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for what tba prints
+    "VLLM_NO_USAGE_STATS": "1",  # otherwise vLLM reports each start to its makers
 }
 GPU_ENVIRONMENT = {
     "VLLM_FLOAT32_MATMUL_PRECISION": "high",  # as learner and reference multiply: hf_model.use_tensor_cores
 }
 CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
-    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small run and needs a C++ compiler
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
+    "OMP_NUM_THREADS": "1",  # one core per rank, unless the user sets more
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small run, and needs a C++ compiler
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise engines of a node bind themselves to the same cores
 }
 
 ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Network settings that override a site's, because an engine's workers are all on its node."""
+"""Network settings that replace any others, because all workers of an engine are on its node."""
 
 NICENESS = 5
-"""Niceness of an engine on a CPU, so that ranks and trainer have priority on shared cores."""
+"""Niceness of an engine on a CPU, so that searchers and trainer have priority on shared cores."""
 
 HIGHEST_TEMPERATURE = 2.0
-"""Highest temperature that vLLM's SamplingParams accepts. Its samplers have no limit."""
-
-LISTED = 3
-"""Number of parameters that an error lists."""
+"""Highest temperature that vLLM's SamplingParams accept, though vLLM can sample at any."""
 
 STAGES = {"determine_available_memory": "compiling", "compile_or_warm_up_model": "capturing graphs"}
-"""Stages of a start on a GPU, by the executor's method that performs each. A CPU warms up instead."""
+"""Names of stages of the start on a GPU, by the method of vLLM's Executor that performs each."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """Logger that warns at every load about rotary embeddings, which have no weights to load."""
 
 
 def serve(settings: str, descriptor: int) -> None:
-    """Serve the rank at the other end of a socket until it closes it. settings: EngineSettings as JSON."""
+    """Serve the searcher at the other end of a socket until it closes the socket.
+
+    settings: EngineSettings as JSON. descriptor: file descriptor of this process's end of the socket.
+    """
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
         wanted = EngineSettings.model_validate_json(settings)
@@ -112,7 +113,7 @@ def serve(settings: str, descriptor: int) -> None:
 
 
 def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """Build the engine. If vLLM does not accept the settings, tell the rank and end the process."""
+    """Build the engine. If vLLM cannot be loaded or refuses the settings, tell the searcher and exit."""
     prepare_environment()
     try:
         require_kernels()
@@ -124,23 +125,26 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
         sys.exit(1)
     except (ValueError, TypeError, NotImplementedError) as error:
         if not (isinstance(error, ValueError) or settings.generator.engine):
-            raise  # our own mistake
+            raise  # a mistake in this module, not in the settings
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
-    if settings.generator.tensor_parallel == 1:  # process groups of one: nobody has to connect
+    if settings.generator.tensor_parallel == 1:  # no other process has to connect
         stop_listening()
-    for path in llm.collective_rpc("rendezvous"):  # all workers have met, and nobody else removes the file
+    for path in llm.collective_rpc("rendezvous"):  # all workers have met; torch leaves the file
         Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
-        os.nice(NICENESS)  # not earlier: others wait while it is built
+        os.nice(NICENESS)  # not earlier, because others wait until the engine is built
     channel.send(Ready(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name))
     return llm
 
 
 def prepare_environment() -> None:
-    """Set environment variables that vLLM reads when it is imported. The user's values take precedence."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
+    """Set environment variables that vLLM reads when it is imported.
+
+    Values that the user has set stay, except for those of ON_ONE_MACHINE and multiprocessing.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process is for the engine alone already
     os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
     for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)).items():
@@ -153,15 +157,15 @@ def prepare_environment() -> None:
 def require_kernels() -> None:
     """Load vLLM's compiled extension. Raises ImportError if that fails, for example if a library is missing.
 
-    vLLM itself only logs the failure, and stops later with another error.
+    vLLM itself would only log this failure, and later stop with an error that does not name the cause.
     """
     import vllm
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    folder = Path(str(vllm.__file__)).resolve().parent  # as the kernel names it, also through links
+    folder = Path(str(vllm.__file__)).resolve().parent  # the path in /proc/self/maps has no symbolic links
     loaded = Path("/proc/self/maps").read_bytes()
-    if os.fsencode(f"{folder}/_C") in loaded:  # the name's end depends on the processor
+    if os.fsencode(f"{folder}/_C") in loaded:  # how the name goes on depends on the processor
         return
     for extension in sorted(folder.glob("_C*.so")):
         try:
@@ -171,7 +175,7 @@ def require_kernels() -> None:
 
 
 def tell_stages(channel: Channel[Command]) -> None:
-    """Make vLLM report each stage of its start to the rank."""
+    """Make vLLM tell the searcher when each stage of its start begins."""
     from vllm.v1.executor import Executor
 
     def telling(stage: str, method: Callable[[Executor], object]) -> Callable[[Executor], object]:
@@ -188,11 +192,11 @@ def tell_stages(channel: Channel[Command]) -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """Build the engine, with the model's files as version 0. Raises ValueError if vLLM refuses."""
-    # Not before prepare_environment(): vllm reads its environment when it is imported.
+    """Build the engine; the weights in the model's files are version 0. Raises ValueError if vLLM refuses."""
+    # Imported after prepare_environment(), because vllm reads the environment when it is imported.
     from vllm import LLM
 
-    gc.freeze()  # vLLM collects garbage several times while it is built
+    gc.freeze()  # vLLM collects garbage several times; objects made until now are exempt
     on_gpu = torch.cuda.is_available()
     model, generator = settings.model, settings.generator
     cache_mb = generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
@@ -215,7 +219,7 @@ def build(settings: EngineSettings) -> LLM:
         **top | (graphs if on_gpu else {"enforce_eager": True} | generator.engine),
     )
     if settings.top_logprobs > (tokens := llm.llm_engine.vllm_config.model_config.get_vocab_size()):
-        raise ValueError(f"train.score_centering={settings.top_logprobs} is above its {tokens} tokens")
+        raise ValueError(f"train.score_centering={settings.top_logprobs} is more than its {tokens} tokens")
     llm.llm_engine.set_weight_version("0")
     temperature = model.policy_temperature
     if temperature != 1 and not all(llm.collective_rpc("divide_logits", args=(temperature,))):
@@ -226,10 +230,11 @@ def build(settings: EngineSettings) -> LLM:
 
 
 def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> dict[str, Any]:
-    """Add CUDA graphs for batches of up to ``sequences`` to vLLM's arguments, unless these set the sizes.
+    """Return vLLM's arguments ``engine``, with CUDA graphs for batches of up to ``sequences`` sequences.
 
-    vLLM's default sizes end at 512; it decodes larger batches without graphs. kind: cudagraph_mode that
-    replaces the one in ``engine``; empty: keep it.
+    Sizes of graphs that ``engine`` sets stay. vLLM's default sizes end at 512 tokens, and larger batches
+    would be decoded without graphs. kind: cudagraph_mode that replaces the one in ``engine``; empty: keep
+    that one.
     """
     compilation = engine.get("compilation_config") or {}
     compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
@@ -241,9 +246,9 @@ def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> di
 def graph_sizes(sequences: int) -> list[int]:
     """Return the batch sizes, in tokens, for which CUDA graphs are captured.
 
-    Other batches are padded to the next size; the padding of large ones is at most an eighth. Prompts that
-    are computed along with decoding make batches larger than ``sequences``. The largest size is therefore
-    2·``sequences`` up to 512, as in vLLM, but at least ``sequences``.
+    Other batches are padded to the next size; the padding of a large batch is at most an eighth of it. A
+    batch may have more tokens than there are ``sequences``, because prompts are computed together with
+    sampling. The largest size is therefore 2·``sequences`` up to 512, as in vLLM, but at least ``sequences``.
     """
     largest = max(sequences, min(2 * sequences, 512))
     sizes = [1, 2, 4, 8]
@@ -253,7 +258,7 @@ def graph_sizes(sequences: int) -> list[int]:
 
 
 class Engine:
-    """Runs a vLLM engine for the rank at the other end of ``channel``."""
+    """Runner of a vLLM engine for the searcher at the other end of ``channel``."""
 
     def __init__(self, channel: Channel[Command], llm: LLM, settings: EngineSettings) -> None:
         self._channel = channel
@@ -264,12 +269,12 @@ class Engine:
         self._busy = 0.0  # seconds inside steps since the last Progress
         self._open = 0  # unfinished completions at the last Progress
         self._computed = self._recomputed = 0  # tokens since the last Progress
-        self._lost: dict[str, int] = {}  # tokens that must be computed again after a load, by sequence
+        self._lost: dict[str, int] = {}  # by sequence: how many tokens must be computed again
         self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
     def serve(self) -> None:
-        """Serve the rank until it closes the connection. Commands take effect in order, between two steps."""
+        """Carry out commands, in order and between steps, until the searcher closes the connection."""
         while not self._channel.closed:
             finished: list[Finished] = []
             for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
@@ -281,7 +286,7 @@ class Engine:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
     def _execute(self, command: Command) -> list[Finished]:
-        """Carry out a command; return requests that finished meanwhile."""
+        """Carry out a command; return the requests that finish meanwhile."""
         if isinstance(command, Submit):
             self._submit(command)
             return []
@@ -308,11 +313,11 @@ class Engine:
         given = command.path, command.layout, command.generation
         missed = self._llm.collective_rpc("load_shared_weights", args=given)
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
-            reason = f"took no new value, or not all of it, for {first_few(names, LISTED)}"
+            reason = f"took no new value, or not all of it, for {first_few(names)}"
             remedy = "train a model that this version of vLLM updates as a whole"
             self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
-        # A cache of the old weights would give log-probabilities of neither policy.
+        # Keys and values from the old weights would give log-probabilities of neither policy.
         if self._keeps_kv:
             self._loads += 1
             self._renew_salts()
@@ -324,11 +329,11 @@ class Engine:
 
     def _lose_what_is_computed(self) -> None:
         for request in self._scheduler.running:
-            lost = self._lost.get(request.request_id, 0)  # perhaps not all computed again yet
+            lost = self._lost.get(request.request_id, 0)  # by an earlier load, not yet computed again
             self._lost[request.request_id] = max(lost, request.num_computed_tokens)
 
     def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
-        """Plan a step with vLLM's ``schedule``; count the tokens that it computes or recomputes."""
+        """Plan a step with vLLM's ``schedule``; count the tokens that are computed, and computed again."""
         step = schedule(*arguments)
         self._computed += step.total_num_scheduled_tokens
         for name in self._lost.keys() & step.num_scheduled_tokens.keys():
@@ -341,15 +346,14 @@ class Engine:
 
     @property
     def _salt(self) -> str | None:
-        """Salt for the hashes of cached prefixes, so that prefixes computed with other weights are not found.
+        """Salt for the hashes of cached prefixes, so that prefixes computed with older weights are not found.
 
-        It is None if the cache is emptied at each load instead, which is possible unless requests keep their
-        blocks.
+        It is only needed with generator.keep_kv. Otherwise it is None, because each load empties the cache.
         """
         return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
-        """Give the new salt to requests without computed tokens, whether new or preempted."""
+        """Give the new salt to requests without computed tokens, which are new or were preempted."""
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
@@ -357,10 +361,10 @@ class Engine:
                 request.update_block_hashes()
 
     def _complete_steps(self) -> list[Finished]:
-        """Finish the steps that the scheduler has started in advance; return requests that they finish.
+        """Finish the steps that vLLM has started in advance; return the requests that finish in them.
 
-        The old weights sample their tokens, but vLLM labels a token with the version in use when the token
-        arrives. On a CPU no step is started in advance.
+        The old weights sample the tokens of these steps, but vLLM would label them with the version in use
+        when it gets the tokens. On a CPU no step is started in advance.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -388,7 +392,7 @@ class Engine:
         return [_finished(output) for output in outputs if output.finished]
 
     def _tell(self, finished: list[Finished]) -> None:
-        """Send a Progress if requests have finished, and otherwise every BEAT_SECONDS."""
+        """Send a Progress if requests have finished, otherwise only every BEAT_SECONDS."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
         if finished or now - self._reported >= BEAT_SECONDS:
@@ -398,34 +402,35 @@ class Engine:
 
 
 class WeightLoader:
-    """Extension of vLLM's workers that loads weights from the rank and applies the policy's temperature.
+    """Extension of vLLM's workers that loads published weights and applies the policy's temperature.
 
-    With tensor parallelism workers are separate processes, so methods take and return plain values.
+    vLLM mixes this class into its class of workers. With tensor parallelism workers are separate processes,
+    so methods take and return plain values.
     """
 
     lora_base: dict[str, torch.Tensor] | None = None
-    """Weights from the model's files, in the engine's dtype; only needed if adapters are published."""
+    """Weights in the model's files by name, in the engine's dtype; None until an adapter is published."""
 
     kept_maps: KeptMaps | None = None
-    """Memory maps of the files of published weights."""
+    """Memory maps of the files with published weights, kept for the next load."""
 
     def rendezvous(self) -> str:
-        """Return the path of torch.distributed's rendezvous file, or its init method if it uses no file."""
+        """Return the path of the file by which the workers met; if they met otherwise, it names no file."""
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
     def base_mismatch(self, layout: str) -> str:
-        """Return why an adapter of this layout does not fit the model's own weights; empty if it does.
+        """Return why an adapter does not fit the model's own weights, as the end of a sentence, or "".
 
-        The model's weights are read once. They stay in the mapped pages of their files, which all workers and
-        searchers of a node share, unless they must be converted to another dtype.
+        layout: WeightLayout of the adapter, as JSON. The model's weights are read at the first call. Unless
+        they must be converted to another dtype, they stay in the mapped pages of their files, which all
+        workers and searchers of a node share.
         """
         if self.lora_base is not None:
             return ""
         given, base = WeightLayout.from_json(layout), _weights_of_files(self)
         wanted = [f"{name}.weight" for name in layers_of(given)]
         if lacking := [name for name in wanted if name not in base]:
-            names = first_few(lacking, LISTED)
-            return f"has no {names} in its files; save it by save_pretrained and start from that"
+            return f"has no {first_few(lacking)} in its files; save it by save_pretrained and start from that"
         if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
             return (
                 "has other weights than the trainer's, which are adapted there; give all nodes the same model"
@@ -434,12 +439,12 @@ class WeightLoader:
         return ""
 
     def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
-        """Replace all weights in place by those in the file at ``path``; see core.weight_files.
+        """Replace all weights in place by those in the file at ``path``; see Load for the arguments.
 
-        An adapter is merged into the model's own weights, W + s·B·A. Returns the names of parameters that
-        were not replaced, or only in part; vLLM itself only logs them.
+        An adapter is merged into the model's own weights: W + s·B·A. Returns the names of parameters that
+        were not replaced, or only in part, which vLLM itself would only log.
         """
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # missed weights are counted here
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # _missed finds what it would warn of
         given = WeightLayout.from_json(layout)
         file = WeightFile.open(path, given.nbytes)
         file.generation = generation
@@ -456,7 +461,7 @@ class WeightLoader:
         return missed
 
     def divide_logits(self, temperature: float) -> bool:
-        """Divide the model's logits by ``temperature`` from now on. Returns False if none are computed."""
+        """Divide the model's logits by ``temperature`` from now on. Returns False if no layer has any."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         modules = self.get_model().modules()  # type: ignore[attr-defined]
@@ -468,7 +473,7 @@ class WeightLoader:
 
 @contextmanager
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield a list to which a reload inside the block adds the parameters that it does not fully replace.
+    """Yield a list to which a reload of weights in the block adds names of what it does not fully replace.
 
     vLLM loads a layer only when all of its numbers have arrived. A layer that gets too few would silently
     keep its old weights, or whatever was in memory.
@@ -493,7 +498,7 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _is_filled_in_part(layer: torch.nn.Module) -> bool:
-    """Return whether a layer that is being reloaded got some of its numbers, but not all; ignores padding."""
+    """Return whether a layer, during a reload, got some of its numbers, but not all. Ignores padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -502,7 +507,7 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
     own = [tensor for name, tensor in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
     wanted = sum(map(get_tensor_load_numel, own))
-    if isinstance(layer, VocabParallelEmbedding):  # it has rows that no checkpoint fills
+    if isinstance(layer, VocabParallelEmbedding):  # its last rows are padding, which no weights fill
         rows, real = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
         wanted = wanted // rows * real
     return 0 < info.load_numel < wanted  # the count starts again once a layer is complete
@@ -521,7 +526,7 @@ def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
 def _merged(
     adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights of the base; those of adapted layers are merged with the adapter on ``device``."""
+    """Yield the model's weights by name; those that the adapter changes are merged with it on ``device``."""
     for name, weight in base.items():
         yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
 
@@ -529,7 +534,7 @@ def _merged(
 def _divided(
     temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Divide logits in float32, as the learner does. A forward hook; on some ranks there are no logits."""
+    """Divide logits in float32, as the learner does: a forward hook. Some workers have no logits."""
     return None if logits is None else logits.float().div_(temperature)
 
 
@@ -537,13 +542,13 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     """Return vLLM's parameters for ``n`` completions of a prompt.
 
     ``logprobs=C`` asks for the log-probabilities of the sampled token and of the C likeliest tokens. They are
-    the policy's own: they exclude the sampler's temperature, top-p and min_tokens. The engine's logits are
-    already divided by the policy's temperature, so the sampler's temperature is divided by it, too.
+    the policy's own, without the effects of sampling temperature, top-p and min_tokens. The engine's logits
+    are already divided by the policy's temperature, so the sampling temperature is divided by it, too.
 
     Tokens are decoded to text only if there are stop strings to find.
 
-    Requests have no seed, which would cost a Python call per sequence and token, and the fast sampler on a
-    GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
+    Requests have no seed. It would cost a Python call per sequence and token, and prevent the fast sampler on
+    a GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -563,7 +568,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
         detokenize=len(stop) > 0,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used for one request only
+        skip_clone=True,  # the object is used for one request only
     )
     if temperature > HIGHEST_TEMPERATURE:
         params.temperature = temperature
@@ -578,7 +583,7 @@ def _finished(output: RequestOutput) -> Finished:
     flat = [cast("FlatLogprobs", sample.logprobs) for sample in samples]
     tokens = _flat([sample.token_ids for sample in samples], np.int32)
     logprobs = _flat([one.logprobs for one in flat], np.float32).reshape(len(tokens), -1)
-    top = np.empty((len(tokens), logprobs.shape[1] - 1), TOP_LOGPROBS)  # they follow the sampled token
+    top = np.empty((len(tokens), logprobs.shape[1] - 1), TOP_LOGPROBS)  # without the sampled token
     top["token"] = _flat([one.token_ids for one in flat], np.int32).reshape(logprobs.shape)[:, 1:]
     top["logprob"] = logprobs[:, 1:]
     return Finished(
@@ -597,10 +602,10 @@ def _flat(rows: list, dtype: type) -> np.ndarray:
 
 
 def _repack_output_layers(model: torch.nn.Module) -> None:
-    """Refresh the CPU kernels' packed copy of the output layer.
+    """Refresh the packed copy of the output layer that the CPU kernels use.
 
-    vLLM 0.32 repacks a layer when its own weights have been reloaded. An output layer tied to the embedding
-    has no weights of its own, and would silently keep using the old ones.
+    vLLM 0.32 repacks a layer only if weights of its own were reloaded. An output layer that is tied to the
+    embeddings has none, and would silently go on with the old ones.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -610,9 +615,9 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
-    """Pack the weights of experts for the CPU kernels.
+    """Pack the weights of experts as the CPU kernels need them.
 
-    vLLM 0.32 packs only the first weights. It writes later ones unpacked into the same memory.
+    vLLM 0.32 packs only the first weights; it writes later ones unpacked into the same memory.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.platforms import current_platform
@@ -625,6 +630,6 @@ def _repack_experts(model: torch.nn.Module) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error that vLLM, or pydantic within it, raised."""
+    """Return the first sentence of an error that vLLM raised, or that pydantic raised in vLLM."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return text.split("\n")[0].split(". ")[0]

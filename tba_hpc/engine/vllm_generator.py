@@ -1,6 +1,7 @@
 """The searcher's side of a vLLM engine, which runs in a separate process.
 
-Engine and searcher therefore do not compete for Python's lock, and the searcher survives if the engine dies.
+Because of that process, engine and searcher do not compete for Python's global lock, and the searcher
+survives if the engine dies.
 """
 
 from __future__ import annotations
@@ -49,42 +50,45 @@ from tba_hpc.run.caches import pack_caches
 log = logging.getLogger(__name__)
 
 ENGINE = "tba_hpc.engine.engine_process"
-"""Module that the engine's process runs."""
+"""Main module of the engine's process."""
 
 STEP_SECONDS = 0.05
-"""Longest time that ``step`` waits for a message from the engine, s."""
+"""Longest wait of ``step`` for a message from the engine, s."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Number of rebuilds in a row, without a finished group, after which the searcher gives up."""
+"""Number of engines replaced in a row, without a finished group between, after which the searcher gives
+up."""
 
 TRIES = 4
-"""Number of times that a request may get NaN log-probabilities before the searcher gives up."""
+"""Number of times that a request gets NaN log-probabilities before the searcher gives up."""
 
 FEWER_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""cudagraph_mode to try after one that gave NaN log-probabilities; empty: none is left. After any mode not
-listed it is PIECEWISE, which computes attention without graphs."""
+"""For a cudagraph_mode of vLLM that gave NaN log-probabilities, the mode to try next; empty: none is left.
+Any mode that is not listed is followed by PIECEWISE, which computes attention without CUDA graphs."""
 
 FAILED, EXITED = "failed", "ended with exit status"
-"""Words for an engine that ended by itself: with a reported exception, or with an exit status alone."""
+"""First words of ``EngineProcess.failure`` for an engine that ended by itself: after an exception that it
+reported, or with nothing but an exit status."""
 
 TRANSIENT = re.compile(
     r"\b(memory|CUDA|NCCL|timeout|timed out)\b|MemoryError|initialization failed", re.IGNORECASE
 )
-"""Words of failures that may not happen again in another engine. Failures of an engine's workers are
-reported only as "initialization failed"."""
+"""Words in failures that may not happen again in another engine. vLLM reports any failure of an engine's
+workers only as "initialization failed"."""
 
 PERMANENT = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImplemented)Error\b")
-"""Failures caused by a programming error, which would happen in every other engine, too."""
+"""Failures by an exception that shows a programming error, which would happen in any other engine, too."""
 
 NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
-"""Setting that turns CUDA graphs off."""
+"""Setting, for a message, that turns CUDA graphs off."""
 
 LONGEST_LOOK = 1.0
-"""Longest silence counted between two calls, s: a rank that was itself stopped must not blame its engine."""
+"""Longest silence of the engine that is counted between two calls of ``receive``, s. If the searcher itself
+was suspended for longer, its engine is not to blame."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
-"""Time limits, s: for the end of a process that has closed its socket, of a dead engine's workers, and of a
-killed process."""
+"""Time limits, s, for the end of an engine that has closed its socket, for the end of a dead engine's
+workers, and for the end of a process that was killed."""
 
 KEYS = (
     "model.path",
@@ -93,32 +97,31 @@ KEYS = (
     "generator.gpu_memory_utilization",
     "generator.tensor_parallel",
 )
-"""Config keys that an error suggests to check if vLLM refuses the policy."""
+"""Default for ``keys`` of VllmGenerator: the policy's config keys, which error messages name."""
 
 BEFORE_TORCH = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not start CUDA,
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # since no process can fork workers after that
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch must not start CUDA when asked whether there is a GPU
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that uses CUDA cannot fork workers
 }
 """Environment variables that must be set before an engine's process imports torch or vLLM."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
-"""Command prefix for ignoring the signals that stop a run, which Slurm sends to every process."""
+"""Prefix of a command that then ignores the signals to stop a run, which Slurm sends to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
-"""Prefixes of environment variables that an engine must not inherit: they mark a process as an MPI rank, and
-an engine that believes this hangs when it ends."""
+"""Prefixes of environment variables that an engine must not inherit. They mark a process as an MPI rank, and
+an engine that takes itself for one hangs when it ends."""
 
 
 class VllmGenerator:
-    """A Generator on vLLM that loads weights in place and replaces a dead engine.
+    """A ports.Generator on vLLM that loads weights in place and replaces a dead engine.
 
-    Up to ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; further requests
-    queue inside the engine. ``seed`` should differ between searchers, and between restarts of one searcher.
-    The first weights are those of ``model.path``, version 0.
+    Up to ``prompts_in_flight`` × ``completions_per_prompt`` sequences are sampled at once; further requests
+    wait in the engine's queue. The first weights are those of ``model.path``, version 0.
 
-    The engine computes all the time; calls only send commands to it or fetch results. The constructor
-    returns while the engine is still being built; commands given until then are sent once it is ready. All
-    calls must come from one thread, because the kernel ends the engine with the thread that started it.
+    The engine computes without pause; calls only send commands to it or fetch results. The constructor
+    returns while the engine is still being built, and commands are kept until it is ready. All calls must
+    come from one thread, because the kernel ends the engine with the thread that started it.
     """
 
     def __init__(
@@ -134,8 +137,9 @@ class VllmGenerator:
     ) -> None:
         """Start the engine.
 
-        keys: config keys that errors name, first that of the model's path, then those to check if vLLM
-        refuses. start_seconds, silence_seconds: see EngineProcess. top_logprobs: see EngineSettings.
+        seed: should differ between searchers, and between attempts of one searcher. keys: config keys that
+        error messages name: first the key of the model's path, then those to check if vLLM refuses the
+        settings. start_seconds, silence_seconds: as in EngineProcess. top_logprobs: as in EngineSettings.
         """
         self._top_logprobs = top_logprobs
         self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
@@ -151,11 +155,11 @@ class VllmGenerator:
         self._finished: list[Group] = []
         self._rebuilds_in_a_row = 0
         self._was_ready = False
-        self._failure = ""  # of the last engine that failed
-        self._graphs, self._graphs_asked = "NONE", ""
-        self._sound: Load | None = None  # the last load whose weights were checked and are finite
+        self._failure = ""  # how the last engine failed
+        self._graphs, self._graphs_asked = "NONE", ""  # cudagraph_mode in use, and the one asked for, if any
+        self._sound: Load | None = None  # the last load whose weights were found to be finite
         self._tried: Counter[int] = Counter()  # number of NaN results by request
-        self._nan = ""  # reason to rebuild the engine with fewer graphs
+        self._nan = ""  # reason to replace the engine by one with fewer CUDA graphs
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
@@ -173,16 +177,16 @@ class VllmGenerator:
 
     @property
     def loading(self) -> bool:
-        """True while the engine reads the newest weights; False while the engine is still being built."""
+        """True while a ready engine loads weights; False while an engine is being built."""
         return self._loading and self._engine.ready
 
     @property
     def recompute_share(self) -> float:
-        """Share of all computed tokens that repeated earlier work because weights were loaded."""
+        """Share of all computed tokens that had been computed before, and were lost when weights changed."""
         return self._recomputed / max(1, self._computed)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if prompt and completion exceed the context length."""
+        """Queue a request. Raises ValueError if prompt and longest completion exceed the context length."""
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
         if prompt + completion > self._model.context_length:
             raise ValueError(
@@ -197,27 +201,27 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """Return the groups finished since the last call; wait up to STEP_SECONDS for news from the engine.
+        """Return the groups finished since the last call, after waiting up to STEP_SECONDS for any message.
 
         An engine is replaced, and its requests start again, if it died, was silent for ``silence_seconds``,
         or was not built within ``start_seconds``. A group with NaN log-probabilities is sampled again.
 
         Raises EngineError after REBUILDS_WITHOUT_RESULT replacements without a finished group; if the first
-        two engines fail in the same way before they are ready; if weights are not finite; or if a request
-        gets NaN log-probabilities TRIES times.
+        two engines fail in the same way before they are ready, other than by chance (``is_permanent``); if
+        weights are not finite; or if a request gets NaN log-probabilities TRIES times.
 
-        Raises ConfigError if vLLM cannot be loaded, refuses the settings, fails with a PERMANENT error before
-        it is ready, or cannot load all of the weights.
+        Raises ConfigError if vLLM cannot be imported, refuses the settings, fails with a PERMANENT error
+        before it is ready, or does not accept all of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place, once the engine's current step is over. Waits while ``loading``.
+        """Replace the weights once the engine's current step is over. Waits while an earlier load goes on.
 
-        Unfinished requests continue under the new weights. Tokens sampled before keep their log-probabilities
-        and version. The attention cache is recomputed, unless ``generator.keep_kv`` is set.
+        Unfinished completions continue with the new weights. Tokens sampled before keep their
+        log-probabilities and versions. The KV cache is computed again, unless ``generator.keep_kv`` is set.
         """
         while self.loading:
             self._listen()
@@ -290,7 +294,7 @@ class VllmGenerator:
         self._finished.append(group)
 
     def _set_aside(self, number: int) -> None:
-        """Sample request ``number`` again, because it got NaN log-probabilities.
+        """Sample the request with this number again, because it got NaN log-probabilities.
 
         An engine with CUDA graphs is first replaced by one with fewer. Raises EngineError if the newest
         weights are not finite, or if the request has got NaN log-probabilities TRIES times.
@@ -301,14 +305,14 @@ class VllmGenerator:
         self._tried[number] += 1
         if self._tried[number] == TRIES:
             raise EngineError(
-                f"log-probabilities of completions of prompt {request.prompt.id} are not numbers in {TRIES} "
-                "tries, the last without CUDA graphs, though the weights are: leave the prompt out, or check "
+                f"log-probabilities of completions of prompt {request.prompt.id} were NaN {TRIES} times, at "
+                "last without CUDA graphs, though the weights are finite: leave the prompt out, or check "
                 "model.dtype and generator.engine"
             )
         if self._fewer_graphs:
             self._nan = (
-                "gave log-probabilities that are not numbers, though its weights are, perhaps for its CUDA "
-                f"graphs ({NO_GRAPHS} goes without from the start)"
+                "gave NaN log-probabilities, though its weights are finite; CUDA graphs may be the cause "
+                f"({NO_GRAPHS} turns them off)"
             )
             return
         self._open += request.n
@@ -316,22 +320,22 @@ class VllmGenerator:
 
     @property
     def _fewer_graphs(self) -> str:
-        """cudagraph_mode of the next engine; empty if the present one has no graphs."""
+        """cudagraph_mode of the next engine; empty if the present engine has no CUDA graphs."""
         return FEWER_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
 
     def _require_numbers(self) -> None:
-        """Check, once, that the newest weights are finite. Raises EngineError that names a damaged tensor."""
+        """Check the newest weights once. Raises EngineError, which names a tensor, if they are not finite."""
         if self._load is self._sound or self._load is None or self._weights is None:
             return
-        from tba_hpc.learner.adapter import tensors_in  # imports torch, which a rank may do without
+        from tba_hpc.learner.adapter import tensors_in  # imports torch, which is otherwise not needed here
 
         layout = WeightLayout.from_json(self._load.layout)
         for name, tensor in tensors_in(self._weights.map("c"), layout):
             if not tensor.isfinite().all():
                 raise EngineError(
-                    f"the weights of version {self._load.version} are damaged, {name} has values that are "
-                    "not finite: start the run again, it resumes from its last checkpoint, and lower "
-                    "train.learning_rate.peak if this happens again"
+                    f"the weights of version {self._load.version} are damaged ({name} has values that are "
+                    "not finite): start the run again, which resumes it from its last checkpoint; if this "
+                    "happens again, lower train.learning_rate.peak"
                 )
         self._sound = self._load
 
@@ -341,7 +345,10 @@ class VllmGenerator:
         self._engine.send(Submit(number, prompt, request.n, request.sampling))
 
     def _rebuild(self, failure: str) -> None:
-        """Replace a failed engine. Raises EngineError or ConfigError if another one would fail, too."""
+        """Replace a failed engine; ``failure`` says how it failed, as the end of a sentence.
+
+        Raises EngineError or ConfigError if another engine would fail, too.
+        """
         log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
         self._engine.end()
         if way := system_libraries.remedy(failure):
@@ -349,7 +356,7 @@ class VllmGenerator:
         final = not self._was_ready and is_permanent(failure)
         if final and PERMANENT.match(failure):
             raise ConfigError(
-                f"vLLM cannot start on {socket.gethostname()}: it {failure}, as any other would; see the "
+                f"vLLM cannot start on {socket.gethostname()}: it {failure}, as another one would; see the "
                 f"traceback in this searcher's log, {remedy(failure, self._keys)}, or install the pinned "
                 "versions: make install"
             )
@@ -365,7 +372,7 @@ class VllmGenerator:
             )
         if self._nan:
             self._graphs_asked, self._nan = self._fewer_graphs, ""
-        log.warning("building another one, CUDA graphs: %s", self._graphs_asked or "as configured")
+        log.warning("starting another engine, CUDA graphs: %s", self._graphs_asked or "as configured")
         self._rebuilds_in_a_row += 1
         self.rebuilds += 1
         self._open = sum(request.n for request in self._requests.values())
@@ -386,13 +393,13 @@ class VllmGenerator:
 
 
 def is_permanent(failure: str) -> bool:
-    """Return whether an engine that fails twice with this ``failure``, before it is ready, always will."""
+    """Return whether any engine will fail if two have failed with this ``failure`` before they were ready."""
     by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
     return by_itself and not TRANSIENT.search(failure)
 
 
 def remedy(reason: str, keys: Sequence[str]) -> str:
-    """Return a remedy for vLLM's refusal in terms of config keys, since vLLM names only its own arguments."""
+    """Return a remedy in terms of config keys for an error of vLLM, which names its own arguments instead."""
     share, cache, length = (_key(part, keys) for part in ("gpu_memory", "kv_cache_mb", "context_length"))
     if "desired GPU memory utilization" in reason:
         return f"lower {share}, or let fewer ranks share a GPU"
@@ -408,10 +415,11 @@ def _key(part: str, keys: Sequence[str]) -> str:
 
 
 class EngineProcess:
-    """The process of an engine, in a session of its own. Its output goes to the rank's log.
+    """The process of an engine, in a session of its own. Its output goes to the searcher's log.
 
-    Signals to the rank's process group do not reach it. It ends when it is killed or when the rank ends.
-    start_seconds: longest time until it is ready. silence_seconds: longest silence after that.
+    Signals to the searcher's process group do not reach it. It ends when it is killed, or with the thread of
+    the searcher that started it. start_seconds: longest time until it is ready. silence_seconds: longest
+    silence after that. pid: its process id.
     """
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:
@@ -428,7 +436,7 @@ class EngineProcess:
             )
         assert self._process.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(settings.model_dump_json().encode())  # every user of the node can read arguments
+            pipe.write(settings.model_dump_json().encode())  # as arguments all users would see them
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
@@ -440,7 +448,7 @@ class EngineProcess:
         """True once the engine is built and accepts commands."""
 
     def send(self, command: Command) -> None:
-        """Send a command, which the engine carries out between two steps."""
+        """Send a command, which the engine carries out between two of its steps."""
         self._channel.send(command)
 
     def receive(self, seconds: float) -> list[Answer]:
@@ -451,7 +459,7 @@ class EngineProcess:
             if isinstance(answer, Died | Refused):
                 self._last_word = answer.reason
         now = time.monotonic()
-        heard = answers and self.ready  # start_seconds limits the whole start, not each stage
+        heard = answers and self.ready  # start_seconds limits the whole start, whatever is heard meanwhile
         self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_LOOK)
         self._looked = now
         return answers
@@ -463,13 +471,13 @@ class EngineProcess:
         if self._channel.closed:
             return self._exit()
         if not self.ready and self._silence > self._start_seconds:
-            return f"was not built within {self._start_seconds:g} s, by launch.timeout_seconds"
+            return f"was not built within {self._start_seconds:g} s, a limit from launch.timeout_seconds"
         if self.ready and self._silence > self._silence_seconds:
-            return f"was silent for more than {self._silence_seconds:g} s, by launch.timeout_seconds"
+            return f"was silent for over {self._silence_seconds:g} s, a limit from launch.timeout_seconds"
         return None
 
     def end(self) -> None:
-        """Kill the engine and its workers. Raises EngineError if the kernel cannot kill the process."""
+        """Kill the engine and its workers. Raises EngineError if the process does not end."""
         self._channel.close()
         self._process.kill()
         try:
@@ -481,7 +489,7 @@ class EngineProcess:
             ) from None
         # Workers of tensor parallelism clean up and end after their engine. One that hangs is killed.
         end = time.monotonic() + WORKERS_SECONDS
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError):  # raised when no worker is left
             while time.monotonic() < end:
                 os.killpg(self.pid, 0)
                 time.sleep(0.02)

@@ -1,6 +1,6 @@
 """A fixed model, other than the policy, that answers texts: a second vLLM engine in a separate process.
 
-It must not know what the answers are for.
+Tasks use it, for example as the target of red-teaming; nothing here depends on a task.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from tba_hpc.learner.hf_model import load_tokenizer
 
 
 class VllmVictim:
-    """A Victim served by vLLM. A text that is too long is truncated at its beginning.
+    """A ports.Victim on vLLM. A text that is too long loses its beginning.
 
-    The constructor starts the engine; ``answers`` waits until it is built. The engine ignores signals that
-    the rank gets, and ends with the rank or with the thread that made this object.
+    The constructor starts the engine, and ``answers`` waits until it is built; ports.Serve explains the
+    arguments. The engine ignores signals to the searcher's processes. It ends with the searcher, or with the
+    thread that made this object.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class VllmVictim:
         self._generator = VllmGenerator(model, generator, seed=seed, keys=keys)
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Return completions_per_prompt sampled answers to each text, once all are finished.
+        """Return ``completions_per_prompt`` sampled answers to each text, once all are finished.
 
-        Several threads may call this method; they wait for each other.
+        Several threads may call this method; one waits for the other. Errors: see ports.Victim.
         """
         with self._turn:
             return self._ask(texts)

@@ -74,7 +74,7 @@ def consequences(run: RunDir, config: Config) -> str:
 def _of_the_rate(run: RunDir, config: Config) -> str:
     """Phrase about a learning rate whose decay now ends at another step; empty if that is unchanged."""
     old, new, step = run.config().train, config.train, reached(run)
-    before, after = (schedules.laid_out_for(train) for train in (old, new))
+    before, after = (schedules.decay_end(train) for train in (old, new))
     if old.learning_rate.schedule == "constant" or before == after:
         return ""
     was, now = (schedules.learning_rate(train, step) for train in (old, new))

@@ -1,4 +1,4 @@
-"""Sampling from the replay buffer: most-on-policy with probability m, otherwise by reward (TBA, §3).
+"""Choice of batches from the replay buffer: most-on-policy with probability m, otherwise by reward (TBA, §3).
 
 Imports no torch.
 """
@@ -16,15 +16,15 @@ from tba_hpc.core.live_store import LiveStore, Row
 _REPLAY = int.from_bytes(b"replay")  # keeps this random stream apart from others of the same seed
 
 UNIFORM_MIX = 0.1
-"""Share of the uniform distribution in the probabilities with which a prompt's trajectories are drawn. The
-rest is a softmax of their rewards."""
+"""Weight of the uniform distribution when a prompt's trajectories are drawn by reward. The softmax of their
+rewards has the remaining weight."""
 
 
 class Sampler:
     """Chooses the trajectories of each step's batch from a store.
 
-    queue: take the oldest trajectories first instead of drawing at random. sync: number of the newest sync
-    that added trajectories. The trajectories of this sync are the "most recent" ones.
+    queue: whether prompts are taken by age instead of at random. sync: number of the newest sync that added
+    trajectories; −1: none has. The trajectories of this sync are the "most recent" ones.
     """
 
     def __init__(self, config: BufferSection, seed: int, store: LiveStore, *, queue: bool) -> None:
@@ -36,36 +36,39 @@ class Sampler:
         self._everyone, self._recent = _Draw(), _Draw()
 
     def begin_sync(self, sync: int) -> None:
-        """Begin a new set of most recent trajectories, unless ``sync`` is still the newest sync."""
+        """Note that the trajectories merged from now on belong to ``sync``."""
         if sync > self.sync:
             self.sync, self._recent = sync, _Draw()
 
     def arrived(self, prompt: int) -> None:
-        """Add a prompt that got trajectories in this sync to the draws of all prompts and of recent ones."""
+        """Note that a prompt got trajectories in this sync, so that it can be drawn."""
         self._everyone.add(prompt)
         self._recent.add(prompt)
 
     def sample(self, step: int, *, groups: int, group_size: int) -> list[Row]:
         """Choose B = ``groups`` groups of K = ``group_size`` trajectories, group after group.
 
-        With probability ``most_on_policy`` a group's prompt is drawn among those with "most recent"
-        trajectories, or among all prompts once none of these is left. Its completions are then drawn
-        uniformly among the recent ones. Otherwise the prompt is drawn among all prompts, and its completions
-        by softmax(reward / reward_temperature), mixed with a share UNIFORM_MIX of the uniform distribution.
+        With probability ``most_on_policy`` a group is recent: its prompt is drawn among those with "most
+        recent" trajectories, and its completions uniformly among these trajectories. Otherwise, or if the
+        batch already holds all such prompts, the prompt is drawn among all prompts. Its completions are then
+        drawn by softmax(reward / reward_temperature), mixed with a share UNIFORM_MIX of the uniform
+        distribution.
 
-        If a prompt has fewer than K completions, all are taken, and repeats are drawn by the same weights.
-        Each of the two draws takes every prompt once before it takes any again. A batch holds a prompt twice
-        only if there are fewer than B prompts. A ``queue`` takes prompts by the age of the weights that
-        sampled their oldest trajectory, then by its arrival. Randomness depends only on (seed, step).
+        If there are fewer than K completions to draw from, all are taken, and then some of them again, by the
+        same weights. Each of the two draws of prompts takes every prompt once before it takes one again. A
+        batch holds a prompt twice only if there are fewer than B prompts.
+
+        A ``queue`` takes prompts by the version of their oldest trajectory instead, lowest first, and prompts
+        with equal versions in the order of arrival. Randomness depends only on (seed, step).
         """
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         prompts = self._queued(groups) if self._queue else self._drawn(rng, groups)
         return [row for prompt, new in prompts for row in self._choose(rng, prompt, group_size, recent=new)]
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
-        """Yield a prompt per group, and True if its completions must be "most recent".
+        """Yield a prompt per group, and whether its completions must be "most recent" ones.
 
-        It is a generator because its draws from ``rng`` alternate with those of ``_choose``.
+        This is a generator because draws of prompts and of completions from ``rng`` alternate.
         """
         taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
@@ -80,7 +83,7 @@ class Sampler:
             yield prompt, recent
 
     def _is_recent(self, prompt: int) -> bool:
-        """Return whether the most recent sync added a prompt's youngest live trajectory."""
+        """Return whether a prompt has live trajectories of the newest sync."""
         live = self._store.live.get(prompt)
         if live is None:
             return False
@@ -88,15 +91,15 @@ class Sampler:
         return bool(record["sync"][0] == self.sync)
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Yield prompts, oldest first, in the form of ``_drawn``."""
+        """Return prompts, oldest first, in the form of ``_drawn``."""
         record = self._store.record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
 
     def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> list[Row]:
-        """Draw ``count`` trajectories of a prompt, among all or only the most recent ones.
+        """Draw ``count`` trajectories of a prompt, among all of them or only the most recent ones.
 
-        The draw without replacement is Gumbel top-k: it takes those with the largest log weight plus noise.
+        To draw without replacement, Gumbel noise is added to the log weights, and the largest sums are taken.
         """
         groups = self._store.groups_of(prompt)
         rows = [(number, row) for number, group in groups.items() for row in range(len(group))]
@@ -112,7 +115,7 @@ class Sampler:
         return [rows[place] for place in chosen.tolist()]
 
     def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
-        """Return the probability of each trajectory of a prompt, float64 [N], by reward unless ``equal``."""
+        """Return the probabilities of a prompt's trajectories, float64 [N]: by reward, or all ``equal``."""
         uniform = np.full(len(reward_N), 1 / len(reward_N))
         temperature, mix = self._config.reward_temperature, UNIFORM_MIX
         if equal or temperature is None:
@@ -121,21 +124,21 @@ class Sampler:
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return both draws as arrays, for ``restore``."""
+        """Return which prompts both draws still have to take, as arrays for ``restore``."""
         return {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
 
     def restore(self, arrays: dict[str, np.ndarray], sync: int) -> None:
-        """Restore a saved ``state``, and the newest ``sync`` of that moment."""
+        """Restore a saved ``state``. sync: the newest sync when it was saved."""
         self.sync = sync
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
 
 
 class _Draw:
-    """Draws prompts in random order, each once per pass, in constant time.
+    """Draws prompts in random order, in constant time: each once, then in a new pass each again.
 
-    waiting: prompts not yet drawn in this pass. drawn: the other prompts. Prompts that turn out to be useless
-    are dropped.
+    waiting: prompts not yet drawn in this pass. drawn: the others. A prompt that is no longer useful, such as
+    one without live trajectories, is dropped when it is drawn.
     """
 
     def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:
@@ -144,20 +147,23 @@ class _Draw:
         self._members = {*self._waiting, *self._drawn}
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Return the constructor's arguments that make an equal draw, as NAME_waiting and NAME_drawn."""
+        """Return the constructor's two arguments as arrays, under the keys NAME_waiting and NAME_drawn."""
         return {
             f"{name}_waiting": np.array(self._waiting, np.int64),
             f"{name}_drawn": np.array(self._drawn, np.int64),
         }
 
     def add(self, prompt: int) -> None:
-        """Add a prompt to the present pass."""
+        """Add a prompt to the present pass, unless it is there already."""
         if prompt not in self._members:
             self._members.add(prompt)
             self._waiting.append(prompt)
 
     def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
-        """Draw the next useful prompt that is not ``taken``, or return None. Taken ones keep their turn."""
+        """Draw a prompt that is ``useful`` and not ``taken``; return None if there is none.
+
+        Taken prompts keep their turn in this pass.
+        """
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
             self._drawn += self._waiting  # only taken prompts still wait, so the next pass begins
@@ -169,7 +175,7 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Remove and return a random useful prompt that is not ``taken``; drop useless ones on the way."""
+        """Remove a random prompt that is useful and not ``taken``, and return it; drop those not useful."""
         passed_over, found = [], None
         while pile and found is None:
             place = int(rng.integers(len(pile)))
