@@ -29,7 +29,7 @@ SMOOTH = 3
 """Number of neighbouring points averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Number of steps averaged to see that rewarded completions become less likely, before rewards fall."""
+"""Number of steps that the alert on rewarded completions averages."""
 
 HUGE = 1e6
 """Absolute mean reward above which the rewards explain a loss or gradient norm that is not finite."""
@@ -61,7 +61,7 @@ class View:
 
     @property
     def solved(self) -> bool:
-        """True if the last score is at least 0.9; before the first evaluation, if the mean reward is."""
+        """True if the last evaluation's score is at least 0.9; before the first, if the mean reward is."""
         scores = [evaluation.score for evaluation in self.by_step]
         return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
 
@@ -72,7 +72,7 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Remedy that many alerts name: to lower the learning rate, with its present peak."""
+        """Remedy in many alerts: to lower the learning rate from its present peak."""
         return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
 
     def values(self, name: str) -> list[float]:
@@ -239,7 +239,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the score of evaluations fell or, if it did not, the reward of fresh completions."""
+    """Alert if the evaluations' score has fallen and stayed low; if not, look at the fresh reward instead."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(
@@ -373,7 +373,7 @@ def distant_policy(view: View) -> Alert | None:
 def _gain(view: View) -> float | None:
     """Return how far the fresh reward rose above its first value; None if that does not bound β·KL.
 
-    It does so if the objective weighs reward against the KL from one unchanging reference, untempered.
+    It is a bound if the objective weighs reward against the KL from one unchanging reference, untempered.
     """
     train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
@@ -481,7 +481,7 @@ def flat_groups(view: View) -> Alert | None:
 
 
 def truncated(view: View) -> Alert | None:
-    """Alert if more than half of the completions reach the token limit, or 15 points more than at first."""
+    """Alert if over half of the completions reach the token limit, or 15 points (%) more than at first."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
@@ -527,7 +527,7 @@ def slow_reward(view: View) -> Alert | None:
 
 
 def idle_searchers(view: View) -> Alert | None:
-    """Alert if searchers are idle for more than half of their time, since they may not run further ahead."""
+    """Alert if searchers are idle for more than half of their time, waiting for the trainer."""
     points = view.trends.trend("search/paused_share")
     if len(points) < LEAST_POINTS or view.synchronous:
         return None

@@ -37,7 +37,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of a run's ranks, or a Slurm job's stay on its nodes that started none.
+    """One start of a run's ranks, or an allocation of a Slurm job in which none were started.
 
     name: such as ``attempt-003``, empty if no ranks were started. job: id of the Slurm job, or empty.
     restarts: how often this job had been requeued. trainers, searchers: numbers of ranks. start, end: unix

@@ -21,14 +21,13 @@ TREND_POINTS = 64
 """Largest number of points of a trend, the coarser curve that alerts look at, in which noise averages out."""
 
 LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
-"""Numbers of newest steps, or completions, that a metric's current value averages: more if a point has more.
-"""
+"""Least numbers of newest steps and completions over which a metric's current value is averaged."""
 
 STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
-"""Metrics of the trainer's records, of which each optimizer step has one."""
+"""Metrics of the trainer's records, one record per optimizer step."""
 
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Metrics of searchers' records. Unless in OF_TIME, a record weighs as much as it counts trajectories."""
+"""Metrics of searchers' records, which are weighted by their numbers of trajectories except in OF_TIME."""
 
 NEWEST_STEPS = 120
 """Number of newest steps of which ``Trends.rewarded`` keeps every value, for the alert on sinking answers."""
@@ -153,7 +152,7 @@ class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
-    None if the reference has another power than 1 in it. steps: optimizer steps done. last_skip: the last
+    None if the reference's power p is not 1 there. steps: optimizer steps done. last_skip: the last
     skipped step, None if there is none. trajectories: completions that searchers scored. rejected:
     trajectories set aside, since they have no usable reward. nan_groups: groups sampled again, since a
     log-probability was no number. graded: whether some reward was neither 0 nor 1. skips: counter of skipped

@@ -181,9 +181,9 @@ class SearcherDigest:
     trends: the searcher's; after ``RunData`` has added them to the run's, the run's. rates: tokens per second
     by unix second. at_work: their mean while it generated, a curve of one point. tokens: number generated,
     even if lost with their searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage
-    that the engine's start has reached. reached: when, unix seconds. last: the last record that is not an
-    event. stays: seconds from first to last record, summed over earlier starts. since, until: times of the
-    first and last record of the present start, unix seconds.
+    that the engine's start has reached. reached: time of that, unix seconds. last: the last record that is
+    not an event. stays: seconds from first to last record, summed over earlier starts. since, until: times of
+    the first and last record of the present start, unix seconds.
     """
 
     index: int
@@ -245,7 +245,7 @@ def digest_file(metrics: Path) -> Path:
 
 @functools.cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Return what reads and writes digests of the named class; it takes long to build."""
+    """Return the reader and writer of digests of the class ``kind``, built once, since that takes long."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 

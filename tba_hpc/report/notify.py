@@ -78,8 +78,8 @@ class Notifier:
     """Sender of messages about what has changed in a run since the last check.
 
     queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
-    a launcher or batch script started this process. Alerts that the run raises at that time are then not
-    reported, since the process beside an earlier attempt has reported them.
+    a launcher or batch script started this process. Alerts that exist when it starts are then not reported,
+    since the process of an earlier attempt has done so.
     """
 
     def __init__(self, run: RunDir, queue: Queue, since: float, *, beside: bool = False) -> None:
@@ -256,6 +256,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Make the kernel send this new process SIGTERM when ``parent`` ends; ``watch`` unblocks the signal."""
+    """Have this new process get SIGTERM when ``parent`` ends, blocked until ``watch`` can handle it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

@@ -187,8 +187,8 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
 def attempt_rows(data: RunData) -> list[dict[str, Any]]:
     """Return the page's table of attempts, a row each.
 
-    left, width: begin and length of the attempt as a bar, in percent of the time from the first attempt's
-    start to the last one's end.
+    left, width: start and length of the attempt's bar, in percent of the time from the first attempt's start
+    to the last one's end.
     """
     found, ends = data.attempts, data.ends
     if not found:

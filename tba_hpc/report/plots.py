@@ -361,7 +361,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """Return the two lines of a figure that is known of fresh completions and of the training batch."""
+    """Return two lines for a metric: of fresh completions, and of the training batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 
@@ -397,7 +397,7 @@ WEIGHTS = [
 
 FIGURES = (
     Lines("Reward", "mean per completion", _both("reward"), compared=True),
-    Lines("KL", "to the reference, nats per fresh completion", _one("search/kl", ORANGE), compared=True),
+    Lines("KL", "from the reference, nats per fresh completion", _one("search/kl", ORANGE), compared=True),
     Lines("Log-ratio", "log π/π_ref of the batch, nats; no KL if data is old", _one("train/log_ratio")),
     Lines("Entropy", "of fresh samples, nats per token", _one("search/entropy", ORANGE), _from_zero, True),
     Lines("Off-policy", "effective sample size, clip share; of a batch", OFF_POLICY, _shares, True),

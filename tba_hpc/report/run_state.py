@@ -186,7 +186,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if that has ended and the run was started otherwise."""
+    """Return the components of the run's job; none if the run was started outside that job after its end."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -329,7 +329,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready, and what the slowest is doing; empty if all that report are ready."""
+    """Say how many engines are ready and what another is doing; empty if all that report are ready."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # ranks do without rich
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Results of a run. None: not measured. Scores and perplexities are of the held-out test split.
+    """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
 
     pass_at_1_…: share of correct answers before and after training. evaluated_step: step of the ``after``
     figures; a run that went on and was then stopped has done more steps. test_prompts: number of prompts.
@@ -138,8 +138,8 @@ def summary_of(data: RunData) -> Summary:
 def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
     """Return the step of the policy that is the reference in an evaluation's perplexity.
 
-    It is the reference of the next step to be trained; after a run's last step, which the test split follows,
-    still the reference of that step. A run that went on has several last steps.
+    It is the reference with which the next step is trained. An evaluation of the test split comes after what
+    was then the run's last step, and uses that step's reference.
     """
     last = evaluation.split == "test" and evaluation.step > 0
     return schedules.reference(train, evaluation.step - last)
