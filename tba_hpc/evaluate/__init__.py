@@ -15,11 +15,10 @@ from rich.text import Text
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
-from tba_hpc.evaluate.target import Target, find_target
-from tba_hpc.report.estimates import Estimate
+from tba_hpc.evaluate.target import find_target
 from tba_hpc.report.tables import NOTHING, Terminal, print_rows, print_values
 
-__all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure", "print_result"]
+__all__ = ["find_target", "measure", "print_result"]
 
 
 def print_result(result: Result, *, as_json: bool = False) -> None:

@@ -71,7 +71,7 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
         raise ConfigError(f"{name} is a run, which has a config of its own: leave out {named}")
     if not (run.export / "config.json").is_file():
         raise ConfigError(
-            f"{name} has no model yet, {run.export} is written when the run is finished: go on with "
+            f"{name} has no model yet; {run.export} is written when the run is finished: go on with "
             f"{shlex.join(['tba', 'run', name])}"
         )
     modules.use(run.modules)

@@ -348,13 +348,9 @@ def distant_policy(view: View) -> Alert | None:
     0.1 nats per token raises no alert, and one above 1 nat per token always does.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
-    if wrong_reference(view):  # it explains the distance
+    if kl is None or not length or wrong_reference(view):  # a wrong reference explains the distance
         return None
-    if (
-        kl is None
-        or not length
-        or not (wrong := view.wrong_since("search/kl", lambda value: value > 0.1 * length))
-    ):
+    if not (wrong := view.wrong_since("search/kl", lambda value: value > 0.1 * length)):
         return None
     gain, cost, paid = _gain(view), kl * (view.trends.latest("train/beta") or 0.0), ""
     if gain is not None and cost > 2 * gain:

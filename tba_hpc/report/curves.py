@@ -90,11 +90,6 @@ class Curve:
         ]
 
     @property
-    def values(self) -> list[float]:
-        """Values of the points, ordered by step."""
-        return [point.value for point in self.points]
-
-    @property
     def mean(self) -> float | None:
         """Mean over all values; None if there are none."""
         return _mean(self.points)

@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -181,9 +181,9 @@ class SearcherDigest:
     trends: the searcher's; after ``RunData`` has added them to the run's, the run's. rates: tokens per second
     by unix second. at_work: their mean while it generated, a curve of one point. tokens: number generated,
     even if lost with their searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage
-    that the engine's start has reached. reached: time of that, unix seconds. last: the last record that is
-    not an event. stays: seconds from first to last record, summed over earlier starts. since, until: times of
-    the first and last record of the present start, unix seconds.
+    that the engine's start has reached. stage_since: time of that, unix seconds. last: the last record that
+    is not an event. since, until: times of the first and last record of the present start, unix seconds.
+    earlier_seconds: seconds from first to last record, summed over earlier starts.
     """
 
     index: int
@@ -195,9 +195,9 @@ class SearcherDigest:
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
     nan_groups: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/nan_groups"))
     stage: str = ""
-    reached: float = 0.0
+    stage_since: float = 0.0
     last: Record = field(default_factory=dict)
-    stays: float = 0.0
+    earlier_seconds: float = 0.0
     since: float = 0.0
     until: float = 0.0
 
@@ -205,7 +205,7 @@ class SearcherDigest:
         """Add the next record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
-            self.stays, self.since = self.seconds, when
+            self.earlier_seconds, self.since = self.seconds, when
         elif when < self.until:  # the clock was set back: move ``since`` as far
             self.since += when - self.until
         self.until = when
@@ -213,7 +213,7 @@ class SearcherDigest:
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
         if event == "engine":
-            self.stage, self.reached = str(record["stage"]), when
+            self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:
             return
         self.trends.take_search(record)
@@ -227,7 +227,7 @@ class SearcherDigest:
     @property
     def seconds(self) -> float:
         """Seconds from first to last record, summed over all starts."""
-        return self.stays + self.until - self.since
+        return self.earlier_seconds + self.until - self.since
 
 
 # --- Files ---
@@ -244,8 +244,8 @@ def digest_file(metrics: Path) -> Path:
 
 
 @functools.cache
-def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Return the reader and writer of digests of the class ``kind``, built once, since that takes long."""
+def _codec(kind: str) -> TypeAdapter[Any]:
+    """Return the reader and writer of digests of the class called ``kind``; it takes long to build."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
@@ -259,7 +259,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
         end, checksum = json.loads(head)[f"format {FORMAT}"]
         if checksum != _checksum(end, body):
             raise ValueError("damaged")
-        kept: D = _adapter(type(digest).__name__).validate_json(body)
+        kept: D = _codec(type(digest).__name__).validate_json(body)
         with open_regular(metrics) as file:
             file.seek(end - 1)
             fits = file.read(1) == b"\n"  # the covered part must end with a whole line
@@ -300,7 +300,7 @@ def _checksum(end: int, body: bytes) -> int:
 
 def keep_digest(metrics: Path, digest: TrainerDigest | SearcherDigest, end: int) -> None:
     """Write the digest of a metrics file's first ``end`` bytes; on a full disk the old one stays."""
-    path, body = digest_file(metrics), _adapter(type(digest).__name__).dump_json(digest)
+    path, body = digest_file(metrics), _codec(type(digest).__name__).dump_json(digest)
     head = json.dumps({f"format {FORMAT}": [end, _checksum(end, body)]})
     try:
         write_atomic(path, f"{head}\n{body.decode()}")

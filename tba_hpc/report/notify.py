@@ -109,7 +109,7 @@ class Notifier:
 
     def leave(self) -> None:
         """Report how the run or its job has ended; called when the launcher or the batch script ends."""
-        self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
+        self._monitor = RunMonitor(self._run, lambda run: [_after_job(entry) for entry in self._queue(run)])
         self._monitor.update()
         self._tell_of_start()
         self._tell_of_alerts()
@@ -190,7 +190,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         log.warning("%s: %s", command[0], getattr(error, "strerror", None) or type(error).__name__)
 
 
-def _left(entry: QueueEntry) -> QueueEntry:
+def _after_job(entry: QueueEntry) -> QueueEntry:
     """Return a job's component in the state that it will have once its batch script has ended."""
     return {**entry, "state": FORGOTTEN}
 

@@ -139,7 +139,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
-    rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
+    rates += [f"{goodput:,.0f} acknowledged per searcher-second"] if goodput else []
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [

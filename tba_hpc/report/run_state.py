@@ -140,7 +140,7 @@ class RunMonitor(RunData):
     def engines(self) -> dict[int, SearcherDigest]:
         """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
-        return {i: digest for i, digest in own.items() if digest.stage and digest.reached >= self._begun}
+        return {i: digest for i, digest in own.items() if digest.stage and digest.stage_since >= self._begun}
 
     @property
     def tested(self) -> bool:
@@ -319,13 +319,13 @@ def _at_work(monitor: RunMonitor) -> RunState:
     if last == "allocated":
         return RunState("starting", "checking which nodes answer")
     if any(monitor.rates):
-        return RunState("evaluating", "first completions, evaluation before training")
+        return RunState("evaluating", "first completions arrive: evaluating before training")
     up = len(monitor.engines) == monitor.config.launch.searchers
     if not up:
         return RunState("starting", "starting ranks, which import their libraries")
-    rest = "first weights, then first completions" if phase else "waiting for the trainer to load its model"
-    since = max((digest.reached for digest in monitor.engines.values()), default=time.time())
-    return RunState("starting", f"engines are up, {rest} ({_seconds_since(since)})")
+    what = "the first weights and completions" if phase else "the trainer to load its model"
+    since = max((digest.stage_since for digest in monitor.engines.values()), default=time.time())
+    return RunState("starting", f"engines are up, waiting for {what} ({_seconds_since(since)})")
 
 
 def _engines(monitor: RunMonitor) -> str:
@@ -334,8 +334,8 @@ def _engines(monitor: RunMonitor) -> str:
     if not waiting:
         return ""
     ready = len(monitor.engines) - len(waiting)
-    first = min(waiting, key=lambda digest: digest.reached)
-    seconds = _seconds_since(first.reached)
+    first = min(waiting, key=lambda digest: digest.stage_since)
+    seconds = _seconds_since(first.stage_since)
     return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds})"
 
 

@@ -45,7 +45,7 @@ ROLES = {"0": "trainers", "1": "searchers"}
 # --- Values ---
 
 
-def _left(monitor: RunMonitor, now: RunState) -> list[str]:
+def _time_left(monitor: RunMonitor, now: RunState) -> list[str]:
     """Return a list with the time left as a text; an empty one unless the run is training."""
     return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
 
@@ -209,7 +209,7 @@ def panel(monitor: RunMonitor) -> RenderableType:
     """Return the display of a run for a terminal: its state, a progress bar, numbers and facts."""
     now, step, steps = run_state(monitor), monitor.step, monitor.config.train.steps
     progress = Table.grid(padding=(0, 1))
-    times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
+    times = " · ".join([duration(monitor.elapsed), *_time_left(monitor, now)])
     bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
     progress.add_row(bar, Text(f"{step}/{steps}"), Text(times, style="dim"))
     numbers = [
@@ -301,8 +301,8 @@ def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: C
         print(json.dumps(figures(monitor), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    steps = f"{monitor.step}/{monitor.config.train.steps}"
-    heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
+    step = ", ".join([f"{monitor.step}/{monitor.config.train.steps}", *_time_left(monitor, now)])
+    heading = {"run": str(run.path), "state": now.words, "step": step}
     values = {**heading, **cells(monitor), **done(monitor.counts()), **facts(monitor, now)}
     for title, value in values.items():
         # Not wrapped: a path or a command that is broken into lines cannot be copied.

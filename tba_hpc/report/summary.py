@@ -21,8 +21,6 @@ from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import number
 
 if TYPE_CHECKING:  # ranks do without rich
-    from rich.console import Console
-
     from tba_hpc.report.tables import Cell
 
 
@@ -195,9 +193,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
     }
 
 
-def print_summary(
-    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
-) -> None:
+def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> None:
     """Print a run's results and the paths of its files; as JSON, all of summary.json."""
     if as_json:
         print(json.dumps(asdict(summary), indent=2))
@@ -225,7 +221,7 @@ def print_summary(
         **{name: str(path) for name, path in places.items() if path.exists()},
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
-    print_values(values, console)
+    print_values(values)
 
 
 def right_and_ended(summary: Summary) -> str | None:

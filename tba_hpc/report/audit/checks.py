@@ -179,7 +179,7 @@ def check_prompts(evidence: Evidence) -> Check:
         *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in evidence.usable),
     )
     end = max(times, default=-1) + 1
-    looked_at = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    looked_at = f"{len(times):,} of the first {end:,} requests sealed, {end - len(times):,} still open"
     return _by_records(evidence, "no prompt skipped or doubled", looked_at, violations)
 
 

@@ -295,7 +295,7 @@ def run_tokenizer(run: RunDir) -> Tokenizer:
         if Path(model).is_dir() and (found := FileTokenizer.find(model)):
             return found
     if is_own(path):
-        raise ConfigError(f"{run.path} cannot be put into words: model.path={path} brings no tokenizer")
+        raise ConfigError(f"completions of {run.path} cannot be decoded: model.path={path} has no tokenizer")
     if found := FileTokenizer.find(path):
         return found
     from tba_hpc.learner.hf_model import load_tokenizer
@@ -303,4 +303,4 @@ def run_tokenizer(run: RunDir) -> Tokenizer:
     try:
         return load_tokenizer(path)
     except ConfigError as error:
-        raise ConfigError(f"{run.path} cannot be put into words: {error}") from None
+        raise ConfigError(f"completions of {run.path} cannot be decoded: {error}") from None

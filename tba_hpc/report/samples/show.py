@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
@@ -51,12 +50,12 @@ BROKEN = "\ufffd"
 """Text that decoders return for a token which is only a part of a character."""
 
 
-def print_samples(selection: Selection, *, as_json: bool = False, console: Console | None = None) -> None:
+def print_samples(selection: Selection, *, as_json: bool = False) -> None:
     """Print samples one below the other and then how many match, or samples as a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
-    console = console or Terminal()
+    console = Terminal()
     os.environ.setdefault("LESS", PAGER)
     with console.pager(styles=True) if console.is_terminal else nullcontext():
         for sample in selection.samples:
@@ -93,7 +92,7 @@ def summary(selection: Selection) -> str:
     shown, found, read = len(selection.samples), selection.found, selection.read
     if not read:
         return (
-            "no trajectory is there: none was sealed yet, or those that were merged are deleted; the next "
+            "no trajectory is on disk: none was sealed yet, or the merged ones were deleted; the next "
             "run keeps them with --set exchange.keep_shards=1"
         )
     known = selection.checkpoint_step

@@ -49,7 +49,7 @@ FOLLOW = ["-P", "-m", "tba_hpc", "track", "--until-eof"]
 def require_trackers(config: Config) -> None:
     """Raise ConfigError if the library of a wanted tracker is not installed."""
     if config.track.wandb and find_spec("wandb") is None:
-        raise ConfigError("track.wandb needs the package of that name: pip install 'wandb==0.31.0'")
+        raise ConfigError("track.wandb needs the package wandb: pip install 'wandb==0.31.0'")
 
 
 def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
@@ -197,7 +197,7 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
         yield
     finally:
         if process is None or not _ends_well(process):
-            log.warning("the trackers of %s lack some figures: see %s, then tba track", run.path, path)
+            log.warning("%s has figures that were not sent (see %s): send them by tba track", run.path, path)
 
 
 def _ends_well(process: subprocess.Popen[bytes]) -> bool:
