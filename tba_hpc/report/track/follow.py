@@ -197,7 +197,7 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
         yield
     finally:
         if process is None or not _ends_well(process):
-            log.warning("%s has figures that were not sent (see %s): send them by tba track", run.path, path)
+            log.warning("some figures of %s were not sent: see %s, then run tba track", run.path, path)
 
 
 def _ends_well(process: subprocess.Popen[bytes]) -> bool:
