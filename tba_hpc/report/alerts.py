@@ -239,7 +239,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the evaluations' score has fallen and stayed low; if not, look at the fresh reward instead."""
+    """Alert if the score has fallen and stayed low or, without such a fall, if the fresh reward has."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(

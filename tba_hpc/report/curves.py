@@ -30,7 +30,7 @@ FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
 """Metrics of searchers' records, which are weighted by their numbers of trajectories except in OF_TIME."""
 
 NEWEST_STEPS = 120
-"""Number of newest steps of which ``Trends.rewarded`` keeps every value, for the alert on sinking answers."""
+"""Number of newest steps of which ``Trends.rewarded`` keeps every value; an alert looks back this far."""
 
 OF_TIME = frozenset(
     f"search/{name}"

@@ -62,7 +62,7 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 
 
 def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
-    """Build the result of a check that relies on the trainer's records; with a gap in them, not proven."""
+    """Build the result of a check that relies on the trainer's records: not proven if they have a gap."""
     return Check(name, looked_at, () if evidence.gap else tuple(violations), proven=not evidence.gap)
 
 
@@ -129,7 +129,7 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """Check that every shard was merged once, not counting merges that a resume undid, and as sealed."""
+    """Check that every shard was merged once and as it was sealed; merges that a resume undid are ignored."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
     violations = (
