@@ -140,7 +140,7 @@ WRONG: dict[str, Case] = {
     "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers": case(
         {"search/reward": always(0.0), "search/flat_groups": always(1.0)}, evaluated({10: 0.0})
     ),
-    "Reward 0 for every one of 16,200 completions, 100 % .* ends no completion.* tba doctor": case(
+    "Reward 0 for every one of 16,200 completions, 100 % .* does not stop.* tba doctor": case(
         {
             "search/reward": always(0.0),
             "search/flat_groups": always(1.0),
@@ -151,7 +151,7 @@ WRONG: dict[str, Case] = {
     r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k": case(
         {"search/rejected": lambda step: 10 * step}
     ),
-    "Log-probabilities of 2 groups were not numbers: the weights are sound, .*cudagraph_mode: PIE": case(
+    "Log-probabilities of 2 groups were not numbers: the weights are finite, .*cudagraph_mode: PIE": case(
         {"search/nan_groups": lambda step: step >= 60}
     ),
     "Pass@1 fell from 62 % at step 20 to 10 % at step 60, now 10 %: .* train.learning_rate": case(

@@ -225,7 +225,7 @@ def test_without_a_config_a_model_is_evaluated_in_its_own_dtype(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["{run}"], "has no model yet, .*export is written when the run is finished: go on with tba run"),
+        (["{run}"], "has no model yet; .*export is written when the run is finished: go on with tba run"),
         (["org/model"], "org/model is not a run directory: check the path, or say on which task"),
         (["./nowhere", "--task", "math"], "tba: ./nowhere does not exist"),
         (["org/model", "--task", "math", "--set", "task.nam=x"], "did you mean 'task.name'"),

@@ -302,7 +302,7 @@ def test_the_tokenizer_is_the_runs_and_needs_no_torch(tmp_path: Path) -> None:
     tokenizer = run_tokenizer(tree_run)
     assert tokenizer.decode(tokenizer.encode("12 eggs")) == "12 eggs"
     bare = RunDir.create(parse_config({"run": {"root": str(tmp_path / "o")}, "model": {"path": "./gone"}}))
-    with pytest.raises(ConfigError, match="cannot be put into words"):
+    with pytest.raises(ConfigError, match="cannot be decoded"):
         run_tokenizer(bare)
 
 

@@ -84,8 +84,8 @@ STARTED = ("allocated", "start")
         (queue("RUNNING", "RUNNING"), (), False, "starting", "job 7 has its nodes, no word", ""),
         (queue("CANCELLED"), (), False, "gone", "job 7 is gone (cancelled)", "--nodes N"),
         (queue("FAILED"), (), False, "gone", "job 7 failed without a word: do its nodes see /", "--nodes N"),
-        (queue("RUNNING"), ("allocated",), False, "starting", "looking which nodes answer", ""),
-        (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "looking which nodes answer", ""),
+        (queue("RUNNING"), ("allocated",), False, "starting", "checking which nodes", ""),
+        (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "checking which nodes", ""),
         (queue("RUNNING"), STARTED, False, "starting", "starting ranks", ""),
         (queue("RUNNING", "RUNNING"), STARTED, True, "training", "training", ""),
         (queue("UNKNOWN"), STARTED, True, "training", "training", ""),
@@ -320,9 +320,9 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     write(second, [{"time": now - 10, "event": "engine", "stage": "capturing graphs"}])
     assert words().startswith("engines: 1 of 2 ready (capturing graphs, ")
     write(second, [{"time": now - 5, "event": "engine", "stage": "ready"}])
-    assert re.fullmatch(r"engines are up, first weights, then first completions \((5|6) s\)", words())
+    assert re.fullmatch(r"engines are up, waiting for the first weights and completions \((5|6) s\)", words())
     write(first, [search(now, 5, 9.0)])
-    assert words() == "first completions, evaluation before training"
+    assert words() == "first completions arrive: evaluating before training"
     happen(run, now + 1, "failed")
     happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=2)
     assert words() == "starting ranks, which import their libraries"

@@ -200,7 +200,7 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogC
     (run.path / "track").write_text("in the way")
     with tracked(run, run.config()):
         pass
-    assert len(caplog.records) == 1 and "tracker.log, then tba track" in caplog.text
+    assert len(caplog.records) == 1 and "tracker.log, then run tba track" in caplog.text
     with tracked(run, config_of(run, "track.tensorboard=false")):
         pass
     assert len(caplog.records) == 1

@@ -1,6 +1,6 @@
-"""``tba evaluate``: measures a model's score, with confidence intervals, and distance from the reference.
+"""``tba evaluate``: measures a model's score, with confidence intervals, and perplexity under the reference.
 
-It needs no running processes: it reads a run's config and model, or any other model. It must not train.
+The model is that of a run, with the run's config, or any other.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from rich.text import Text
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
-from tba_hpc.evaluate.target import Target, find_target
-from tba_hpc.report.estimates import Estimate
+from tba_hpc.evaluate.target import find_target
 from tba_hpc.report.tables import NOTHING, Terminal, print_rows, print_values
 
-__all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure", "print_result"]
+__all__ = ["find_target", "measure", "print_result"]
 
 
 def print_result(result: Result, *, as_json: bool = False) -> None:
-    """Print what was evaluated and a table of all figures, or JSON."""
+    """Print what was evaluated, a table of all figures, and the answers that are kept; or all as JSON."""
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return
@@ -44,7 +43,7 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
 
 
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
-    """Yield a table row per figure."""
+    """Yield a row of the table for each figure."""
     how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
 
     def row(measure: str, value: str, interval: str = "") -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Evaluates a model on this machine: one engine generates, the task judges, the reference measures distance.
+"""Evaluates a model on this machine: an engine answers, the task judges, the reference gives the perplexity.
 
-This is the composition root of ``tba evaluate``: it knows engine, task and reference. It uses no MPI and
-writes no files.
+Everything happens in this process and the engine's, without MPI, and no file is written.
 """
 
 from __future__ import annotations
@@ -37,27 +36,28 @@ from tba_hpc.report.tables import Terminal
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import make_task
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # as in a rank; set the variable for more
-    "VLLM_LOGGING_LEVEL": "ERROR",  # a rank's engine writes to a log, this one to the terminal
+ENVIRONMENT = {  # variables that are set unless the user has set them
+    "OMP_NUM_THREADS": "1",  # as in a rank
+    "VLLM_LOGGING_LEVEL": "ERROR",  # the engine writes to the terminal here
     "PYTHONWARNINGS": "ignore",
 }
 
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Number of completions given to the engine per completion that it decodes at once."""
+"""Number of completions submitted to the engine for each one that it decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """Results of the model with one way of decoding.
 
-    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name. truncated_share:
-    share of completions that the token limit cut off. ended: share of completions that are correct and were
-    not cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity of the sampled
-    tokens under the reference, at model.logprob_temperature; None without a reference. reward: mean over
-    prompts; None if answers are only right or wrong. summary: the task's own statistics, see ports.Task.
+    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1.
+    ended: share of completions that are correct and were not cut off. truncated_share: share of completions
+    that the token limit cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity
+    of the sampled tokens under the reference, at model.logprob_temperature; None without a reference. reward:
+    mean over prompts of the mean reward; None if rewards only say right or wrong. summary: the task's own
+    statistics, see ``core.ports.Task``.
     """
 
     temperature: float
@@ -75,9 +75,10 @@ class Decoding:
 class Result:
     """Result of an evaluation.
 
-    dtype: dtype in which model and reference computed. single: one completion per prompt, as in the
-    evaluations of a run. sampled: several completions per prompt; None if not requested. answers: answers to
-    the first prompts, of ``single``.
+    model, reference: paths of the models; None without a reference. dtype: dtype in which both computed.
+    prompts: number of prompts. score_name: the task's name for the share of correct answers. single: results
+    with one completion per prompt, as in the evaluations of a run. sampled: with several completions per
+    prompt; None if not requested. answers: answers of ``single`` to the first prompts.
     """
 
     model: str
@@ -101,18 +102,19 @@ def measure(
     limit: int | None = None,
     show: int = 0,
 ) -> Result:
-    """Evaluate with one completion per prompt, as a run does, and also with ``samples`` per prompt.
+    """Evaluate with one completion per prompt, as a run does, and then with several per prompt.
 
-    A run samples greedily unless the task has an evaluation_temperature. samples: completions per prompt of
-    the second evaluation; 0: only the first one. temperature: sampling temperature of the second; None: the
-    config's. limit: number of prompts used; None: all. show: number of prompts, from the first, whose answers
-    the result contains. Progress goes to stderr.
-    Raises ConfigError with one sentence (no such model, an empty split, prompts too long), or EngineError if
+    The first evaluation is greedy unless the task has an evaluation_temperature. samples: completions per
+    prompt in the second evaluation; 0: leave it out. temperature: sampling temperature of the second
+    evaluation; None: the config's. limit: number of prompts used; None: all. show: number of prompts, from
+    the first, whose answers the result contains. Progress is printed on stderr.
+
+    Raises ConfigError for a missing model, an empty split or a prompt that is too long, and EngineError if
     the engine keeps dying.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # These import torch, which reads the environment.
+    # Imported only now, since they import torch, which reads the environment.
     from tba_hpc.engine.vllm_victim import VllmVictim
     from tba_hpc.learner.hf_model import load_tokenizer
 
@@ -157,16 +159,16 @@ def measure(
 
 
 def _tell(what: str) -> None:
-    """Print on stderr what is being done."""
+    """Print on stderr what is done next."""
     Terminal(stderr=True).print(Text(f"{what} …", style="dim"))
 
 
 def samplings(
     task: Task, section: GeneratorSection, temperature: float | None = None
 ) -> tuple[Sampling, Sampling]:
-    """Return the sampling parameters of a run's evaluations, and those of several samples per prompt.
+    """Return the sampling parameters for one completion per prompt, and those for several.
 
-    temperature: temperature of the several samples; None: that of training.
+    The first are those of a run's evaluations. temperature: that of the second; None: that of training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
@@ -183,7 +185,7 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
 
 
 def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
-    """Answer all requests, in order, then close the engine, so that judges can use its memory."""
+    """Return the groups of all requests, in order, with the engine closed so that judges have its memory."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     section = config.generator
@@ -200,7 +202,7 @@ def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[G
 
 
 def _answers(generator: Generator, requests: Sequence[Request], at_once: int) -> Iterator[Group]:
-    """Yield answers as they finish, with at most ``at_once`` completions in flight."""
+    """Yield groups as they are finished, with about ``at_once`` completions in flight."""
     waiting = deque(requests)
     while waiting or generator.in_flight:
         while waiting and generator.in_flight < at_once:
@@ -217,7 +219,11 @@ def assess(
     groups: Sequence[Group],
     judged: Judged | None = None,
 ) -> Decoding:
-    """Compute all results for one way of decoding. judged: the task's verdicts; None: ask the task."""
+    """Compute the results of one way of decoding.
+
+    reference: None: no perplexity. groups: one per prompt, with equal numbers of completions. judged: the
+    task's verdicts; None: ask the task.
+    """
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
     ended_PN = np.reshape([c.finish_reason == "stop" for c in completions], judged.correct_PN.shape)
@@ -237,7 +243,8 @@ def assess(
 class Judged(NamedTuple):
     """A task's verdicts on N completions of each of P prompts.
 
-    correct_PN: bool. grade_PN: float64, rewards if the task grades answers, otherwise equal to correct_PN.
+    correct_PN: bool. grade_PN: float64, rewards, not finite for answers that could not be judged; if the task
+    does not grade answers, 1 for correct ones and otherwise 0.
     """
 
     correct_PN: np.ndarray
@@ -245,7 +252,10 @@ class Judged(NamedTuple):
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean grade over prompts, ignoring answers without one; None if all grades equal correctness."""
+        """Mean over prompts of the mean grade, without answers that were not judged.
+
+        None if grades only repeat what is correct, or if no answer was judged.
+        """
         graded_PN = np.isfinite(self.grade_PN)
         some_P = graded_PN.any(1)
         if np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN]) or not some_P.any():
@@ -255,7 +265,7 @@ class Judged(NamedTuple):
 
 
 def judge(task: Task, groups: Sequence[Group]) -> Judged:
-    """Have the task judge all completions."""
+    """Ask the task which completions are correct, and for their grades."""
     completions = [completion for group in groups for completion in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
     correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
@@ -267,10 +277,10 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
 
 
 def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
-    """Return a task's estimates by name, given which of N completions per prompt are correct.
+    """Estimate scores, by name, from what is correct among N completions of each of P prompts.
 
-    With N = 1 it is the share of correct completions, under ``name``. Otherwise they are pass@k for k = 1, 2,
-    4, … up to N.
+    If N is 1, the only score is the share of correct completions, called ``name``. Otherwise scores are
+    pass@k for k = 1, 2, 4, … up to N.
     """
     if correct_PN.shape[1] == 1:
         return {name: wilson(int(correct_PN.sum()), correct_PN.size)}
@@ -279,7 +289,7 @@ def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
 
 
 def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
-    """Compute exp(−Σ log π_ref ÷ tokens) over all tokens that the policy sampled."""
+    """Return exp of the mean of −log π_ref over all tokens that the policy sampled."""
     with Progress(console=Terminal(stderr=True), transient=True) as progress:
         seen = progress.track(groups, description="perplexity")
         logprobs = [

@@ -1,6 +1,6 @@
 """Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-This module loads none of them; for a model without a config it only reads the model's config.json.
+None of them is loaded here; of a model that is evaluated without a config, only config.json is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model to evaluate, ``config.model.path``, and the path of the reference model, or None."""
+    """What to evaluate: ``config.model`` on ``config.task``. reference: path of the reference, or None."""
 
     config: Config
     reference: str | None
@@ -27,11 +27,14 @@ class Target:
 def find_target(
     name: str, *, config: Path | None, task: str | None, overrides: list[str], reference: str | None
 ) -> Target:
-    """Find the target that the command line names: a run, or a model with ``config`` or ``task``.
+    """Find what the command line names: a run, or a model with ``config`` or ``task``.
 
-    By default the reference is the config's initial model. Without a config, the default dtype is the model's
-    own. Raises ConfigError if there is no such run or model, if the run has no model yet, or if no task is
-    given.
+    name: a run's directory, a model's folder, or a model's name on a hub. config: config file for a model.
+    task: name of a task, for a model without a config. overrides: texts such as ``model.dtype=float32``.
+    reference: path of the reference; None: the initial model of the run or config. Without a config, the
+    default dtype is the model's own, and the default is no reference.
+
+    Raises ConfigError if there is no such run or model, if the run has no model yet, or without a task.
     """
     modules.use_here()
     refuse_missing(name)
@@ -52,9 +55,9 @@ def find_target(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise ConfigError if ``name`` does not exist and cannot be a model on a hub.
+    """Raise ConfigError if ``name`` does not exist on disk and cannot be a model on a hub.
 
-    A path cannot be a model on a hub, nor can a name below ``runs`` or below an existing folder.
+    A path cannot be one, nor can a name that begins with ``runs/`` or with an existing folder.
     """
     path, first = Path(name), name.partition("/")[0]
     below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())
@@ -68,7 +71,7 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
         raise ConfigError(f"{name} is a run, which has a config of its own: leave out {named}")
     if not (run.export / "config.json").is_file():
         raise ConfigError(
-            f"{name} has no model yet, {run.export} is written when the run is finished: go on with "
+            f"{name} has no model yet; {run.export} is written when the run is finished: go on with "
             f"{shlex.join(['tba', 'run', name])}"
         )
     modules.use(run.modules)
@@ -83,7 +86,7 @@ def _checked(settings: Config, model: str, reference: str | None) -> Target:
 
 
 def _in_its_own_dtype(target: Target) -> Target:
-    """Set the target's dtype to that of its model's config.json, unless an override set another."""
+    """Set the config's dtype to that in the model's config.json, unless an override has set one."""
     section = target.config.model
     if "dtype" in section.model_fields_set:
         return target

@@ -1,1 +1,1 @@
-"""Views of a run: terminal display, summary and HTML page. They read the run's files and change none."""
+"""Shows a run by its files: status, alerts, messages, summary, report, samples, audit and trackers."""

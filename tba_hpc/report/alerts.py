@@ -1,7 +1,8 @@
-"""Alerts about a run, in sentences: the figure, since when, why it matters, and which key to change.
+"""Finds figures of a run that need attention, and puts each in a sentence: an alert.
 
-Each rule looks only at the run's curves. Its threshold is where a figure is wrong for nearly every task, so
-that a healthy run raises no alert.
+The sentence names the figure, the step since which it is wrong, why this matters, and which key to change.
+Rules look at curves (``report.curves``), config and evaluations. The threshold of a rule is a value that is
+wrong for nearly every task, so that a healthy run raises no alert.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ from tba_hpc.report.curves import Point, Trends
 from tba_hpc.run.evaluations import Evaluation
 
 SHOWN = 3
-"""Number of alerts that fit in a line."""
+"""Largest number of alerts that are shown in a line."""
 
 LEAST_POINTS = 6
-"""Least number of points for which a curve has a trend."""
+"""Number of points that a curve must have before a rule judges how it changes."""
 
 SMOOTH = 3
-"""Number of neighbouring points that are averaged to find a peak or a trough of the reward."""
+"""Number of neighbouring points averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Number of steps averaged for an early sign of a collapse, which takes ten times as long."""
-
+"""Number of steps that the alert on rewarded completions averages."""
 
 HUGE = 1e6
-"""Mean reward beyond which the rewards themselves make the loss non-finite."""
+"""Absolute mean reward above which the rewards explain a loss or gradient norm that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert. short: the figure and the key to change, for a line. sentence: the whole text, for a page."""
+    """An alert in two lengths.
+
+    short: the figure and the key to change, for a line. sentence: the whole text, for a page.
+    """
 
     short: str
     sentence: str
@@ -45,7 +48,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Input of the rules. evaluations: complete ones, of both splits."""
+    """What a rule looks at. evaluations: the complete ones, of both splits, in any order."""
 
     trends: Trends
     config: Config
@@ -53,64 +56,71 @@ class View:
 
     @property
     def by_step(self) -> list[Evaluation]:
-        """Evaluations, oldest first."""
+        """Evaluations of both splits, ordered by step."""
         return sorted(self.evaluations, key=lambda evaluation: evaluation.step)
 
     @property
     def solved(self) -> bool:
-        """True if the last evaluation (without one, the reward) leaves little to learn."""
+        """True if the last evaluation's score is at least 0.9; before the first, if the mean reward is."""
         scores = [evaluation.score for evaluation in self.by_step]
         return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
 
     @property
-    def in_turns(self) -> bool:
-        """True if trainer and searchers are meant to wait for each other."""
+    def synchronous(self) -> bool:
+        """True if the config makes trainer and searchers wait for each other."""
         return self.config.exchange.max_staleness == 0
 
     @property
     def lower_rate(self) -> str:
-        """Remedy in many alerts: a learning rate below the present peak."""
+        """Remedy in many alerts: to lower the learning rate from its present peak."""
         return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric's trend, ordered by step."""
+        """Return the values of a metric's trend (see ``Trends.trend``), ordered by step."""
         return [point.value for point in self.trends.trend(name)]
 
-    def held(self, name: str, wrong: Callable[[float], bool]) -> tuple[float, int] | None:
-        """Return a metric's current value, and the step since which it is wrong; None if it is not wrong."""
-        now, since = self.trends.latest(name), _since(self.trends.trend(name), wrong)
-        return (now, since) if now is not None and since is not None and wrong(now) else None
+    def wrong_since(self, name: str, is_wrong: Callable[[float], bool]) -> tuple[float, int] | None:
+        """Return a metric's current value, and the step since which its whole trend is wrong.
+
+        Returns None unless both the current value and the end of the trend are wrong.
+        """
+        now, since = self.trends.latest(name), _since(self.trends.trend(name), is_wrong)
+        return (now, since) if now is not None and since is not None and is_wrong(now) else None
 
 
 def alerts(trends: Trends, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
-    """Return all alerts, the worst first."""
+    """Return the alerts that a run raises, the worst first."""
     view = View(trends, config, evaluations)
     return [alert for rule in RULES if (alert := rule(view))]
 
 
 def line(found: Sequence[Alert]) -> str:
-    """Return the worst few alerts in one line."""
+    """Return the short forms of the first SHOWN alerts in one line."""
     return " · ".join(alert.short for alert in found[:SHOWN])
 
 
 def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: str) -> Alert:
-    """Make an alert. words: the figure. since: first step at which it was wrong. key: first to change."""
+    """Build an alert.
+
+    words: the figure, as a phrase. since: first step at which the figure was wrong; None leaves it out.
+    key: what to change first. why, remedy: the following clauses of the sentence, without a full stop.
+    """
     found = words if since is None else f"{words} since step {since}"
     return Alert(f"{found}: {key}", f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}.")
 
 
-def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | None:
-    """Return the first step since which every point is wrong; None if the last is not."""
+def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | None:
+    """Return the first step since which every point is wrong; None if the last point is not."""
     first = None
     for point in reversed(points):
-        if not wrong(point.value):
+        if not is_wrong(point.value):
             break
         first = point.step
     return first
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Average a few neighbouring points, so that chance seldom makes a peak."""
+    """Return the moving mean over ``width`` points, in which chance seldom makes a peak."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -118,7 +128,7 @@ def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
 
 
 def _few(value: float) -> str:
-    """Format a value with two digits or more: 0.044, 1.3, 250."""
+    """Format a value with at least two digits: 0.044, 1.3, 250."""
     return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
@@ -130,7 +140,7 @@ def _share(value: float) -> str:
 
 
 def skipped_steps(view: View) -> Alert | None:
-    """Alert if a loss or gradient norm was not finite, so that steps were skipped."""
+    """Alert if optimizer steps were skipped, because loss or gradient norm was not finite."""
     trends = view.trends
     if not trends.skipped:
         return None
@@ -142,29 +152,29 @@ def skipped_steps(view: View) -> Alert | None:
             found,
             key="the task's reward",
             why=f"rewards are as large as {most:.2g}, so loss or gradient norm was not finite",
-            remedy="bound them, as between 0 and 1",
+            remedy="bound them, for example between 0 and 1",
         )
     return _alert(
         found,
         key="train.learning_rate.peak",
-        why="loss or gradient norm was not finite, so the weights are running away",
+        why="loss or gradient norm was not finite, a sign that training diverges",
         remedy=f"{view.lower_rate}, or bound exchange.max_staleness",
     )
 
 
 def wrong_reference(view: View) -> Alert | None:
-    """Alert if log π − log π_ref is not 0 at the first step, when the policy is the reference."""
+    """Alert if log π − log π_ref is not about 0 at the first step, where policy and reference are equal."""
     ratio, lengths = view.trends.first_log_ratio, view.values("search/length")
     if ratio is None or view.config.train.reference.name == "behaviour":
         return None
-    # Engines of any dtype differ by less than 0.02 nats per token.
+    # Rounding in any dtype explains less than 0.02 nats per token.
     if abs(ratio) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
         return None
     return _alert(
         f"log-ratio of {_few(ratio)} nats per completion at the first step",
         key="the reference is another model",
-        why="it must be 0 there; the reference is not the model that the run began with, or engine and "
-        "reference compute different distributions, so every β·KL is off",
+        why="it must be 0 there; the reference is not the model that the run began with, or learner and "
+        "reference compute different distributions, so every β·KL is wrong",
         remedy="check model.path and that nothing in RUN/references was replaced, then start over",
     )
 
@@ -173,20 +183,21 @@ def constant_reward(view: View) -> Alert | None:
     """Alert if every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
     flat = view.values("search/flat_groups")
-    # If a tenth of them were right, 200 would have shown it.
+    # If one completion in ten were right, 200 would contain a right one.
     if count < 200 or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
     found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
-    if truncated and truncated > 0.99:  # a model ends a few by chance
+    if truncated and truncated > 0.99:  # some answers end by chance, even if the model cannot end them
         return _alert(
             found,
             key="no answer ends",
-            why="either answers need more tokens, or the model ends them with what ends no completion",
-            remedy="read some by tba samples; tba doctor --config RUN/config.yaml compares the chat template "
-            "with the tokens that end a completion; then raise generator.max_tokens, set generator.stop, or "
-            f"correct the files of {view.config.model.path}",
+            why="either answers need more tokens, or the model ends them with a token at which the engine "
+            "does not stop",
+            remedy="read some with tba samples; tba doctor --config RUN/config.yaml compares the chat "
+            "template with the tokens that end a completion; then raise generator.max_tokens, set "
+            f"generator.stop, or correct the files of {view.config.model.path}",
         )
     return _alert(
         found,
@@ -194,12 +205,12 @@ def constant_reward(view: View) -> Alert | None:
         why="equal rewards give no gradient",
         remedy="check the task's reward against a few completions, the format of answers that it expects "
         f"(task.name, task.options), and whether {view.config.model.path} can solve the task at all; "
-        "generator.temperature adds variety",
+        "a higher generator.temperature adds variety",
     )
 
 
 def rejected_rewards(view: View) -> Alert | None:
-    """Alert if many trajectories lack a usable reward; a few in a thousand are normal."""
+    """Alert if more than 1 % of the trajectories were set aside because they have no usable reward."""
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
     if share <= 0.01:
@@ -207,28 +218,28 @@ def rejected_rewards(view: View) -> Alert | None:
     return _alert(
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
         key="task.name",
-        why="their reward was not finite or the task's code raised, and the rest is a biased sample",
+        why="their reward was not finite or the task's code raised, and what remains is a biased sample",
         remedy="the searchers' logs name some of the prompts; fix the code of "
         f"{'task.reward' if view.config.task.reward else f'task.name={view.config.task.name}'} or its data",
     )
 
 
 def nan_groups(view: View) -> Alert | None:
-    """Alert if engines gave NaN logprobs for groups although the weights are finite."""
+    """Alert if engines returned log-probabilities that are NaN although the weights are finite."""
     if not (groups := view.trends.nan_groups):
         return None
     return _alert(
         f"log-probabilities of {count(groups, 'group')} were not numbers",
         key="generator.engine",
-        why="the weights are sound, so engines compute them wrongly, most often in CUDA graphs; these groups "
+        why="the weights are finite, so the engine computed wrongly, most often in CUDA graphs; these groups "
         "were sampled again, by engines rebuilt with fewer graphs, which are slower",
         remedy="set generator.engine={compilation_config: {cudagraph_mode: PIECEWISE}}, or NONE, from the "
-        "start; searchers' logs say which kind gave numbers",
+        "start; the searchers' logs say with which mode the error ceased",
     )
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the policy became worse, by its score or else by its reward."""
+    """Alert if the score has fallen and stayed low or, without such a fall, if the fresh reward has."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(
@@ -254,10 +265,11 @@ def unjudged_answers(view: View) -> Alert | None:
 
 
 def _fall_of_score(view: View) -> str:
-    """Say if an evaluation is below an earlier one by 15 points and by three standard errors.
+    """Describe the largest fall of the score; empty if it is small or half of it has been regained.
 
-    Good runs fall by less, or recover: a policy that has regained half of a fall is not unlearning.
-    Graded rewards are left out, since the share of correct answers is not their score.
+    Only falls of more than 15 points, and of more than three standard errors, are described: good runs fall
+    by less, or recover. Runs with graded rewards are left out, since their score is the mean reward, not the
+    share of correct answers.
     """
     found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
@@ -274,15 +286,17 @@ def _fall_of_score(view: View) -> str:
 
 
 def _standard_error(evaluation: Evaluation) -> float:
-    """Return a score's standard error, with one right and one wrong answer added so that it is never 0."""
+    """Return a score's standard error. One right and one wrong answer are added, so that it is never 0."""
     share = (evaluation.correct + 1) / (evaluation.total + 2)
     return sqrt(share * (1 - share) / evaluation.total)
 
 
 def _fall_of_reward(view: View) -> str:
-    """Say if fresh rewards fell by more than chance, and by half of their whole range.
+    """Describe the largest fall of the reward; empty if it is small or half of it has been regained.
 
-    Among some dozen values that differ only by chance, the largest fall is four to five times the noise.
+    Only falls of more than half of the reward's whole range, and of more than six times the noise, are
+    described. Among some dozen values that differ only by chance, the largest fall is four to five times the
+    noise.
     """
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
@@ -299,10 +313,10 @@ def _fall_of_reward(view: View) -> str:
 
 
 def sinking_answers(view: View) -> Alert | None:
-    """Alert if rewarded completions have become less likely since they were sampled.
+    """Alert if completions above their group's mean reward have become less likely since they were sampled.
 
-    Recorded runs that learn from data 10 to 99 steps old stay above −0.01 nats per token. Runs that fail to
-    learn reach −0.04 to −1.
+    The threshold is 0.03 nats per token, and at least 1 nat per completion. In recorded runs on data 10 to 99
+    steps old, those that learn lose less than 0.01 nats per token. Those that fail to learn lose 0.04 to 1.
     """
     length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
@@ -318,25 +332,25 @@ def sinking_answers(view: View) -> Alert | None:
     free = [setting for setting, applies in settings.items() if applies]
     bound = f"bound exchange.max_staleness or {view.lower_rate}"
     return _alert(
-        f"answers above their group's mean reward {_few(now)} nats less likely than when sampled "
+        f"answers above their group's mean reward are {_few(now)} nats less likely than when sampled "
         f"({_few(now / length)} per token)",
         since,
         key=free[0] if free else "exchange.max_staleness",
-        why="good and bad ones sink together, which comes before a collapse",
+        why="good and bad answers become less likely together, which comes before a collapse",
         remedy=f"set {' and '.join(free)}, or {bound}" if free else bound,
     )
 
 
 def distant_policy(view: View) -> Alert | None:
-    """Alert if the policy is farther from its reference than the reward pays for, or far in any case.
+    """Alert if the KL from the reference costs more than the reward has gained, or is large in any case.
 
-    Below 0.1 nats per token a KL is never too high; above 1 the text is another language to the reference. At
-    the optimum, β·KL is at most the rise of the reward.
+    At the optimum, β·KL is at most the rise of the reward; the alert begins at twice that rise. A KL below
+    0.1 nats per token raises no alert, and one above 1 nat per token always does.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
-    if wrong_reference(view):  # then that is why the policy is distant
+    if kl is None or not length or wrong_reference(view):  # a wrong reference explains the distance
         return None
-    if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
+    if not (wrong := view.wrong_since("search/kl", lambda value: value > 0.1 * length)):
         return None
     gain, cost, paid = _gain(view), kl * (view.trends.latest("train/beta") or 0.0), ""
     if gain is not None and cost > 2 * gain:
@@ -345,7 +359,7 @@ def distant_policy(view: View) -> Alert | None:
         return None
     return _alert(
         f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}",
-        held[1],
+        wrong[1],
         key="train.learning_rate.peak, train.beta",
         why="the policy no longer writes what its reference would",
         remedy=f"{view.lower_rate}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
@@ -353,7 +367,10 @@ def distant_policy(view: View) -> Alert | None:
 
 
 def _gain(view: View) -> float | None:
-    """Return the rise of the reward, if the objective weighs it against the KL to one reference."""
+    """Return how far the fresh reward rose above its first value; None if that does not bound β·KL.
+
+    It is a bound if the objective weighs reward against the KL from one unchanging reference, untempered.
+    """
     train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
     if not train.objective.weighs_kl or train.reference.name != "frozen" or tempered or not rewards:
@@ -362,15 +379,15 @@ def _gain(view: View) -> float | None:
 
 
 def collapsed_entropy(view: View) -> Alert | None:
-    """Alert if entropy is low and completions hardly differ although the task is not solved."""
+    """Alert if entropy is near 0 and most groups have equal rewards although the task is not solved."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
     if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
         return None
-    if not (held := view.held("search/entropy", lambda value: value < min(0.05, 0.1 * values[0]))):
+    if not (wrong := view.wrong_since("search/entropy", lambda value: value < min(0.05, 0.1 * values[0]))):
         return None
     return _alert(
-        f"entropy of {_few(held[0])} nats per token, from {_few(values[0])} at first,",
-        held[1],
+        f"entropy of {_few(wrong[0])} nats per token, from {_few(values[0])} at first,",
+        wrong[1],
         key="train.beta, generator.temperature",
         why="the policy repeats itself before the task is solved",
         remedy=f"raise train.beta or generator.temperature, or {view.lower_rate}",
@@ -378,34 +395,38 @@ def collapsed_entropy(view: View) -> Alert | None:
 
 
 def few_effective(view: View) -> Alert | None:
-    """Alert if few completions carry the gradient, unless the objective holds for any sampling policy."""
+    """Alert if an objective that reweights samples by π_θ/π_behaviour learns from few of them."""
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioWeighted):
         return None  # trajectory balance holds for any sampling distribution
-    if not (held := view.held("train/ess", lambda value: value < 0.1)):
+    if not (wrong := view.wrong_since("train/ess", lambda value: value < 0.1)):
         return None
     return _alert(
-        f"effective sample size {_share(held[0])} of a batch",
-        held[1],
+        f"effective sample size {_share(wrong[0])} of a batch",
+        wrong[1],
         key="exchange.max_staleness",
-        why="the policy has moved so far from the weights that sampled that a few completions are all that "
-        f"{train.objective.name} learns from",
+        why="the policy has moved so far from the weights that sampled the batch that "
+        f"{train.objective.name} learns from a few completions only",
         remedy=f"bound exchange.max_staleness, raise buffer.most_on_policy, or {view.lower_rate}; "
         "trajectory_balance does not reweight",
     )
 
 
 def engine_gap(view: View) -> Alert | None:
-    """Alert if engine and learner disagree on logprobs under equal weights; bfloat16 explains 0.01 nats."""
+    """Alert if engine and learner compute different log-probabilities with the same weights.
+
+    bfloat16 explains 0.01 nats per token. The threshold is four times the run's first value, between 0.01 and
+    0.05 nats per token.
+    """
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
     first, dtype = (view.values(name) or [0.0])[0], view.config.model.dtype
-    if not (held := view.held(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
+    if not (wrong := view.wrong_since(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
         return None
-    grew = f", from {_few(first)} at first," if held[0] > 4 * first else ""
+    grew = f", from {_few(first)} at first," if wrong[0] > 4 * first else ""
     exact = f"set model.dtype to float32 (it is {dtype}); train.ratio_bound limits the damage"
     return _alert(
-        f"engine and learner differ by {_few(held[0])} nats per token{grew}",
-        held[1],
+        f"engine and learner differ by {_few(wrong[0])} nats per token{grew}",
+        wrong[1],
         key="model.dtype",
         why="the log-probabilities are not those of the policy that sampled",
         remedy="check that the engine loads all weights" if dtype == "float32" else exact,
@@ -413,7 +434,7 @@ def engine_gap(view: View) -> Alert | None:
 
 
 def biased_samples(view: View) -> Alert | None:
-    """Alert if samples are filtered although the objective takes them for the policy's own."""
+    """Alert if samples are filtered although the objective assumes that they follow the policy."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
     chosen = gradient and buffer.chooses_by_reward
@@ -431,8 +452,8 @@ def biased_samples(view: View) -> Alert | None:
         key=next(iter(found)),
         why=f"the gradient of train.objective={train.objective.name} assumes that they follow the "
         "policy, so it is biased",
-        remedy=f"set {' and '.join(found.values())}, or train by trajectory_balance, which holds for any "
-        "sampler and any choice",
+        remedy=f"set {' and '.join(found.values())}, or train by trajectory_balance, which holds for samples "
+        "of any distribution",
     )
 
 
@@ -440,32 +461,32 @@ def biased_samples(view: View) -> Alert | None:
 
 
 def flat_groups(view: View) -> Alert | None:
-    """Alert if four fifths of the groups teach nothing."""
+    """Alert if more than 80 % of the groups have equal rewards, although the task is not solved."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
-    held = view.held(name, lambda value: value > 0.8)
-    if held is None or view.solved:
+    wrong = view.wrong_since(name, lambda value: value > 0.8)
+    if wrong is None or view.solved:
         return None
     return _alert(
-        f"{_share(held[0])} of the groups have one reward for all completions",
-        held[1],
+        f"{_share(wrong[0])} of the groups have one reward for all completions",
+        wrong[1],
         key="train.completions_per_prompt",
-        why="they give no gradient, since the prompts are too hard or too easy",
+        why="the prompts are too hard or too easy, so these groups give no gradient",
         remedy="choose prompts that are sometimes solved (task.train_file), or raise "
         "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
     )
 
 
 def truncated(view: View) -> Alert | None:
-    """Alert if half of the completions reach the token limit, or more and more do."""
+    """Alert if over half of the completions reach the token limit, or 15 points (%) more than at first."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
-    if not (held := view.held(name, lambda value: value > (values[0] + 0.15 if grew else 0.5))):
+    if not (wrong := view.wrong_since(name, lambda value: value > (values[0] + 0.15 if grew else 0.5))):
         return None
     first = f", from {_share(values[0])} at first," if grew else ""
     return _alert(
-        f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}",
-        held[1],
+        f"{_share(wrong[0])} of completions cut off at generator.max_tokens={limit}{first}",
+        wrong[1],
         key="generator.max_tokens",
         why="an answer without its end is seldom rewarded",
         remedy="raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
@@ -473,38 +494,38 @@ def truncated(view: View) -> Alert | None:
 
 
 def waiting_trainer(view: View) -> Alert | None:
-    """Alert if the trainer waits for data so much that half of its machines would do."""
+    """Alert if the trainer has waited for data for more than half of its time."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= 0.5 or view.in_turns or slow_reward(view):  # the reward is what it waits for
+    if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
         key="launch.searchers",
         why="completions come too slowly",
-        remedy="add launch.searchers, or loosen exchange.max_staleness or buffer.replay_limit, whichever it "
-        "waits for",
+        remedy="add launch.searchers, or raise exchange.max_staleness or buffer.replay_limit if one of them "
+        "makes it wait",
     )
 
 
 def slow_reward(view: View) -> Alert | None:
-    """Alert if rewards take most of the searchers' time."""
-    held = view.held("search/reward_share", lambda share: share > 0.7)
-    if not held or len(view.values("search/reward_share")) < LEAST_POINTS:
+    """Alert if rewards take more than 70 % of the searchers' time."""
+    wrong = view.wrong_since("search/reward_share", lambda share: share > 0.7)
+    if not wrong or len(view.values("search/reward_share")) < LEAST_POINTS:
         return None
     return _alert(
-        f"the reward takes {_share(held[0])} of the searchers' time",
-        held[1],
+        f"the reward takes {_share(wrong[0])} of the searchers' time",
+        wrong[1],
         key="the task's reward",
         why="searchers wait for it",
-        remedy="make it faster, or let rewards() score a group's completions in parallel; its time per group "
-        "is search/reward_seconds",
+        remedy="make it faster, or let rewards() score a group's completions in parallel; "
+        "search/reward_seconds is its time per group",
     )
 
 
 def idle_searchers(view: View) -> Alert | None:
-    """Alert if searchers stand still for lack of weights."""
+    """Alert if searchers are idle for more than half of their time, waiting for the trainer."""
     points = view.trends.trend("search/paused_share")
-    if len(points) < LEAST_POINTS or view.in_turns:
+    if len(points) < LEAST_POINTS or view.synchronous:
         return None
     if (idle := median(point.value for point in points)) <= 0.5:
         return None
@@ -512,8 +533,8 @@ def idle_searchers(view: View) -> Alert | None:
         f"searchers idle {_share(idle)} of their time",
         points[0].step,
         key="launch.trainers",
-        why="the trainer uses less than they produce",
-        remedy="give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
+        why="they can produce more than the trainer uses",
+        remedy="give the trainer more of the machines (launch.trainers), or raise exchange.max_staleness",
     )
 
 
@@ -522,4 +543,4 @@ RULES = (
     *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )
-"""Rules for alerts, the worst first."""
+"""All rules, in the order of their alerts: the worst first."""

@@ -1,4 +1,4 @@
-"""Reads the attempts of a run from its events: how each ended, and the faults on the way."""
+"""Reads the attempts of a run (starts of its ranks) from its events: how each ended, and its faults."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""
 
 STARTS = ("started", "resumed")
-"""Events in a rank's metrics that begin an attempt; the rank's counters restart at 0."""
+"""Events in a rank's metrics that begin an attempt; counts in the rank's records then restart at 0."""
 
 ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
 
 KILLED = "killed"
-"""End of an attempt without an event: its node was lost, or Slurm or the kernel killed the launcher."""
+"""Outcome of an attempt whose end is in no event: its node was lost, or its launcher was killed."""
 
 FAULTS = {
     "rebuilds": "engine rebuilt",
@@ -32,17 +32,18 @@ FAULTS = {
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",
 }
-"""Text for each kind of fault. The first two kinds are read from metrics, the others from events."""
+"""Text shown for each kind of fault. The first two kinds are counted in metrics, the others in events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the ranks, or of a job that started none (``name`` is empty).
+    """One start of a run's ranks, or an allocation of a Slurm job in which none were started.
 
-    job, restarts: id of the Slurm job, and how often it had been requeued. start, end: unix seconds;
-    ``end`` is None while the attempt goes on, or if nobody noted its end. outcome: one of ENDS, KILLED, or
-    empty while it goes on. note: exit status or sentence. requeued: whether the job then went back to the
-    queue.
+    name: such as ``attempt-003``, empty if no ranks were started. job: id of the Slurm job, or empty.
+    restarts: how often this job had been requeued. trainers, searchers: numbers of ranks. start, end: unix
+    seconds; ``end`` is None while the attempt goes on, or if no event notes its end. outcome: one of ENDS,
+    KILLED, or empty while it goes on. note: exit status of a failure, or the sentence of a refusal. requeued:
+    whether the job then went back to the queue.
     """
 
     name: str = ""
@@ -58,15 +59,15 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """Return all attempts, oldest first."""
+    """Return all attempts of a run, oldest first. events: all of the run's, oldest first."""
     found: list[Attempt] = []
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
-        if last and kind == "start" and same and not last.name and not last.end:  # last: an allocation
+        if last and kind == "start" and same and not last.name and not last.end:  # from "allocated"
             found[-1] = replace(_begun(event), start=last.start)
         elif kind in ("allocated", "start"):
-            if last and not last.end:  # an attempt without an end by now will never have one
+            if last and not last.end:  # its end can no longer be noted
                 found[-1] = replace(last, outcome=KILLED)
             found.append(_begun(event))
         elif last and kind in ENDS:
@@ -89,7 +90,10 @@ def _begun(event: Event) -> Attempt:
 
 
 def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:
-    """Return the seconds for which machines were held; a Slurm job also holds them between attempts."""
+    """Return the seconds for which machines were held; a Slurm job also holds them between attempts.
+
+    ends: end of each attempt, unix seconds.
+    """
     held = sum(end - attempt.start for attempt, end in zip(found, ends, strict=True))
     for before, after, end in zip(found, found[1:], ends, strict=False):
         if after.job and (before.job, before.restarts) == (after.job, after.restarts):
@@ -98,7 +102,7 @@ def held_seconds(found: Sequence[Attempt], ends: Sequence[float]) -> float:
 
 
 def failures_in_a_row(found: Sequence[Attempt]) -> int:
-    """Count the newest attempts in a row whose ranks failed."""
+    """Count the failed attempts since the last one that did not fail."""
     outcomes = [attempt.outcome for attempt in reversed(found)]
     return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
 
@@ -110,14 +114,17 @@ def fault_words(faults: Mapping[str, int]) -> list[str]:
 
 @dataclass
 class CumulativeCounter:
-    """Adds up a metric that counts from 0 in every attempt."""
+    """Sum over all attempts of a metric that counts from 0 in each.
+
+    name: the metric. last: its value in the present attempt.
+    """
 
     name: str
     total: int = 0
     last: int = 0
 
     def take(self, record: Record) -> int:
-        """Count one more record of a rank; return the increase."""
+        """Add the next record of a rank; return by how much the sum has grown."""
         if record.get("event") in STARTS:
             self.last = 0
         now = int(number(record, self.name, self.last))

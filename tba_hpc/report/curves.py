@@ -1,4 +1,7 @@
-"""Condenses a run's metrics, record by record, to curves of a few hundred points, which can be added."""
+"""Condenses a run's metrics, record by record, to curves of at most 256 points.
+
+Curves of several ranks can be added.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ POINTS = 256
 """Largest number of points of a curve: as many as fit in a plot."""
 
 TREND_POINTS = 64
-"""Largest number of points of a trend. Each averages many records, so that noise averages out."""
+"""Largest number of points of a trend, the coarser curve that alerts look at, in which noise averages out."""
 
 LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
-"""Numbers of steps and completions that a current value averages, unless one point averages more."""
+"""Least numbers of newest steps and completions over which a metric's current value is averaged."""
 
 STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
+"""Metrics of the trainer's records, one record per optimizer step."""
+
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Metrics of searchers' records, weighted by the record's trajectories unless in OF_TIME."""
+"""Metrics of searchers' records, which are weighted by their numbers of trajectories except in OF_TIME."""
 
 NEWEST_STEPS = 120
-"""Newest steps for which ``Trends.rewarded`` keeps each value; a collapse takes some dozen steps."""
+"""Number of newest steps of which ``Trends.rewarded`` keeps every value; an alert looks back this far."""
 
 OF_TIME = frozenset(
     f"search/{name}"
@@ -34,11 +39,11 @@ OF_TIME = frozenset(
         *("load_seconds", "propagation_seconds"),
     )
 )
-"""Metrics of searchers whose records are averaged with equal weights, not by numbers of trajectories."""
+"""Metrics of searchers that describe time, not completions: all of their records weigh the same."""
 
 
 class Point(NamedTuple):
-    """A mean over a span of steps. step: first of the span. weight: total weight of the averaged values."""
+    """A mean over a span of steps. step: the span's first. weight: total weight of the averaged values."""
 
     step: int
     value: float
@@ -47,10 +52,11 @@ class Point(NamedTuple):
 
 @dataclass
 class Curve:
-    """Weighted means over equal spans of steps; values may come in any order.
+    """Weighted means over equally wide spans of steps; values may come in any order.
 
-    limit: largest number of spans. Beyond it, their width (in steps) doubles. sums: Σ value · weight and
-    Σ weight, by the span's number. latest_weight: weight of the newest points that ``latest`` averages.
+    limit: largest number of spans; if there are more, their width doubles. width: width of a span, in steps.
+    sums: Σ value · weight and Σ weight of each span, by the span's number: first step ÷ width. latest_weight:
+    total weight of the newest points that ``latest`` averages.
     """
 
     limit: int = POINTS
@@ -59,7 +65,7 @@ class Curve:
     latest_weight: float = 1.0
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
-        """Add one more value, of ``step``."""
+        """Add a value that belongs to ``step``."""
         self._put(step // self.width, value * weight, weight)
         self._bound()
 
@@ -72,7 +78,7 @@ class Curve:
         self._bound()
 
     def cut(self, step: int) -> None:
-        """Drop the spans that begin after ``step``, since those steps are done again."""
+        """Drop the spans that begin after ``step``: a resume does those steps again."""
         self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
 
     @property
@@ -84,18 +90,13 @@ class Curve:
         ]
 
     @property
-    def values(self) -> list[float]:
-        """Values of the points, ordered by step."""
-        return [point.value for point in self.points]
-
-    @property
     def mean(self) -> float | None:
         """Mean over all values; None if there are none."""
         return _mean(self.points)
 
     @property
     def latest(self) -> float | None:
-        """Mean of the newest points that together have ``latest_weight``, or of all; None without points."""
+        """Mean of the newest points: as few as have ``latest_weight`` together. None without points."""
         newest, weight = [], 0.0
         for point in reversed(self.points):
             if weight >= self.latest_weight:
@@ -143,12 +144,14 @@ def _curves() -> dict[str, Curve]:
 
 @dataclass
 class Trends:
-    """Curves of a run by name of the metric, and counts since its start.
+    """Curves of a run by name of the metric, and counts over all of its attempts.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
-    if that step's reference is plain π_ref. last_skip: the last step that was skipped. rejected: trajectories
-    set aside in all attempts. nan_groups: groups sampled again in all attempts. graded: whether some reward
-    was neither 0 nor 1.
+    None if the reference's power p is not 1 there. steps: optimizer steps done. last_skip: the last
+    skipped step, None if there is none. trajectories: completions that searchers scored. rejected:
+    trajectories set aside, since they have no usable reward. nan_groups: groups sampled again, since a
+    log-probability was no number. graded: whether some reward was neither 0 nor 1. skips: counter of skipped
+    steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -163,7 +166,7 @@ class Trends:
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
-        """Add a record of the trainer. A resume drops the steps that it takes back, to the nearest span."""
+        """Add a record of the trainer. One that begins a resume drops the steps that will be done again."""
         skipped = self.skips.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:
@@ -186,7 +189,7 @@ class Trends:
             self.curves[name].cut(step)
 
     def take_search(self, record: Record) -> None:
-        """Add a record of a searcher."""
+        """Add a record of a searcher, at the step of the weights that it used."""
         if (version := number(record, "search/version")) is None:
             return
         step, count = int(version), number(record, "search/trajectories", 0.0)
@@ -202,7 +205,7 @@ class Trends:
             self.curves[name].take(step, value, weight)
 
     def add(self, other: Trends) -> None:
-        """Add the trends made from a searcher's records."""
+        """Add the curves and counts of a searcher's records."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
         self.trajectories += other.trajectories
@@ -216,9 +219,9 @@ class Trends:
         return self.skips.total
 
     def trend(self, name: str) -> list[Point]:
-        """Return a metric's trend, ordered by step."""
+        """Return at most TREND_POINTS points of a metric, ordered by step."""
         return self.curves[name].trend.points
 
     def latest(self, name: str) -> float | None:
-        """Return a metric's current value; None if it was never recorded."""
+        """Return a metric's current value, see ``Curve.latest``; None if it was never recorded."""
         return self.curves[name].latest

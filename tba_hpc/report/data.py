@@ -1,7 +1,7 @@
-"""Data of a run for status, summary, report and compare, computed from its files as they grow.
+"""Computes what status, summary, report and compare show of a run, from its files as they grow.
 
-It can be read at any time and on any machine, in bounded memory: each metrics file has a digest, after which
-only later lines are read.
+A run can be read at any time and on any machine that sees its directory. Memory is bounded: each metrics file
+has a digest beside it (``report.digest``), and only the lines after the digest are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
-"""Largest number of searchers shown one by one. Of more, only the mean and the range of rates are shown."""
+"""Largest number of searchers whose rates are shown one by one; of more, mean and range are shown."""
 
 MEAN_REWARD = "mean reward"
 """Name of the score if rewards are not just 0 and 1."""
@@ -36,11 +36,11 @@ MEAN_REWARD = "mean reward"
 class Counts:
     """Counts of what a run has done, for ``tba status``, ``tba audit`` and the summary.
 
-    attempts: starts of the trainer's loop. steps: in the surviving history. redone: steps that resumes took
-    back. shards, trajectories, tokens: acknowledged ones, which no accident takes back. They were merged in
-    the surviving history, or wait for their merge; tokens are of completions. duplicates, evicted: merged
-    trajectories that the replay buffer rejected as duplicates, or evicted. dropped: merged trajectories that
-    answered a request a second time.
+    attempts: starts of the trainer's loop. steps: optimizer steps, each counted once. redone: steps that
+    resumes had to do again. shards, trajectories, tokens: acknowledged ones, which are merged or wait for
+    their merge; tokens are those of completions. duplicates, evicted: merged trajectories that the replay
+    buffer rejected as duplicates, or evicted. dropped: trajectories left out of merges, because an earlier
+    shard had answered their request.
     """
 
     attempts: int
@@ -57,8 +57,8 @@ class Counts:
 class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
-    finished: whether nothing is left to do. trends: of trainer and searchers; steps that were done twice
-    count once. events: of launchers and batch scripts, see ``run.events.log_event``. Submissions are left
+    finished: whether nothing is left to do. trainer: digest of its metrics. searchers: digests of theirs, by
+    index. events: those of launchers and batch scripts, see ``run.events.log_event``; submissions are left
     out, since a run may wait for days after one. submissions: commands that submit the run again, by the id
     of the job that each submitted. evaluations: the complete ones, by name.
     """
@@ -77,13 +77,13 @@ class RunData:
 
     @staticmethod
     def read(run: RunDir) -> RunData:
-        """Read a run directory at any moment, one file after the other."""
+        """Read a run, in any state, as of now."""
         data = RunData(run)
         data.update()
         return data
 
     def update(self) -> None:
-        """Read what the run's files have gained."""
+        """Read what was added to the run's files since the last update."""
         self.finished = self.run.finished
         self._read_events()
         self._read_trainer(self.run.metrics_file("trainer"))
@@ -119,7 +119,7 @@ class RunData:
 
     @property
     def trends(self) -> Trends:
-        """Curves and counts of the whole run."""
+        """Curves and counts of trainer and searchers; a step that was done twice counts once."""
         return self.trainer.trends
 
     @property
@@ -136,14 +136,14 @@ class RunData:
     def newest(self) -> float:
         """Time of the newest record, unix seconds; 0 if there is none.
 
-        Elastic searchers are left out, since they outlive the run.
+        Elastic searchers are left out, since they may go on for a while after the run has stopped.
         """
         own = [digest.last for index, digest in self.searchers.items() if not is_elastic(index)]
         return max(series([self.trainer.latest, *own], "time"), default=0.0)
 
     @property
     def faults(self) -> dict[str, int]:
-        """Number of faults of each kind."""
+        """Number of faults of each kind in FAULTS, 0 included."""
         met = Counter(str(event["event"]) for event in self.events)
         met["rebuilds"] = sum(digest.rebuilds.total for digest in self.searchers.values())
         met["damaged"] = len(self.trainer.damaged)
@@ -175,13 +175,13 @@ class RunData:
         return MEAN_REWARD if self.graded else known
 
     def score(self, evaluation: Evaluation) -> Estimate:
-        """Return the run's score with its 95 % interval."""
+        """Return the score of one evaluation (see ``score_name``) with its 95 % interval."""
         if self.graded and evaluation.graded:
             return mean(evaluation.rewards, evaluation.squares, evaluation.graded)
         return wilson(evaluation.correct, evaluation.total)
 
     def show(self, score: float) -> str:
-        """Format a score."""
+        """Format a score: mean rewards as they are, others in percent."""
         return f"{score:.3f}" if self.graded else percent(score)
 
     def counts(self) -> Counts:
@@ -206,7 +206,7 @@ class RunData:
 
     @property
     def stretches(self) -> list[list[Stretch]]:
-        """The trainer's ``Stretch`` objects, per attempt."""
+        """Spans of time that the trainer's records cover (see ``Stretch``), a list for each attempt."""
         until = [*(attempt.start for attempt in self.attempts[1:]), math.inf]
         return [
             [stretch for stretch in self.trainer.stretches if attempt.start <= stretch.start < end]
@@ -223,9 +223,9 @@ class RunData:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: seconds of surviving steps divided by seconds of held machines.
+        """Effective training time ratio: seconds of steps, each counted once, per second of held machines.
 
-        None before the first attempt, or if a clock that was set back makes the ratio exceed 1.
+        None before the first attempt, or if the ratio exceeds 1 because a clock was set back.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
         return useful / held if held >= useful and held > 0 else None
@@ -243,14 +243,14 @@ def _size(path: Path) -> ShardSize:
 
 
 def _is_event(line: Event) -> bool:
-    """Return whether a line of events.jsonl has the fields of all events; anyone may have written it."""
+    """Return whether a line of events.jsonl has the fields of all events; others are ignored."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     job = str(line.get("job"))
     return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
 
 
 def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:
-    """Read the evaluations whose parts are all there, by name; those in ``known`` are not read again."""
+    """Read the complete evaluations of a run, by name; those in ``known`` are not read again."""
     found = {
         name: (known or {}).get(name) or find_evaluation(run, split, step)
         for name, (split, step) in evaluations_on_disk(run).items()
@@ -259,5 +259,5 @@ def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) ->
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:
-    """Return the values of a scalar from the records that have it."""
+    """Return the values of the scalar ``name`` in the records that have it."""
     return [value for record in records if (value := number(record, name)) is not None]

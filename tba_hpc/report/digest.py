@@ -1,7 +1,7 @@
-"""Condenses a metrics file record by record, in bounded memory, and keeps the result next to the file.
+"""Condenses a metrics file, record by record, to a digest of bounded size, which is kept beside the file.
 
-The writer of the file keeps its digest (``KeptDigest``), so that a reader parses only the last lines even of
-a long run. A digest that is missing or does not fit its file is made again from the lines.
+The rank that writes the metrics also writes the digest (``KeptDigest``), so that readers parse only the last
+lines even of a long run. A digest that is missing or does not fit its file is made again from all lines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
-"""Pause between two writes of a digest; readers parse the lines after the last write."""
+"""Shortest pause between two writes of a digest; readers parse the lines after the last write."""
 
 CHECKPOINTS = 16
-"""Number of newest checkpoints to which counts can go back; a resume takes the newest intact one."""
+"""Number of newest checkpoints whose counts are kept, since a resume goes back to those of its checkpoint."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 """Events that begin a phase of the trainer."""
@@ -41,9 +41,11 @@ PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 
 @dataclass
 class Merged:
-    """Counts of what a run's surviving history has merged. cursors: index of the next shard, per searcher.
+    """Counts of what the trainer has merged, without merges that a resume has undone.
 
-    dropped: trajectories that answered a request a second time.
+    revision: how often merges or evictions have changed the buffer. tokens: of completions. duplicates,
+    evicted: trajectories that the buffer rejected as duplicates, or evicted. dropped: trajectories left out,
+    because an earlier shard had answered their request. cursors: index of the next shard, by searcher.
     """
 
     revision: int = 0
@@ -74,9 +76,11 @@ class Merged:
 
 @dataclass
 class Stretch:
-    """The trainer's records of one attempt: their times (unix s), steps, and the last one's event.
+    """The span of time and steps that the trainer's records of one attempt cover.
 
-    If the clock is set back, ``start`` moves back with it, so that no second counts twice.
+    start, end: times of the first and last record, unix seconds. If the clock is set back, ``start`` moves
+    back as far, so that ``end − start`` stays right. first, last: their steps. event: the last record's
+    event, empty if it has none.
     """
 
     start: float
@@ -90,10 +94,11 @@ class Stretch:
 class TrainerDigest:
     """Digest of the trainer's records.
 
-    phase: the last event of PHASES, or ``training``. postponed: event of the newest checkpoint that found no
-    space, if none has been completed since. damaged: events of checkpoints set aside. latest: newest value of
-    every figure. step: the last one done. redone: steps taken back by all resumes. saved: what each of the
-    newest checkpoints had merged.
+    phase: the last event of PHASES, or ``training`` if a step came after it. latest: newest value of every
+    figure. checkpoint: event of the newest complete checkpoint. postponed: event of the newest checkpoint
+    that found no space, if none was completed since. damaged: events of checkpoints that were set aside.
+    step: optimizer steps done. starts: number of attempts. redone: steps that resumes had to do again.
+    merged: counts up to now. saved: counts that the newest checkpoints contain, oldest first.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -110,7 +115,7 @@ class TrainerDigest:
     stretches: list[Stretch] = field(default_factory=list)
 
     def take(self, record: Record) -> None:
-        """Add one more record."""
+        """Add the next record."""
         self.trends.take(record)
         event = str(record.get("event", ""))
         if event in ("merged", "evicted"):
@@ -120,7 +125,7 @@ class TrainerDigest:
         else:
             self.phase, self.step = "training", whole(record, "step")
             self.latest = {**self.latest, **record}
-        if event != "damaged":  # logged before the attempt's start event
+        if event != "damaged":  # logged before the event that begins the attempt
             self._stretch(event, record)
 
     def _take_event(self, event: str, record: Record) -> None:
@@ -137,18 +142,18 @@ class TrainerDigest:
                 self.damaged.append(record)
         if event == "checkpoint":
             self.checkpoint, self.postponed = record, {}
-            record = {**record, "step": max(self.step, whole(record, "step"))}  # training has gone on
+            record = {**record, "step": max(self.step, whole(record, "step"))}  # training went on
         if event in (*PHASES, "checkpoint"):
             self.step = int(number(record, "step", self.step))
             self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """Note what a checkpoint had merged when it was copied, unless its snapshot event did so before."""
+        """Keep the present counts as those of a checkpoint, unless its snapshot event did so before."""
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
     def _begin(self, step: int, revision: int) -> None:
-        """Reset counts to those of the checkpoint from which an attempt begins, or to 0 without one."""
+        """Reset counts to those of the checkpoint from which an attempt begins; without one, to 0."""
         self.starts += 1
         self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
@@ -173,11 +178,12 @@ class TrainerDigest:
 class SearcherDigest:
     """Digest of a searcher's records.
 
-    trends: the searcher's, until they are added to the run's trends; from then on the run's. stays: total
-    seconds of earlier starts, each up to its last record. since, until: times of the first and last record of
-    the last start, unix seconds. tokens: generated, even if lost with their searcher. rates: tokens per
-    second by unix second. at_work: tokens per second while it generated. stage, reached: stage of the
-    engine's start, and when it was reached, unix seconds. last: the last record that is not an event.
+    trends: the searcher's; after ``RunData`` has added them to the run's, the run's. rates: tokens per second
+    by unix second. at_work: their mean while it generated, a curve of one point. tokens: number generated,
+    even if lost with their searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage
+    that the engine's start has reached. stage_since: time of that, unix seconds. last: the last record that
+    is not an event. since, until: times of the first and last record of the present start, unix seconds.
+    earlier_seconds: seconds from first to last record, summed over earlier starts.
     """
 
     index: int
@@ -189,25 +195,25 @@ class SearcherDigest:
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
     nan_groups: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/nan_groups"))
     stage: str = ""
-    reached: float = 0.0
+    stage_since: float = 0.0
     last: Record = field(default_factory=dict)
-    stays: float = 0.0
+    earlier_seconds: float = 0.0
     since: float = 0.0
     until: float = 0.0
 
     def take(self, record: Record) -> None:
-        """Add one more record."""
+        """Add the next record."""
         when, event = number(record, "time", self.until), record.get("event")
         if event == "started" or not self.since:
-            self.stays, self.since = self.seconds, when
-        elif when < self.until:  # the clock was set back, and ``since`` with it
+            self.earlier_seconds, self.since = self.seconds, when
+        elif when < self.until:  # the clock was set back: move ``since`` as far
             self.since += when - self.until
         self.until = when
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
         if event == "engine":
-            self.stage, self.reached = str(record["stage"]), when
+            self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:
             return
         self.trends.take_search(record)
@@ -220,8 +226,8 @@ class SearcherDigest:
 
     @property
     def seconds(self) -> float:
-        """Total uptime of all starts, in seconds. Engines are partly loaded before it begins."""
-        return self.stays + self.until - self.since
+        """Seconds from first to last record, summed over all starts."""
+        return self.earlier_seconds + self.until - self.since
 
 
 # --- Files ---
@@ -230,36 +236,42 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """Path of a metrics file's digest. Its first line has FORMAT, number of bytes digested, and checksum."""
+    """Return the path of a metrics file's digest.
+
+    The digest's first line holds FORMAT, the number of bytes of metrics that it covers, and a checksum.
+    """
     return metrics.with_suffix(".digest.json")
 
 
 @functools.cache
-def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Return the reader and writer for digests of the named class; slow to build, so on first use only."""
+def _codec(kind: str) -> TypeAdapter[Any]:
+    """Return the reader and writer of digests of the class called ``kind``; it takes long to build."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
-    """Return the digest on disk, or the fresh one ``digest``, and a reader of the records after it."""
+    """Return a digest of a metrics file, and a reader of the records that are not in it yet.
+
+    digest: an empty one, which is returned if there is none on disk that fits the file.
+    """
     try:
         head, _, body = read_regular(digest_file(metrics)).partition(b"\n")
         end, checksum = json.loads(head)[f"format {FORMAT}"]
         if checksum != _checksum(end, body):
             raise ValueError("damaged")
-        kept: D = _adapter(type(digest).__name__).validate_json(body)
+        kept: D = _codec(type(digest).__name__).validate_json(body)
         with open_regular(metrics) as file:
             file.seek(end - 1)
-            fits = file.read(1) == b"\n"  # the covered part ends with a line
+            fits = file.read(1) == b"\n"  # the covered part must end with a whole line
     except (OSError, ValueError, TypeError, LookupError):
         fits = False
     return (kept, MetricsTail(metrics, place=end)) if fits else (digest, MetricsTail(metrics))
 
 
 class KeptDigest(Generic[D]):
-    """Adds records to a digest as they are written to a metrics file, and keeps the digest next to the file.
+    """Writer of the digest of a metrics file; the rank that writes the metrics calls it with new records.
 
-    digest: a fresh one; records that the file already holds are added first.
+    digest: an empty one, for a file without a digest; records that the file already has are added first.
     """
 
     def __init__(self, metrics: Path, digest: D) -> None:
@@ -271,7 +283,10 @@ class KeptDigest(Generic[D]):
         self._next = 0.0  # a digest that did not fit the file is replaced at once
 
     def __call__(self, records: Sequence[Record], end: int | None) -> None:
-        """Add new records (see ``run.metrics.Digest``)."""
+        """Add new records, and write the digest if that is due.
+
+        end: length of the metrics file in bytes; None if some records are not written yet.
+        """
         for record in records:
             self._digest.take(record)
         if end is not None and time.monotonic() >= self._next:
@@ -284,12 +299,12 @@ def _checksum(end: int, body: bytes) -> int:
 
 
 def keep_digest(metrics: Path, digest: TrainerDigest | SearcherDigest, end: int) -> None:
-    """Write the digest of the file's first ``end`` bytes; on a full disk the old one stays."""
-    path, body = digest_file(metrics), _adapter(type(digest).__name__).dump_json(digest)
+    """Write the digest of a metrics file's first ``end`` bytes; on a full disk the old one stays."""
+    path, body = digest_file(metrics), _codec(type(digest).__name__).dump_json(digest)
     head = json.dumps({f"format {FORMAT}": [end, _checksum(end, body)]})
     try:
         write_atomic(path, f"{head}\n{body.decode()}")
     except OSError as error:
         if not is_for_room(error):
             raise
-        log.warning("%s: %s; readers take longer, as they parse the metrics", path, error)
+        log.warning("%s: %s; until there is space, showing the run takes longer", path, error)

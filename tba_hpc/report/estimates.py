@@ -1,4 +1,4 @@
-"""Estimates with 95 % confidence intervals, of scores on a finite number of prompts (P) and samples."""
+"""Estimates scores from a finite number of prompts (P) and samples, with 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 Z = NormalDist().inv_cdf(0.975)
-"""Quantile of the normal distribution with 2.5 % above it."""
+"""Number of standard errors from a mean to either end of its 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,10 @@ class Estimate:
 
 
 def wilson(successes: int, trials: int) -> Estimate:
-    """Estimate a share with Wilson's score interval (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4)."""
+    """Estimate a share with Wilson's score interval (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
+
+    trials: at least 1.
+    """
     share, z2 = successes / trials, Z * Z / trials
     centre = (share + z2 / 2) / (1 + z2)
     half = Z * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials)) / (1 + z2)
@@ -29,10 +32,11 @@ def wilson(successes: int, trials: int) -> Estimate:
 
 
 def mean(total: float, squares: float, count: int) -> Estimate:
-    """Estimate the mean from the sum and the sum of squares of values, with the normal interval.
+    """Estimate the mean of ``count`` values, at least 1, with the normal interval.
 
-    The interval may reach beyond the largest possible value. It is not cut off, since a task does not name
-    that value, and the largest observed one is no bound of the mean. For a share use ``wilson``.
+    total, squares: sum and sum of squares of the values. The interval may reach beyond the largest possible
+    value, which is not known here: a task does not say what its largest reward is. For a share use
+    ``wilson``.
     """
     value = total / count
     variance = max(0.0, squares - total * value) / max(1, count - 1)
@@ -41,7 +45,7 @@ def mean(total: float, squares: float, count: int) -> Estimate:
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:
-    """Estimate ``one − other``, unpaired; with Wilson intervals this is Newcombe's method 10 (1998)."""
+    """Estimate ``one − other`` of independent samples; with Wilson intervals, Newcombe's method 10 (1998)."""
     gap = one.value - other.value
     below = math.hypot(one.value - one.low, other.high - other.value)
     above = math.hypot(one.high - one.value, other.value - other.low)
@@ -49,9 +53,9 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Estimate without bias the chance that one of k samples is correct (Chen et al. 2021, eq. 1).
+    """Estimate without bias the chance that at least one of k samples is correct (Chen et al. 2021, eq. 1).
 
-    1 − C(n − c, k) ÷ C(n, k) with c correct of n samples, 1 ≤ k ≤ n.
+    The result is 1 − C(n − c, k) ÷ C(n, k) if c of n samples are correct, for 1 ≤ k ≤ n.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
@@ -59,8 +63,9 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 def passes(correct_P: Sequence[int], samples: int) -> dict[int, Estimate]:
     """Estimate pass@k, the mean over prompts, for k = 1, 2, 4, … up to ``samples``.
 
-    correct_P: number of correct samples of each prompt. A single prompt has no spread over prompts, so its
-    interval is Wilson's for one sample, transformed by 1 − (1 − p)^k. No interval leaves [0, 1].
+    correct_P: number of correct samples of each prompt, among ``samples``. Intervals are normal ones over
+    prompts, cut off at 0 and 1. Of a single prompt, which has no spread, the interval is Wilson's for one
+    sample, transformed by 1 − (1 − p)^k.
     """
     found = {}
     for k in (1 << exponent for exponent in range(samples.bit_length())):

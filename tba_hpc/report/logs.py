@@ -1,4 +1,4 @@
-"""Shows the logs of a run's ranks and batch scripts: the end of each, or new lines as they come."""
+"""Prints the logs of a run's ranks and batch scripts: the last lines of each, or new lines as they come."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOG_CHECK_SECONDS = 0.5
 """Pause between two checks of followed files."""
 
 MOST_BYTES = 1 << 22
-"""Largest part of a log's end that is read for its last lines."""
+"""Largest number of bytes that are read from a log's end to find its last lines."""
 
 BATCH = "batch"
-"""Name of the batch script's log; other names are of ranks."""
+"""Name by which a user asks for the batch script's log, as for a rank's."""
 
 RANK = re.compile(r"(trainer|searcher)-(\d+)")
 
@@ -28,9 +28,9 @@ RANK = re.compile(r"(trainer|searcher)-(\d+)")
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """List the requested logs that exist: the newest batch script's, then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all. attempt: None for the newest,
-    the only one to which the batch script's log belongs. Links that lead out of the run are left out. Raises
-    ConfigError for a rank or an attempt that does not exist.
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all. attempt: number of an attempt
+    whose ranks' logs are listed, then without the batch script's; None for the newest. Links that lead out of
+    the run are left out. Raises ConfigError if ``rank`` is no such name, or if the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
@@ -48,7 +48,7 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
 
 
 def _name(rank: str) -> str:
-    """Turn ``trainer-0`` into the log's name, ``trainer-0000``. Raises ConfigError."""
+    """Return the name of a rank's log: ``trainer-0000`` for ``trainer-0``. Raises ConfigError."""
     if match := RANK.fullmatch(rank):
         return rank_name("trainer" if match[1] == "trainer" else "searcher", int(match[2]))
     if rank == "mpiexec":
@@ -57,10 +57,11 @@ def _name(rank: str) -> str:
 
 
 def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int, follow: bool) -> None:
-    """Print the last ``lines`` of each log, each below its path.
+    """Print the last lines of each log under its path.
 
-    follow: then print new lines, also of later attempts and jobs, until the run is finished. attempt: follow
-    only this one. Raises ConfigError, without ``follow`` also if there is no log.
+    rank, attempt: see ``log_files``. lines: number of lines per log. follow: then print new lines, also of
+    later attempts and jobs unless ``attempt`` is given, until the run is finished. Raises ConfigError as
+    ``log_files`` does, and without ``follow`` if there is no log.
     """
     files, printer = log_files(run, rank, attempt), Printer()
     if not files and not follow:
@@ -69,7 +70,7 @@ def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int,
     for file in files:
         printer.show(file, last=lines, unfinished=not follow)
     while follow:
-        over = run.finished_file.exists()  # read first: if it is finished, this check shows the last lines
+        over = run.finished_file.exists()  # asked before the last lines are read
         for file in log_files(run, rank, attempt):
             printer.show(file)
         if over:
@@ -79,18 +80,19 @@ def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int,
 
 @dataclass
 class Printer:
-    """Prints new lines of several files, with a heading whenever the file changes.
+    """Printer of new lines of several files, with a heading whenever the file changes.
 
-    offsets: number of bytes of each file already read.
+    offsets: number of bytes already read, by file. file: the file printed last.
     """
 
     offsets: dict[Path, int] = field(default_factory=dict)
     file: Path | None = None
 
     def show(self, file: Path, *, last: int | None = None, unfinished: bool = False) -> None:
-        """Print the lines written since the last call, or only the ``last`` ones.
+        """Print the lines written since the last call.
 
-        unfinished: print an unfinished line, too, instead of leaving it for the next call.
+        last: largest number of lines to print; None for all. unfinished: print an unfinished line, too,
+        instead of leaving it for the next call.
         """
         lines = self._new_lines(file, near_end=last is not None, unfinished=unfinished)
         lines = lines if last is None else lines[max(0, len(lines) - last) :]
@@ -101,11 +103,14 @@ class Printer:
             print(printable(line), flush=True)
 
     def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
-        """Read new lines as a terminal shows them: progress bars in their last state, no NULs of mpiexec."""
+        """Read new lines as a terminal would show them: of a progress bar its last state, and no NUL bytes.
+
+        near_end: skip all but the last MOST_BYTES of a file that is read for the first time.
+        """
         with open_regular(path) as file:
             size = file.seek(0, 2)
             start = self.offsets.get(path, max(0, size - MOST_BYTES) if near_end else 0)
-            start = start if start <= size else 0  # a shorter file is a new one of the same name
+            start = start if start <= size else 0  # a file that has become shorter is a new one
             file.seek(start)
             data = file.read()
         new = data if unfinished else data[: data.rfind(b"\n") + 1]

@@ -1,8 +1,9 @@
-"""Sends messages about a run (``run.notify``), by a command or a webhook, and its heartbeat.
+"""Sends messages about a run by a command or a webhook, and its heartbeat, as keys of ``run.notify`` say.
 
-A separate process reads the run's files, so that its waits do not delay training. A message that cannot be
-sent costs a line of its log. ``tba run`` and the job's batch script start the process and end it by SIGTERM;
-it then reports how the run has ended. A node that dies cannot report, but its heartbeat ceases.
+A separate process reads the run's files and sends, so that a slow network does not delay training. A message
+that cannot be sent is only noted in that process's log. ``tba run`` and the job's batch script start the
+process. They end it by SIGTERM, upon which it reports how the run has ended. A node that dies cannot report,
+but its heartbeat ceases.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ QUIET_SECONDS = 3600.0
 """Time that an alert must have been absent before it is reported again, s."""
 
 SEND_SECONDS = 10.0
-"""Timeout of a message, s."""
+"""Timeout of one message, s."""
 
 END_SECONDS = 30
-"""Time for the last messages after the signal to end, s."""
+"""Longest time that the last messages may take after the signal to end, s."""
 
 START_SECONDS = 30
-"""Longest time until the process listens to signals."""
+"""Longest time until the new process listens to signals, s."""
 
 BOOT_SECONDS = 2.0
-"""Error of the start time that the kernel reports for a process, s."""
+"""Largest error of a process's start time as the kernel reports it, s."""
 
 LOG = "notify.log"
 
 
 def require_addresses(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if a variable that ``run.notify`` names is not set, or holds no address."""
+    """Raise ConfigError if an environment variable that ``run.notify`` names holds no web address."""
     for key in ("webhook_variable", "heartbeat_variable"):
         name = getattr(config.run.notify, key)
         address = environment.get(name, "").strip() if name else "https://"
@@ -77,8 +78,8 @@ class Notifier:
     """Sender of messages about what has changed in a run since the last check.
 
     queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
-    a launcher or batch script started this process. Alerts that exist at the start are then not reported:
-    the process of an earlier attempt did so.
+    a launcher or batch script started this process. Alerts that exist when it starts are then not reported,
+    since the process of an earlier attempt has done so.
     """
 
     def __init__(self, run: RunDir, queue: Queue, since: float, *, beside: bool = False) -> None:
@@ -94,7 +95,7 @@ class Notifier:
         self._state = now.state if now.over and not (events and events[-1]["time"] >= since) else ""
 
     def look(self) -> RunState:
-        """Send news, request the heartbeat's address if that is due, and return the run's state."""
+        """Report what has changed, send the heartbeat if it is due, and return the run's state."""
         self._monitor.update()
         now = run_state(self._monitor)
         self._tell_of_start()
@@ -107,8 +108,8 @@ class Notifier:
         return now
 
     def leave(self) -> None:
-        """Report the end of the run or of its job, once the launcher or the batch script ends."""
-        self._monitor = RunMonitor(self._run, lambda run: [_left(entry) for entry in self._queue(run)])
+        """Report how the run or its job has ended; called when the launcher or the batch script ends."""
+        self._monitor = RunMonitor(self._run, lambda run: [_after_job(entry) for entry in self._queue(run)])
         self._monitor.update()
         self._tell_of_start()
         self._tell_of_alerts()
@@ -117,7 +118,7 @@ class Notifier:
             self._send("end", words, self._command("status"))
         elif (now := run_state(self._monitor)).over:
             self._tell_of(now)
-        else:  # the launcher had no time for an event
+        else:  # the launcher ended without noting an event
             self._send("end", f"its launcher has ended: {now.words}", self._command("status"))
 
     def _tell_of_start(self) -> None:
@@ -132,10 +133,10 @@ class Notifier:
             self._send("alert", f"alert: {alert.short}", self._command("report"))
 
     def _new_alerts(self) -> list[Alert]:
-        """Note the present alerts; return those not seen in the last QUIET_SECONDS."""
+        """Return the present alerts that were not seen in the last QUIET_SECONDS, and note all as seen."""
         now, new = time.monotonic(), []
         for alert in self._monitor.alerts:
-            key = alert.short.rpartition(": ")[2]  # the figure in a standing alert changes with every check
+            key = alert.short.rpartition(": ")[2]  # without the figure, which changes while the alert lasts
             new += [alert] if now - self._alerts.get(key, -math.inf) > QUIET_SECONDS else []
             self._alerts[key] = now
         return new
@@ -159,12 +160,15 @@ class Notifier:
         self._ask(self._notify.webhook_variable, {"text": message})
 
     def _ask(self, variable: str | None, content: dict[str, str] | None = None) -> None:
-        """Request the address in a variable, by POST with content, else by GET. Errors never show it."""
+        """Request the address that an environment variable holds: POST with ``content``, otherwise GET.
+
+        Failures are logged without the address, which may contain a secret.
+        """
         if variable is None:
             return
         try:
             status = asyncio.run(_status_of(os.environ[variable].strip(), content))
-        except Exception as error:  # whatever an address may lead to
+        except Exception as error:  # an address may lead to any failure; none may end this process
             log.warning("%s: no answer (%s)", variable, type(error).__name__)
             return
         if status // 100 != 2:
@@ -172,7 +176,7 @@ class Notifier:
 
 
 async def _status_of(address: str, content: dict[str, str] | None) -> int:
-    """Return the status that an address answers with. Raises TimeoutError after SEND_SECONDS."""
+    """Request an address and return the status of its answer. Raises TimeoutError after SEND_SECONDS."""
     async with asyncio.timeout(SEND_SECONDS), web.client() as client:
         method = "POST" if content else "GET"
         async with client.stream(method, address, json=content) as answer:
@@ -186,8 +190,8 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         log.warning("%s: %s", command[0], getattr(error, "strerror", None) or type(error).__name__)
 
 
-def _left(entry: QueueEntry) -> QueueEntry:
-    """Return a job's component in the state that squeue will show once its batch script has ended."""
+def _after_job(entry: QueueEntry) -> QueueEntry:
+    """Return a job's component in the state that it will have once its batch script has ended."""
     return {**entry, "state": FORGOTTEN}
 
 
@@ -197,9 +201,9 @@ def _left(entry: QueueEntry) -> QueueEntry:
 def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     """Send messages about a run until it is finished or this process gets SIGTERM or SIGINT.
 
-    queue: see ``RunMonitor``. beside: whether the launcher or the batch script sends SIGTERM when it
-    ends; the end of the run is then reported, too. Raises ConfigError if run.notify is not set, or lacks an
-    address.
+    queue: see ``RunMonitor``. beside: whether a launcher or batch script started this process and sends it
+    SIGTERM when it ends itself; the end of the run is then reported, too. Raises ConfigError if run.notify is
+    not set, or if a variable that it names holds no address.
     """
     config = run.config()
     if not config.run.notify.wanted:
@@ -209,14 +213,14 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
     def leave(*_: object) -> None:
         asked.set()
-        signal.alarm(END_SECONDS)  # ends this process
+        signal.alarm(END_SECONDS)  # ends this process if the last messages take longer
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see _wait_with_signals
     notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS, beside=beside)
     while not asked.is_set():
-        with suppress(OSError):  # a file server that is away for a while
+        with suppress(OSError):  # the run's folder may be unreachable for a while
             if notifier.look().state == "finished":
                 return
         asked.wait(RUN_CHECK_SECONDS)
@@ -226,7 +230,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
 @contextmanager
 def notified(run: RunDir, config: Config) -> Iterator[None]:
-    """Send messages about the run while the block runs, and about its end, if run.notify is set."""
+    """Run ``watch`` in a child process during the block, if run.notify is set; it reports the end, too."""
     if not config.run.notify.wanted:
         yield
         return
@@ -252,6 +256,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Have a new process get SIGTERM when ``parent`` ends, but not before ``watch`` has a handler for it."""
+    """Have this new process get SIGTERM when ``parent`` ends, blocked until ``watch`` can handle it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

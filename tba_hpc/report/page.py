@@ -1,4 +1,4 @@
-"""Writes ``report.html``: a run on one self-contained page with plots, for any browser or printer."""
+"""Writes ``report.html``: results, plots and attempts of a run on one page without scripts or other files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ OUTCOMES = {
 
 
 class Tile(NamedTuple):
-    """A headline number. then, gain: its value after training, and the change."""
+    """A headline number of the page, as text.
+
+    name, note: what stands above and below the number. then: the number after training, if ``value`` is the
+    one before. gain: the change.
+    """
 
     name: str
     value: str
@@ -54,7 +58,7 @@ class Answers(NamedTuple):
 
 
 def write_report(run: RunDir) -> Summary:
-    """Write ``summary.json`` and then ``report.html`` from one reading of a run in any state."""
+    """Write ``summary.json`` and ``report.html`` of a run in any state; return the summary."""
     data = RunData.read(run)
     summary = summary_of(data)
     write_summary(run, summary)
@@ -83,7 +87,7 @@ def render(data: RunData, summary: Summary) -> str:
 
 
 def template(name: str) -> Template:
-    """Load a template of this folder; values are escaped, including control characters."""
+    """Load a template of this folder, which escapes values for HTML and makes control characters visible."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -99,7 +103,7 @@ def _shown(value: Any) -> Any:
 
 
 def write_html(path: Path, text: str) -> None:
-    """Write a page to the user's path. Raises ConfigError if nothing can be written there."""
+    """Write a page to the path that a user chose. Raises ConfigError if it cannot be written."""
     try:
         write_atomic(path, text)
     except OSError as error:
@@ -128,14 +132,14 @@ def _subtitle(config: Config) -> str:
 
 
 def tiles(data: RunData, summary: Summary) -> list[Tile]:
-    """Return the headline numbers."""
+    """Return the headline numbers of the page."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ended = data.attempts and data.attempts[-1].end  # a running attempt still changes the ETTR
+    ended = data.attempts and data.attempts[-1].end  # until then the ETTR is not final
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
-    rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
+    rates += [f"{goodput:,.0f} acknowledged per searcher-second"] if goodput else []
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [
@@ -166,7 +170,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
 
 
 def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
-    """Return answers that the first and last evaluation keep of the same prompts; None if there are none."""
+    """Return what the first and the last evaluation answered to the same prompts; None without answers."""
     known = [evaluation for evaluation in evaluations if evaluation.answers]
     if not known:
         return None
@@ -181,7 +185,11 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
 
 
 def attempt_rows(data: RunData) -> list[dict[str, Any]]:
-    """Return the attempts as rows; ``left`` and ``width`` of a bar are in percent of the run's time."""
+    """Return the page's table of attempts, a row each.
+
+    left, width: start and length of the attempt's bar, in percent of the time from the first attempt's start
+    to the last one's end.
+    """
     found, ends = data.attempts, data.ends
     if not found:
         return []

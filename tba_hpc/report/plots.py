@@ -1,4 +1,4 @@
-"""The figures of the report page: SVG elements whose colours are CSS variables, for light and dark mode."""
+"""Draws the plots of the report page and of ``tba compare`` as SVG, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
 VARIABLES = ("ink", "muted", "grid", "blue", "orange", "green", "rose")
 COLOURS = {name: f"#0{i}0{i}0{i}" for i, name in enumerate(VARIABLES, 1)}
-"""Stand-ins that matplotlib accepts, by the page's CSS variables."""
+"""Colour with which matplotlib draws in place of each CSS variable of the page; see ``_themed``."""
 
 INK, MUTED, GRID, BLUE, ORANGE, GREEN, ROSE = COLOURS.values()
 
@@ -54,11 +54,11 @@ STYLE: dict[Any, object] = {
 }
 
 AXES = (0.12, 0.18, 0.86, 0.7)
-"""Left, bottom, width and height of the axes; matplotlib would take a second per page to find these."""
+"""Left, bottom, width and height of the axes, as shares of the figure. Computing them would take a second."""
 
 
 class Plot(NamedTuple):
-    """A captioned figure."""
+    """A drawn figure. note: text beside the title. svg: an <svg> element."""
 
     title: str
     note: str
@@ -69,14 +69,14 @@ Line = tuple[str, str, str]
 """A metric, its colour, and its name in the legend."""
 
 Axis = Callable[[Axes], object]
-"""Sets up the vertical axis after the curves are drawn."""
+"""Function that sets up the vertical axis after the curves are drawn."""
 
 
 class Lines(NamedTuple):
     """A figure of metrics over the steps.
 
-    compared: whether ``tba compare`` shows the first metric, too. above: the figure is drawn only if some
-    value is above this.
+    axis: sets up the vertical axis; ``id`` leaves it as matplotlib chooses. compared: whether ``tba compare``
+    draws the first metric for several runs. above: the figure is drawn only if some value is larger.
     """
 
     title: str
@@ -88,7 +88,7 @@ class Lines(NamedTuple):
 
 
 def plots(data: RunData) -> list[Plot]:
-    """Draw every figure of the page; at least one step must have been taken."""
+    """Draw all figures of the report page. The run must have taken at least one step."""
     drawn = (
         _plot(printable(data.score_name), "greedy", _score, data),
         _plot("Score and distance", "a point per evaluation", _pareto, data),
@@ -99,9 +99,9 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
-    """Draw the curves of several runs over each other, by step, if at least one run has them.
+    """Draw the curves of several runs over each other, by step; a figure that no run has is left out.
 
-    kl: whether to draw KL, which is comparable only under one reference.
+    kl: whether to draw KL, which can be compared only if all runs have the same reference.
     """
     names = [data.score_name for data in runs if data.evaluations] or ["score"]
     shown = [figure for figure in FIGURES if figure.compared and (kl or figure.title != "KL")]
@@ -113,12 +113,12 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def run_line(index: int) -> tuple[str, str]:
-    """Return colour and line style of the run at ``index``, as names that the page and matplotlib know."""
+    """Return colour and line style of one of several runs, as names that the page and matplotlib know."""
     return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
 def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
-    """Draw one figure by ``draw`` with ``given``; None if there is nothing to draw."""
+    """Draw a figure by ``draw(axes, *given)``; None if that returns False, as there is nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5))
         ax = figure.add_axes(AXES)
@@ -133,7 +133,7 @@ def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> P
 
 
 def _themed(svg: str, title: str) -> str:
-    """Return only the <svg> element, sized by the page and coloured by its CSS variables."""
+    """Return the <svg> element without a fixed size, and with the page's CSS variables for colours."""
     svg = printable(svg[svg.index("<svg") :])
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     label = f' role="img" aria-label="{html.escape(title)}"'
@@ -148,7 +148,7 @@ def _themed(svg: str, title: str) -> str:
 
 
 def _steps_axis(ax: Axes, *runs: RunData) -> None:
-    """Set the horizontal axis from step 0 to the last, the same on every plot."""
+    """Set the horizontal axis from step 0 to the last step of all runs."""
     last = max([1.0, *(data.step for data in runs)])
     ax.set_xlim(-0.02 * last, 1.02 * last)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -165,7 +165,7 @@ def _shares(ax: Axes) -> None:
 
 
 def _small_share(ax: Axes) -> None:
-    """Set the axis from 0 to a little above the largest value, to 5 % at least."""
+    """Set the vertical axis from 0 to a little above the largest value, and to 5 % at least."""
     ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
     _percents(ax)
 
@@ -188,7 +188,7 @@ def _log_scale(ax: Axes) -> None:
 
 
 def _values(ax: Axes) -> list[float]:
-    """Return all drawn vertical values."""
+    """Return the vertical values of all drawn lines."""
     return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
 
 
@@ -202,7 +202,7 @@ def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Take a centred moving mean over about a twentieth of the points; windows shrink at both ends."""
+    """Return the centred moving mean over about a twentieth of the points; windows shrink at both ends."""
     half = len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -216,7 +216,7 @@ def _line(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None 
 
 
 def _trend(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
-    """Draw the points faintly under their moving mean."""
+    """Draw the moving mean of the points and, if there are many, the points faintly under it."""
     if len(x) > 40:
         ax.plot(x, y, color=color, alpha=0.25, linewidth=0.9)
     _line(ax, x, _smooth(y), color, label)
@@ -242,7 +242,10 @@ def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
 
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a map from unix time to minutes of running time, without the pauses between attempts."""
+    """Return a function from unix seconds to minutes of the trainer's run, without pauses between attempts.
+
+    The function maps arrays of any length.
+    """
     stretches = data.trainer.stretches
     lengths = np.array([stretch.end - stretch.start for stretch in stretches])
     ends = np.cumsum(lengths)
@@ -263,7 +266,7 @@ def _throughput(ax: Axes, data: RunData) -> bool:
         _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(rates)} searchers")
     else:
         for (index, (x, y)), color in zip(known.items(), (BLUE, ORANGE, GREEN, ROSE), strict=False):
-            # Four whole names of elastic searchers would be wider than the figure.
+            # Only the first label says "searcher": four long ones would be wider than the figure.
             _trend(ax, x, y, color, f"searcher {index}" if color == BLUE else f"{index}")
     _counts(ax)
     ax.set_xlabel("minute")
@@ -274,7 +277,7 @@ def _throughput(ax: Axes, data: RunData) -> bool:
 
 
 def _score(ax: Axes, data: RunData) -> bool:
-    """Draw validation as a line; the held-out test before and after as diamonds with their values."""
+    """Draw validation scores as a line, and held-out test scores as diamonds with their values."""
     validation, test = (
         [(e.step, data.score(e).value) for e in data.evaluated(split)] for split in ("validation", "test")
     )
@@ -316,7 +319,7 @@ def _score_axis(ax: Axes, *runs: RunData) -> None:
 
 
 def _pareto(ax: Axes, data: RunData) -> bool:
-    """Draw the score against the distance from one reference; up and to the left is better."""
+    """Draw the score against the perplexity under one reference; points up and to the left are better."""
     train = data.config.train
     found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
     if len(found) < 2:
@@ -358,7 +361,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """Return two lines of a metric: for fresh completions, and for the training batch."""
+    """Return two lines for a metric: of fresh completions, and of the training batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 
@@ -394,21 +397,19 @@ WEIGHTS = [
 
 FIGURES = (
     Lines("Reward", "mean per completion", _both("reward"), compared=True),
-    Lines(
-        "KL", "fresh samples to the reference, nats per completion", _one("search/kl", ORANGE), compared=True
-    ),
-    Lines("Log-ratio", "policy to reference on the batch, replayed data: no KL", _one("train/log_ratio")),
+    Lines("KL", "from the reference, nats per fresh completion", _one("search/kl", ORANGE), compared=True),
+    Lines("Log-ratio", "log π/π_ref of the batch, nats; no KL if data is old", _one("train/log_ratio")),
     Lines("Entropy", "of fresh samples, nats per token", _one("search/entropy", ORANGE), _from_zero, True),
     Lines("Off-policy", "effective sample size, clip share; of a batch", OFF_POLICY, _shares, True),
-    Lines("Drift", "batch under the policy to what sampled it, nats per completion", DRIFT),
-    Lines("Engine gap", "engine to learner, same weights, nats per token", _both("engine_gap"), _log_scale),
-    Lines("Groups without variance", "with one reward for all", _both("flat_groups"), _shares),
+    Lines("Drift", "log π/π_behaviour of the batch, nats per completion", DRIFT),
+    Lines("Engine gap", "between engine and learner, nats per token", _both("engine_gap"), _log_scale),
+    Lines("Groups without variance", "whose rewards are equal", _both("flat_groups"), _shares),
     Lines("Loss", "of the objective", _one("train/loss"), compared=True),
     Lines("Gradient norm", "before clipping", _one("train/grad_norm", ROSE), compared=True),
     Lines("Length", "sampled tokens per completion", _both("length"), compared=True),
     Lines("Turns", "per fresh completion", _one("search/turns", ORANGE), above=1),
     Lines("Failed calls", "of tools, by fresh completions", _one("search/failed_calls", ROSE), _small_share),
-    Lines("Environment", "its share of the tokens", _both("environment_share"), _shares, above=0),
+    Lines("Environment", "share of tokens that it wrote", _both("environment_share"), _shares, above=0),
     Lines("Truncated", "cut off by the token limit", _one("search/truncated_share", ORANGE), _small_share),
     Lines("Replay ratio", "steps that learned from a trajectory", _one("train/replay_ratio"), compared=True),
     Lines("Staleness", "optimizer steps, of a batch", STALENESS, _from_zero, True),

@@ -1,6 +1,6 @@
-"""Derives a run's state from its growing files and Slurm's view of its job, and the user's next command.
+"""Says what a run is doing, by its files and Slurm's view of its job, and what command the user needs next.
 
-It is cheap enough to be called every second.
+This is cheap enough to be asked every second.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from tba_hpc.run.owners import Owner, holders, is_abandoned
 from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
 
 SILENT_RUN_SECONDS = 600.0
-"""Silence after which a run may be dead; starting engines may take this long."""
+"""Shortest silence of all ranks after which a run may be dead, s; to start engines may take this long."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
 QUEUE_SECONDS = 10.0
-"""Shortest pause between two queries to Slurm."""
+"""Shortest pause between two queries to Slurm, s."""
 
 FRESH_SECONDS = 60.0
-"""Shortest silence after which a searcher counts as stopped, s. Clocks differ by less than this."""
+"""Shortest silence after which a searcher counts as stopped, s; nodes' clocks differ by less than this."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
 
 Queue = Callable[[RunDir], list[QueueEntry]]
-"""Returns Slurm's view of the components of a run's job; empty for a run that was never submitted."""
+"""Function that asks Slurm for the components of a run's job; none for a run that was never submitted."""
 
 
 class RunMonitor(RunData):
-    """Data of a run that is updated while it runs.
+    """Data of a run while it is running, with Slurm's view of its job.
 
-    queue: function that returns Slurm's view of the run's job. elastic: owners of the run's present elastic
-    searchers, by searcher.
-
-    abandoned: whether the launcher of a run without a job is gone.
+    queue: asks Slurm. job: components of the run's job, as of the last query. elastic: owners of the elastic
+    searchers that are present, by the searcher's index. abandoned: whether the launcher of a run without a
+    job is gone.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
@@ -58,7 +57,7 @@ class RunMonitor(RunData):
         self._opened = time.time()
 
     def update(self) -> None:
-        """Read what is new in the run directory; ask Slurm if the last query was long ago."""
+        """Read what is new in the run directory; first ask Slurm if the last query is QUEUE_SECONDS old."""
         if time.monotonic() - self._asked >= QUEUE_SECONDS:  # asked first, so that the files are newer
             self.job = self._queue(self.run)
             self.elastic = self._find_elastic()
@@ -73,34 +72,34 @@ class RunMonitor(RunData):
 
     @property
     def attempt(self) -> Attempt | None:
-        """The newest attempt, if the run was ever started."""
+        """The newest attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def last_event(self) -> str:
-        """Last event of launchers and batch scripts that changed the run's state."""
+        """Last event of a launcher or batch script that changed the run's state; empty before the first."""
         asides = {"unreachable", "hung", "orphan"}
         kinds = (str(event["event"]) for event in reversed(self.events))
         return next((kind for kind in kinds if kind not in asides), "")
 
     @property
     def phase(self) -> str:
-        """Last phase of the newest attempt's trainer; empty before its first record."""
+        """Phase of the newest attempt's trainer (see ``TrainerDigest``); empty before its first record."""
         trainer = self.trainer
         return trainer.phase if number(trainer.latest, "time", 0.0) >= self._begun else ""
 
     @property
     def _begun(self) -> float:
-        """Start of the newest attempt, unix seconds; earlier records are of other attempts.
+        """Start of the newest attempt, unix seconds; earlier records belong to other attempts.
 
-        0 if it is in the future: clocks were set back since, and do not tell attempts apart.
+        0 if the start is in the future: a clock was set back, so that times do not tell attempts apart.
         """
         start = self.attempt.start if self.attempt else 0.0
         return start if start <= time.time() + FRESH_SECONDS else 0.0
 
     @property
     def elapsed(self) -> float:
-        """Duration of the newest attempt so far, s; without an attempt, the age of this monitor."""
+        """Seconds since the newest attempt began, or its duration; without one, the age of this monitor."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
@@ -120,7 +119,7 @@ class RunMonitor(RunData):
 
     @property
     def is_silent(self) -> bool:
-        """True if all ranks have been silent for longer than any of them waits for another."""
+        """True if all ranks have been silent for longer than one of them ever waits for another."""
         return (self.silence or 0.0) >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
 
     @property
@@ -141,7 +140,7 @@ class RunMonitor(RunData):
     def engines(self) -> dict[int, SearcherDigest]:
         """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
-        return {i: digest for i, digest in own.items() if digest.stage and digest.reached >= self._begun}
+        return {i: digest for i, digest in own.items() if digest.stage and digest.stage_since >= self._begun}
 
     @property
     def tested(self) -> bool:
@@ -154,10 +153,11 @@ class RunMonitor(RunData):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run's state. state: a word for scripts. words: for people. command: what the user types next.
+    """A run's state.
 
-    States: queued, requeued, suspended, starting, filling, evaluating, training, finishing, stopping,
-    relaunching, and those of OVER.
+    state: a word for scripts: queued, requeued, suspended, starting, filling, evaluating, training,
+    finishing, stopping, relaunching, or one of OVER. words: the state for people. command: what the user may
+    type next; empty if nothing is needed.
     """
 
     state: str
@@ -186,7 +186,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if the run has since been started outside of it."""
+    """Return the components of the run's job; none if the run was started outside that job after its end."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -214,7 +214,7 @@ def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
 
 
 def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> RunState:
-    """Return the state while the batch script may still react to events."""
+    """Return the state of a run whose job has nodes, or whose job Slurm cannot be asked about."""
     step, job_id = monitor.step, job[0]["job"]
     if not _heard_of(monitor, job):
         if job[0]["state"] == NO_ANSWER:
@@ -249,13 +249,17 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 
 def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
-    """Add the resume command, unless that would use the code for which the run was refused."""
-    stale_code = ended.state == "refused" and monitor.run.modules.is_dir()
-    return ended if stale_code else replace(ended, command=again)
+    """Add the command ``again``, which resumes the run.
+
+    After a refusal it is left out if the run has a copy of the user's code: a resume would use that copy, not
+    what the user has mended.
+    """
+    copy_refused = ended.state == "refused" and monitor.run.modules.is_dir()
+    return ended if copy_refused else replace(ended, command=again)
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:
-    """Return the end that a launcher noted, if it noted one."""
+    """Return how the run ended according to its last event; None if that is not an end."""
     note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
@@ -279,17 +283,17 @@ def _ended(monitor: RunMonitor) -> RunState | None:
 
 
 def _abandoned(monitor: RunMonitor) -> RunState | None:
-    """Return the end of a run whose launcher could not note one."""
+    """Return the state of a run whose launcher is gone without a last event; None if it is not gone."""
     words = f"killed at step {monitor.step}, or its machine was lost; it resumes from the last checkpoint"
     return RunState("gone", words) if monitor.abandoned else None
 
 
 def _at_work(monitor: RunMonitor) -> RunState:
-    """Return what the ranks of the newest attempt do."""
+    """Return the state of a run whose ranks are starting or at work."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
     before = phase in ("", "started", "resumed", "filling") and not any(monitor.rates)
     if last == "signal" and phase not in ("stopped", "finished"):
-        return RunState("stopping", "asked to stop: to the next safe point, then a checkpoint")
+        return RunState("stopping", "asked to stop: goes on to the next safe point, then writes a checkpoint")
     if before and (words := _engines(monitor)):
         return RunState("starting", words)
     match phase:
@@ -313,35 +317,35 @@ def _at_work(monitor: RunMonitor) -> RunState:
         case "stopped":
             return RunState("stopping", f"stopped at step {step}, waiting for the ranks to end")
     if last == "allocated":
-        return RunState("starting", "looking which nodes answer")
+        return RunState("starting", "checking which nodes answer")
     if any(monitor.rates):
-        return RunState("evaluating", "first completions, evaluation before training")
+        return RunState("evaluating", "first completions arrive: evaluating before training")
     up = len(monitor.engines) == monitor.config.launch.searchers
     if not up:
         return RunState("starting", "starting ranks, which import their libraries")
-    rest = "first weights, then first completions" if phase else "waiting for the trainer to load its model"
-    since = max((digest.reached for digest in monitor.engines.values()), default=time.time())
-    return RunState("starting", f"engines are up, {rest} ({_seconds_since(since)})")
+    what = "the first weights and completions" if phase else "the trainer to load its model"
+    since = max((digest.stage_since for digest in monitor.engines.values()), default=time.time())
+    return RunState("starting", f"engines are up, waiting for {what} ({_seconds_since(since)})")
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready, and which stage another is in; empty if all that report are ready."""
+    """Say how many engines are ready and what another is doing; empty if all that report are ready."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""
     ready = len(monitor.engines) - len(waiting)
-    first = min(waiting, key=lambda digest: digest.reached)
-    seconds = _seconds_since(first.reached)
+    first = min(waiting, key=lambda digest: digest.stage_since)
+    seconds = _seconds_since(first.stage_since)
     return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds})"
 
 
 def _seconds_since(moment: float) -> str:
-    """Say how long ago a moment was. moment: Unix time, maybe of another node's clock."""
+    """Say how long ago a moment was. moment: unix seconds, perhaps by another node's clock."""
     return f"{max(0.0, time.time() - moment):.0f} s"
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint if all ranks have been silent for too long."""
+    """Add a hint to a state if all ranks have been silent for too long."""
     if not monitor.is_silent:
         return found
     words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
@@ -349,7 +353,7 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:
-    """Return the command that resubmits the run, as noted; a guess for a script submitted by hand."""
+    """Return the command that submitted ``job``; a similar one if its script was submitted by hand."""
     if job in monitor.submissions:
         return monitor.submissions[job]
     allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]

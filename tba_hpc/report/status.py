@@ -1,4 +1,4 @@
-"""Shows the state of a run: live on a terminal, as plain lines elsewhere, once, or as JSON."""
+"""Shows the state of a run: live on a terminal, live as plain lines elsewhere, or once as text or JSON."""
 
 from __future__ import annotations
 
@@ -33,25 +33,28 @@ from tba_hpc.run.metrics import number
 from tba_hpc.run.owners import Owner
 
 LINE_SECONDS = 5.0
-"""Pause between two plain lines if the output is not a terminal."""
+"""Pause between two plain lines if the output is not a terminal, s."""
 
 REFRESH_SECONDS = 1.0
-"""Pause between two readings of the run."""
+"""Shortest pause between two readings of the run, s."""
 
 ROLES = {"0": "trainers", "1": "searchers"}
-"""Roles of the components of a het job; a job of one component has all ranks."""
+"""Roles of the components of a het job, by their number; a job of one component has all ranks."""
 
 
 # --- Values ---
 
 
-def _left(monitor: RunMonitor, now: RunState) -> list[str]:
-    """Return the time left as a text, if the run is training."""
+def _time_left(monitor: RunMonitor, now: RunState) -> list[str]:
+    """Return a list with the time left as a text; an empty one unless the run is training."""
     return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
 
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
-    """Return the numbers a user watches, by title. Reward, KL and entropy are of fresh completions."""
+    """Return the numbers that a user watches, as texts by title.
+
+    Reward, KL and entropy are of fresh completions; loss and staleness are of the last step's batch.
+    """
     latest, trends = monitor.trainer.latest, monitor.trends
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
@@ -76,7 +79,10 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
-    """Return the share of answers that are correct and not cut off; empty if no correct one was cut off."""
+    """Return a cell with the share of answers that are correct and were not cut off.
+
+    Without a correct answer that was cut off, this share is the score, and there is no cell.
+    """
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if last and last[0].cut_correct else {}
 
 
@@ -100,7 +106,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """Return other facts by title: who works where, what is saved, what went wrong, what to do next."""
+    """Return texts by title: ranks and their nodes, the last checkpoint, faults, and what to do next."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     step = number(trainer.checkpoint, "step", 0)
@@ -127,7 +133,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 
 
 def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
-    """Say where an elastic searcher runs, for how long, and how fast."""
+    """Say where an elastic searcher runs, since when, and how fast."""
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
     digest = monitor.searchers.get(index)
     rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
@@ -135,7 +141,7 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
 
 
 def _component(component: QueueEntry) -> str:
-    """Return a component's state, with its nodes and time left, or its expected start."""
+    """Return a job component's state with its nodes and the time left, or its expected start."""
     state, nodes, start, left = (component[key] for key in ("state", "nodes", "start", "left"))
     until = f"{left} left" if state == "RUNNING" and left else ""
     since = f"not before {start.replace('T', ' ')}" if state == "PENDING" and start not in ("", "N/A") else ""
@@ -143,7 +149,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """Return what the run has done by title, counted as by ``tba audit``."""
+    """Return counts of what the run has done, as texts by title; ``tba audit`` counts alike."""
     if not counts.attempts:
         return {}
     dropped = f", {counts.dropped:,} dropped (answered twice)" if counts.dropped else ""
@@ -156,9 +162,10 @@ def done(counts: Counts) -> dict[str, str]:
 
 
 def figures(monitor: RunMonitor) -> dict[str, Any]:
-    """Return all that is shown as values for JSON; None where there is no value yet.
+    """Return the values behind all that is shown, for JSON; None where there is no value yet.
 
-    summary: as in summary.json. last_step: the trainer's last record. elastic: see ``run.owners.Owner``.
+    summary: as in summary.json. last_step: newest value of each of the trainer's figures. elastic: see
+    ``run.owners.Owner``.
     """
     now, attempt = run_state(monitor), monitor.attempt
     return {
@@ -199,10 +206,10 @@ def plain_line(monitor: RunMonitor) -> str:
 
 
 def panel(monitor: RunMonitor) -> RenderableType:
-    """Return the state of a run for a terminal: words, a progress bar, numbers and facts."""
+    """Return the display of a run for a terminal: its state, a progress bar, numbers and facts."""
     now, step, steps = run_state(monitor), monitor.step, monitor.config.train.steps
     progress = Table.grid(padding=(0, 1))
-    times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
+    times = " · ".join([duration(monitor.elapsed), *_time_left(monitor, now)])
     bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
     progress.add_row(bar, Text(f"{step}/{steps}"), Text(times, style="dim"))
     numbers = [
@@ -219,18 +226,18 @@ def panel(monitor: RunMonitor) -> RenderableType:
 
 
 class LiveDisplay:
-    """Follows a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
+    """Live display of a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
 
-    It reads and draws only inside ``refresh``, so that its owner decides when; no thread is started. queue:
-    returns Slurm's view of the run's job, if it may have one.
+    Files are read and the display is drawn only inside ``refresh``, in the caller's thread. console: the
+    terminal if None. queue: see ``RunMonitor``.
     """
 
     def __init__(self, run: RunDir, *, console: Console | None = None, queue: Queue = lambda _: []) -> None:
         self._console = console or Terminal()
         self._monitor = RunMonitor(run, queue)
         self._looked = self._printed = 0.0
-        clever = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if clever else None
+        is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if is_live else None
 
     def __enter__(self) -> LiveDisplay:
         self._look()
@@ -248,7 +255,7 @@ class LiveDisplay:
         self.note(plain_line(self._monitor))
 
     def refresh(self) -> None:
-        """Read what is new and show it, at most every REFRESH_SECONDS."""
+        """Read what is new and show it; do nothing if the last call that did is less than a second ago."""
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()
@@ -260,19 +267,19 @@ class LiveDisplay:
             self.note(plain_line(self._monitor))
 
     def _look(self) -> None:
-        """Read what is new; keep the old state while the run's folder is unreachable."""
+        """Read what is new; keep the previous state while the run's folder is unreachable."""
         with suppress(OSError):
             self._monitor.update()
 
     def follow(self) -> RunState:
-        """Refresh until the run does nothing more by itself; return its state then."""
+        """Refresh until the run does nothing more by itself; return its last state."""
         while not (now := run_state(self._monitor)).over:
             self.refresh()
             time.sleep(REFRESH_SECONDS)
         return now
 
     def note(self, text: str) -> None:
-        """Print a line that stays, above the display."""
+        """Print a line above the display, where it stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -294,8 +301,8 @@ def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: C
         print(json.dumps(figures(monitor), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    steps = f"{monitor.step}/{monitor.config.train.steps}"
-    heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
+    step = ", ".join([f"{monitor.step}/{monitor.config.train.steps}", *_time_left(monitor, now)])
+    heading = {"run": str(run.path), "state": now.words, "step": step}
     values = {**heading, **cells(monitor), **done(monitor.counts()), **facts(monitor, now)}
     for title, value in values.items():
         # Not wrapped: a path or a command that is broken into lines cannot be copied.

@@ -21,30 +21,31 @@ from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import number
 
 if TYPE_CHECKING:  # ranks do without rich
-    from rich.console import Console
-
     from tba_hpc.report.tables import Cell
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Results of a run. pass_at_1_…: on the held-out test split; None if it was not measured.
+    """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
 
-    evaluated_step: step of the ``after`` figures; a run that went on and was stopped has done more steps.
-    score_name: mean reward if rewards are not just 0 and 1, else the task's name for the share of correct
-    answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
-    ended_before, ended_after: share of answers that are correct and were not cut off by a limit.
-    perplexity_…: of the same answers under the policy of step ``perplexity_reference``; None without a
-    reference model. perplexity_before is also None if another policy was the reference then.
-    train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
+    pass_at_1_…: share of correct answers before and after training. evaluated_step: step of the ``after``
+    figures; a run that went on and was then stopped has done more steps. test_prompts: number of prompts.
+    score_name: mean reward if rewards are not just 0 and 1, otherwise the task's name for the share of
+    correct answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
+    ended_…: share of answers that are correct and were not cut off by a limit.
+    perplexity_…: perplexity of the same answers under the policy of step ``perplexity_reference``; None
+    without a reference model. perplexity_before is also None if another policy was the reference then.
+    train_seconds: wall time of the trainer's loop over all attempts, including waits and evaluations.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
-    generated_tokens: of all searchers, including evaluations and searchers that were killed.
-    searcher_tokens_per_second: of all searchers together, while they generated.
-    searcher_seconds: sum of the searchers' uptimes. goodput: acknowledged tokens per such second.
-    publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
-    figures: current values, by metric. skipped_steps: optimizer steps not taken. rejected: trajectories
-    set aside. alerts: sentences, the worst first.
+    generated_tokens: tokens of all searchers, including evaluations and work that was lost.
+    searcher_tokens_per_second: rate of all searchers together, while they generated.
+    searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
+    goodput: acknowledged tokens per such second.
+    trainer_wait_share: see train/wait_share. publish_stall_seconds, seal_share, staleness,
+    propagation_seconds: means over the run. figures: current values, by metric.
+    skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
+    set aside, since they have no usable reward. alerts: sentences, the worst first.
     """
 
     pass_at_1_before: float | None
@@ -133,17 +134,17 @@ def summary_of(data: RunData) -> Summary:
 
 
 def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
-    """Return the step of the policy (π_ref) under which an evaluation's perplexity is measured.
+    """Return the step of the policy that is the reference in an evaluation's perplexity.
 
-    The weights after a last step are still evaluated under the reference of that step. Held-out prompts are
-    evaluated before the first step and after last steps; a run that went on has several last steps.
+    It is the reference with which the next step is trained. An evaluation of the test split comes after what
+    was then the run's last step, and uses that step's reference.
     """
     last = evaluation.split == "test" and evaluation.step > 0
     return schedules.reference(train, evaluation.step - last)
 
 
 def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:
-    """Select evaluations whose perplexity is under the same reference as the last one's."""
+    """Return the evaluations whose perplexity has the same reference as the last evaluation's."""
     return [
         evaluation
         for evaluation in found
@@ -153,7 +154,7 @@ def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Eva
 
 
 def policy_name(step: int) -> str:
-    """Return the name of the reference policy of ``step``."""
+    """Return words for the policy of ``step``; step 0 is the initial model."""
     return f"policy of step {step}" if step else "initial model"
 
 
@@ -166,7 +167,7 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 
 def summary_rows(summary: Summary) -> dict[str, Cell]:
-    """Return the headline figures of a run, as print_summary and ``tba compare`` show them."""
+    """Return the headline figures of a run by title, for ``print_summary`` and ``tba compare``."""
     figures = summary.figures
     return {
         f"{summary.score_name} before": score_words(summary, summary.score_before),
@@ -192,10 +193,8 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
     }
 
 
-def print_summary(
-    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
-) -> None:
-    """Print a run's results and where they lie; as JSON, all of summary.json."""
+def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> None:
+    """Print a run's results and the paths of its files; as JSON, all of summary.json."""
     if as_json:
         print(json.dumps(asdict(summary), indent=2))
         return
@@ -222,11 +221,14 @@ def print_summary(
         **{name: str(path) for name, path in places.items() if path.exists()},
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
-    print_values(values, console)
+    print_values(values)
 
 
 def right_and_ended(summary: Summary) -> str | None:
-    """Format the shares of answers that are correct and not cut off; None if no correct one was cut off."""
+    """Format the shares of answers that are correct and were not cut off, before and after training.
+
+    Returns None if no correct answer was cut off, so that these shares are the scores.
+    """
     ended = summary.ended_before, summary.ended_after
     if not summary.test_prompts or ended == (summary.pass_at_1_before, summary.pass_at_1_after):
         return None
@@ -234,7 +236,7 @@ def right_and_ended(summary: Summary) -> str | None:
 
 
 def score_words(summary: Summary, score: Estimate | None) -> str | None:
-    """Format a score of the run with its 95 % interval."""
+    """Format a score with its 95 % interval; None stays None."""
     if score is None:
         return None
     if summary.score_name == MEAN_REWARD:

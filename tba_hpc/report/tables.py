@@ -1,4 +1,4 @@
-"""Terminal output about runs: a safe console, tables (or JSON on request), and the format of values."""
+"""Prints values and tables on the terminal, without obeying control characters in them, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Cell = str | int | float | bool | None
 
 
 class Terminal(Console):
-    """A console that escapes control characters in text, except those of its own styles and displays.
+    """A console that makes control characters in text visible instead of sending them to the terminal.
 
-    Text may come from models, data files and other people's runs.
+    The text may come from models, data files and other people's runs. Styles and live displays still work.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -30,7 +30,7 @@ class Terminal(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Raise the error; the base class would end the process."""
+        """Raise the present error again; the base class would end the process."""
         raise
 
 
@@ -47,7 +47,7 @@ def print_values(values: Mapping[str, Cell], console: Console | None = None) -> 
 def print_rows(
     rows: Sequence[Mapping[str, Cell]], *, as_json: bool = False, console: Console | None = None
 ) -> None:
-    """Print rows with the same keys: a table, or a JSON list of objects."""
+    """Print rows that all have the same keys: as a table with these columns, or as a JSON list of objects."""
     if as_json:
         print(json.dumps([dict(row) for row in rows], indent=2))
         return
@@ -60,7 +60,7 @@ def print_rows(
 
 
 def cell_text(value: Cell) -> str:
-    """Format a value for tables."""
+    """Format a value for tables; floats get four digits."""
     if value is None:
         return NOTHING
     if isinstance(value, float):

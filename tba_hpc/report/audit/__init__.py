@@ -1,8 +1,8 @@
-"""Proves from the files that a run lost no acknowledged trajectory, doubled none, and skipped no prompt.
+"""Proves from a run's files that no acknowledged trajectory was lost or used twice, and no prompt skipped.
 
 Shards, metrics, checkpoints, completed requests and buffer are compared with each other. A trajectory is
-acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the buffer, or in its shard,
-which a resume merges first.
+acknowledged when its shard is sealed. From then on it is safe if a checkpoint contains its merge, or if its
+shard is on disk, since a resume begins by merging shards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 class Audit(Counts):
     """The verdict on a run, and counts of what it has done.
 
-    resumes: number of steps that each resume took back. merged: number of trajectories in the newest
-    checkpoint. pending: number of trajectories on disk that this checkpoint lacks; they are not lost.
+    resumes: number of steps that each resume had to do again. merged: number of trajectories that the newest
+    checkpoint counts as merged. pending: number of trajectories in shards that wait for their merge. notes:
+    sentences about what is unusual but correct.
     """
 
     finished: bool
@@ -42,17 +43,17 @@ class Audit(Counts):
 
     @property
     def lost(self) -> int:
-        """Number of lost acknowledged trajectories; a lost shard of unknown size counts as one."""
+        """Number of acknowledged trajectories that are lost; a lost shard of unknown size counts as one."""
         return sum(violation.lost for violation in self.violations)
 
     @property
     def doubled(self) -> int:
-        """Number of trajectories that are in the surviving history more than once."""
+        """Number of trajectories that were merged, sealed or stored more than once."""
         return sum(violation.doubled for violation in self.violations)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Sentences of all violations."""
+        """All violations as sentences."""
         return tuple(violation.sentence for violation in self.violations)
 
     @property
@@ -67,7 +68,7 @@ class Audit(Counts):
 
 
 def audit(run: RunDir) -> Audit:
-    """Audit a run in any state; change nothing. Raises ConfigError for a broken config."""
+    """Audit a run in any state, without changing it. Raises ConfigError if its config cannot be read."""
     evidence = Evidence.read(run)
     history, sizes = evidence.history, evidence.sizes.values()
     return Audit(
@@ -90,7 +91,7 @@ def audit(run: RunDir) -> Audit:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    """Return remarks about unusual but correct states."""
+    """Return sentences about what is unusual but correct."""
     over = f"{count(evidence.pending, 'trajectory')} came after the last merge: the run is over, so "
     over += "they were not used for training"
     return [
@@ -109,7 +110,7 @@ def _word(check: Check) -> str:
 
 
 def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
-    """Print a table of checks, then every problem in full; or JSON."""
+    """Print a table of the checks, then each problem in a sentence; or all as JSON."""
     if as_json:
         print(verdict.to_json())
         return

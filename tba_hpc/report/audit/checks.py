@@ -1,4 +1,4 @@
-"""Checks each guarantee of a run against the evidence in its directory, and puts violations in sentences."""
+"""Checks each guarantee of a run against what is in its directory, and describes violations in sentences."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from tba_hpc.run.directory import ShardKey
 from tba_hpc.run.history import Merge
 
 SHOWN = 5
-"""Largest number of requests or steps that one sentence names."""
+"""Largest number of requests or shards that one sentence names."""
 
 COUNTED = ("trajectories", "added", "duplicates", "evicted", "tokens")
 """Fields of the trainer's state that are sums over merges."""
 
 RequestIds = Mapping[ShardKey, tuple[int, ...]]
+"""Requests that each shard answers, by shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A violation in one sentence, and the numbers of acknowledged trajectories that it lost or doubled."""
+    """A violation of a guarantee in one sentence, with the numbers of trajectories lost or doubled by it."""
 
     sentence: str
     lost: int = 0
@@ -35,7 +36,11 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A guarantee, the evidence examined, and violations. proven: whether their absence is a proof."""
+    """Result of one check.
+
+    name: the guarantee. evidence: what was examined, as a phrase. proven: false if records are missing, so
+    that the absence of violations proves nothing.
+    """
 
     name: str
     evidence: str
@@ -44,7 +49,7 @@ class Check:
 
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
-    """Make all checks, in the order in which a trajectory passes them."""
+    """Make all checks, in the order in which they are shown."""
     return (
         check_files(evidence),
         check_records(evidence),
@@ -57,12 +62,12 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 
 
 def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
-    """Make a check that relies on the trainer's records; it proves nothing if some of them are missing."""
+    """Build the result of a check that relies on the trainer's records: not proven if they have a gap."""
     return Check(name, looked_at, () if evidence.gap else tuple(violations), proven=not evidence.gap)
 
 
 def check_records(evidence: Evidence) -> Check:
-    """Check that the trainer's records have no gap; with one, other checks prove nothing."""
+    """Check that the trainer's records have no gap; with a gap, checks that rely on them prove nothing."""
     history = evidence.history
     gap = f"metrics/trainer.jsonl is damaged ({evidence.gap}): it can no longer be proven that every "
     gap += "shard was merged once, no prompt skipped or doubled, and every step taken once"
@@ -75,7 +80,7 @@ def check_records(evidence: Evidence) -> Check:
 
 
 def check_files(evidence: Evidence) -> Check:
-    """Check that every file with a shard's name is that shard, with every byte intact."""
+    """Check that every file with a shard's name is that shard, and undamaged."""
     files = sorted(evidence.files.items())
     violations = [Violation(f"the file of {_shard(key)} {file.fault}") for key, file in files if file.fault]
     looked_at = f"{count(len(evidence.files), 'file')} not pruned yet, every checksum verified"
@@ -88,7 +93,7 @@ def check_seals(evidence: Evidence) -> Check:
     safe = merged | set(evidence.waiting)
     missing = {key: size.trajectories for key, size in evidence.sizes.items() if key not in safe}
     violations = [*_sealed_again(evidence.seals)]
-    if evidence.gap:  # the newest checkpoint is the only evidence of shards before its cursors
+    if evidence.gap:  # merges may be missing in the records, but the newest checkpoint still counts them
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
@@ -113,7 +118,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """Yield indices that were sealed again, which happens only if the earlier file has vanished."""
+    """Yield shards that were sealed again under the same index: the earlier file must have vanished."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
@@ -124,7 +129,7 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """Check that every shard is merged once in the surviving history, as it was sealed."""
+    """Check that every shard was merged once and as it was sealed; merges that a resume undid are ignored."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
     violations = (
@@ -143,7 +148,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Yield contradictions between a merge and the shard's seal, the shard's file, or the buffer's counts."""
+    """Yield contradictions between the record of a merge and the shard's seal, its file, or the buffer."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:
@@ -165,7 +170,7 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
 
 
 def check_prompts(evidence: Evidence) -> Check:
-    """Check that every request is in one shard, and that checkpoints list just the merged ones as done."""
+    """Check that no request is in two shards, and that checkpoints list exactly the merged ones as done."""
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = _times_taken(evidence, sealed)
@@ -174,15 +179,15 @@ def check_prompts(evidence: Evidence) -> Check:
         *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in evidence.usable),
     )
     end = max(times, default=-1) + 1
-    looked_at = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    looked_at = f"{len(times):,} of the first {end:,} requests sealed, {end - len(times):,} still open"
     return _by_records(evidence, "no prompt skipped or doubled", looked_at, violations)
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
-    """Count how often each request was sealed, without the repeated answers that a merge left out.
+    """Count how often each request was sealed, without second answers that a merge has left out.
 
-    Repeated answers in ``waiting`` shards do not count either if an elastic searcher has sealed the request:
-    a resume will leave them out.
+    If an elastic searcher has sealed a request, second answers in ``waiting`` shards are not counted either,
+    since the next start will leave them out.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
@@ -193,7 +198,7 @@ def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
-    """Yield requests that are in two shards, or twice in one, which shows as too many completions."""
+    """Yield requests that are in several shards, and shards with too many completions per request."""
     samples = evidence.config.generator.completions_per_prompt
     if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
         shards = [
@@ -213,7 +218,7 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
 
 
 def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield requests for which a checkpoint's completed set differs from what was merged by then."""
+    """Yield requests that a checkpoint lists as done but were not merged by then, and the reverse."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     name = checkpoint.name
@@ -227,7 +232,7 @@ def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterato
 
 
 def check_buffer(evidence: Evidence) -> Check:
-    """Check that the newest checkpoint counts each merged trajectory once: stored, duplicate or evicted."""
+    """Check that the newest checkpoint's buffer holds as many trajectories as its counts say, none twice."""
     state = evidence.newest
     violations = [violation for one in evidence.usable[-1:] for violation in _buffer_violations(one)]
     looked_at = (
@@ -251,7 +256,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Check that checkpoints are intact and agree with earlier merges, and that later shards exist."""
+    """Check that checkpoints are undamaged and agree with earlier merges, and that later shards are there."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),
@@ -270,7 +275,7 @@ def _cut_short(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield counts of a checkpoint that do not follow from the merges up to its revision."""
+    """Yield counts of a checkpoint that differ from the sums over the merges up to its revision."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
@@ -285,7 +290,7 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
 
 
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
-    """Yield missing shards that a resume from the oldest kept checkpoint would have to merge again."""
+    """Yield missing shards that a resume from the oldest kept checkpoint would have to merge."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for key in sorted(merged - set(evidence.files)):

@@ -1,4 +1,4 @@
-"""Reads a run directory for the audit, in an order that gives a consistent view even while it is running."""
+"""Reads a run directory for the audit, in an order that gives a consistent view even of a run at work."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from tba_hpc.run.metrics import MetricsTail, Record
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file with the name of a shard. fault: why it is not that shard, else empty.
+    """A file with the name of a shard.
 
-    foreign: the file is intact, but is another shard, which nobody sealed under this name.
+    fault: why the file is not that shard, as a phrase such as ``is damaged``; empty if it is. foreign: true
+    if the file is undamaged, but another shard. size, request_ids: what the file contains.
     """
 
     fault: str = ""
@@ -42,7 +43,7 @@ class ShardFile:
 
     @classmethod
     def read(cls, path: Path, key: ShardKey) -> ShardFile:
-        """Read and verify a file. Raises FileNotFoundError."""
+        """Read and verify the file that should be the shard ``key``. Raises FileNotFoundError."""
         try:
             shard = read_shard(path)
         except ShardError as error:
@@ -59,7 +60,11 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. fault: why it cannot be used, else empty. done: ids of completed requests."""
+    """A complete checkpoint.
+
+    done: ids of completed requests. buffer: the replay buffer's arrays by name. fault: why the checkpoint
+    cannot be used, as a phrase; empty if it can.
+    """
 
     name: str
     state: TrainerState
@@ -69,7 +74,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, run: RunDir, folder: Path) -> Checkpoint:
-        """Verify all files, and read those that are not the learner's."""
+        """Verify all files of a checkpoint, and read those that are not the learner's."""
         state = TrainerState()
         try:
             if fault := damage(folder):
@@ -85,15 +90,16 @@ class Checkpoint:
 
 
 Seals = Mapping[ShardKey, list[ShardSize]]
+"""Sizes that searchers recorded when they sealed a shard: several if its index was sealed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Contents of a run directory.
+    """Contents of a run directory, as far as the audit needs them.
 
-    seals: recorded sizes by shard, one for each time that its index was sealed. sizes: size of every shard
-    that was on disk, merged or sealed, EMPTY for a skipped index. files, refused: visible files and those set
-    aside, by shard.
+    history: the trainer's records, without those that a resume undid. sizes: size of every shard that was
+    sealed, merged or on disk; EMPTY for an index that no shard has. files: shard files. refused: shard files
+    that were set aside as damaged. checkpoints: complete ones, oldest first.
     """
 
     run: RunDir
@@ -110,9 +116,10 @@ class Evidence:
     def read(cls, run: RunDir) -> Evidence:
         """Read a run in any state.
 
-        Shards are read after the metrics, since all that metrics mention is on disk by then. Checkpoints
-        follow, since they hold whatever has left the shards' folders meanwhile. Metrics written meanwhile
-        are read last, since they record what the checkpoints count.
+        A running trainer changes files meanwhile, so the order matters. Shards are read after the metrics,
+        since all shards that metrics mention are then on disk or in a checkpoint. Checkpoints follow, since
+        they contain the shards that were deleted meanwhile. New metrics are read last, since they record the
+        merges that the checkpoints count.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = list(_without_figures(tail.records()))
@@ -140,12 +147,12 @@ class Evidence:
 
     @property
     def newest(self) -> TrainerState:
-        """State of the newest readable checkpoint; of a fresh run if there is none."""
+        """State of the newest usable checkpoint; that of a new run if there is none."""
         return self.usable[-1].state if self.usable else TrainerState()
 
     @property
     def gap(self) -> str:
-        """Phrase that says what is missing in the trainer's records; empty if nothing is."""
+        """The first gap in the trainer's records, as a phrase; empty if there is none."""
         history, saved = self.history, self.newest
         steps = [0, *(whole(taken, "step") for taken in history.steps)]
         revisions = [0, *history.revisions()]
@@ -169,26 +176,27 @@ class Evidence:
         return found[0] if found else ""
 
     def passed(self, key: ShardKey) -> bool:
-        """Return whether a shard is before the cursors of the newest checkpoint."""
+        """Return whether the newest checkpoint counts a shard as merged, by its cursors."""
         return key[1] < self.newest.cursors.get(key[0], 0)
 
     @property
     def uncounted(self) -> int:
-        """Trajectories in shards before the newest checkpoint's cursors, minus those it counts as merged.
+        """Number of sealed trajectories that the newest checkpoint should count as merged, but does not.
 
-        The checkpoint is trusted more than the records, since only its files have checksums.
+        They are those of all shards before its cursors, minus its count. The checkpoint is trusted more than
+        the records, since only its files have checksums.
         """
         sealed = sum(size.trajectories for key, size in self.sizes.items() if self.passed(key))
         return max(0, sealed - self.newest.trajectories)
 
     @property
     def saved_merges(self) -> list[Merge]:
-        """Merges in the newest checkpoint, which no accident can take back."""
+        """Merges that the newest checkpoint contains."""
         return self.history.until(self.newest.revision)
 
     @property
     def waiting(self) -> dict[ShardKey, ShardFile]:
-        """Intact shards at or beyond the newest checkpoint's cursors, which a start would merge first."""
+        """Undamaged shards at or beyond the newest checkpoint's cursors: a start would merge them first."""
         cursors = self.newest.cursors
         return {
             (searcher, index): file
@@ -203,7 +211,7 @@ class Evidence:
 
 
 def _without_figures(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield the trainer's records, but drop the figures of steps, which take gigabytes in a long run."""
+    """Yield the trainer's records without the figures of steps, which take gigabytes in a long run."""
     for record in records:
         if "event" in record:
             yield record
@@ -212,7 +220,7 @@ def _without_figures(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def _seals(run: RunDir) -> Seals:
-    """Read the recorded sizes of sealed shards. A shard has several if it was sealed again."""
+    """Read from the searchers' records which shards were sealed, and their sizes."""
     seals = defaultdict[ShardKey, list[ShardSize]](list)
     for searcher, path in run.searcher_files().items():
         for record in MetricsTail(path).records():
@@ -228,10 +236,10 @@ def _sizes(
     files: Mapping[ShardKey, ShardFile],
     refused: Mapping[ShardKey, ShardFile],
 ) -> dict[ShardKey, ShardSize]:
-    """Return the size of every shard that is on disk, was merged or sealed; EMPTY for skipped indices.
+    """Return the size of every shard that was sealed, merged or is on disk; EMPTY for skipped indices.
 
-    Records of searchers are trusted first, then the trainer's. Files that nobody sealed under their name are
-    left out.
+    If sizes differ, a searcher's record counts more than the trainer's, and that more than the file. Foreign
+    files that no record mentions are left out.
     """
     on_disk = [*refused.items(), *files.items()]
     known = {key: file.size for key, file in on_disk if not file.foreign}
@@ -246,7 +254,7 @@ def _sizes(
 
 
 def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
-    """Read the shard files at these paths; files that were pruned meanwhile are left out."""
+    """Read the shard files at these paths; those that were deleted meanwhile are left out."""
     found = {}
     for key, path in paths.items():
         try:
@@ -257,9 +265,9 @@ def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
 
 
 def _checkpoints(run: RunDir) -> list[Checkpoint]:
-    """Read complete checkpoints, oldest first, without those that were deleted during the reading."""
+    """Read the complete checkpoints, oldest first, without those that were deleted meanwhile."""
     read = [(folder, Checkpoint.read(run, folder)) for folder in checkpoint_folders(run, complete=True)]
     there = checkpoint_folders(run, complete=True)
     kept = [checkpoint for folder, checkpoint in read if folder in there]
-    overtaken = read and not kept
-    return _checkpoints(run) if overtaken else kept
+    all_deleted = read and not kept
+    return _checkpoints(run) if all_deleted else kept

@@ -1,7 +1,7 @@
-"""Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
+"""Finds trajectories in the shards of a run: by reward, age, prompt, sampling weights or a word in the text.
 
 Sealed shards never change, so running and crashed runs are read like finished ones. Shards are read one after
-the other and only matches are kept, so a run may be larger than memory.
+the other and only the best matches are kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ from tba_hpc.run.history import History, Merge
 SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 State = Literal["waiting", "merged", "buffer", "gone"]
-"""State of a trajectory. waiting: sealed, not merged. merged: after the newest checkpoint. buffer: in that
-checkpoint's buffer. gone: evicted, or equal to another."""
+"""State of a trajectory. waiting: sealed, not merged. merged: merged since the newest checkpoint. buffer: in
+that checkpoint's replay buffer. gone: merged, but evicted from the buffer or rejected as a duplicate."""
 
 RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
-"""Fields that a sample takes unchanged from its record."""
+"""Fields of a trajectory's record that ``Sample`` has, too."""
 
 Rank = tuple[float, int, int]
+"""Sort key of a trajectory: reward or log-ratio (0 if sorted by age), age, uid; the largest comes first."""
 
 Decode = Callable[[np.ndarray], str]
+"""Function that turns tokens, int32 [T], into text."""
 
 
 @dataclass(frozen=True)
-class Lives:
-    """States of a run's trajectories, by its metrics and its newest readable checkpoint.
+class States:
+    """States of a run's trajectories, from its metrics and its newest readable checkpoint.
 
-    step: of that checkpoint, None without one. revision: the last one whose merges it holds. uses: number of
-    steps that had learned from each trajectory of its buffer, by uid.
+    merges: merges by shard. step: step of that checkpoint; None without one. revision: revision of the
+    checkpoint's buffer; −1 without one. uses: number of steps that had learned from each trajectory of that
+    buffer, by uid.
     """
 
     merges: Mapping[ShardKey, Merge]
@@ -51,8 +54,8 @@ class Lives:
     uses: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, run: RunDir) -> Lives:
-        """Read the metrics, and the newest checkpoint that is neither damaged nor just deleted."""
+    def read(cls, run: RunDir) -> States:
+        """Read the metrics, and the newest checkpoint that is neither damaged nor being deleted."""
         merges = {merge.key: merge for merge in History.read(run).merges}
         for folder in reversed(checkpoint_folders(run, complete=True)):
             try:
@@ -64,7 +67,7 @@ class Lives:
         return cls(merges)
 
     def state(self, key: ShardKey, uid: int) -> State:
-        """Return the state of a trajectory of the shard ``key``."""
+        """Return the state of the trajectory ``uid``, which is in the shard ``key``."""
         merge = self.merges.get(key)
         if merge is None or merge.revision > self.revision:
             return "merged" if merge else "waiting"
@@ -72,7 +75,7 @@ class Lives:
 
 
 def identity(record: np.void, tokens: np.ndarray) -> tuple[int, bytes]:
-    """Return a key that is equal for equal completions of the same prompt."""
+    """Return a key by which equal completions of the same prompt are recognised."""
     return int(record["prompt_id"]), tokens.astype(np.int32).tobytes()
 
 
@@ -80,10 +83,11 @@ def identity(record: np.void, tokens: np.ndarray) -> tuple[int, bytes]:
 class Query:
     """A query for trajectories.
 
-    order: newest or oldest weights first, best or worst reward first, or furthest from the reference first.
-    limit: largest number, with equal answers to a prompt once; None for all. prompt: only answers to this
-    one. versions: only samples of weights of these optimizer steps, both ends included. text: only if the
-    question or the answer contains it, in upper or lower case.
+    order: what comes first: newest or oldest weights, best or worst reward, or (changed) the completion whose
+    mean log π_behaviour/π_ref is largest. limit: largest number of results, in which equal answers to a
+    prompt count once; None for all, repeated ones included. prompt: id of a prompt; only its answers match.
+    versions: first and last optimizer step; only samples of weights of these steps match. text: matches if
+    question or answer contains it, in upper or lower case.
     """
 
     order: SortBy = "newest"
@@ -97,11 +101,13 @@ class Query:
 class Sample:
     """A trajectory, its state and its arrays.
 
-    searcher, shard, row: where it lies. log_ratio: mean over sampled tokens of log π_behaviour − log π_ref,
-    nats; None if the sampling weights are the reference, or if only the trainer computes log π_ref.
-    merged_step: optimizer steps done when it was merged. uses: steps that had learned from it by the newest
-    checkpoint, None if unknown. segments: parts of the completion, each as its source and text. The source is
-    "policy", "environment", or "sequence" if a further sequence begins with what the environment gave.
+    searcher, shard, row: place of the trajectory on disk. log_ratio: mean over sampled tokens of
+    log π_behaviour − log π_ref, nats; None if the sampling weights are the reference, or if only the trainer
+    computes log π_ref. merged_step: optimizer steps done when the trajectory was merged; None if it is not.
+    uses: steps that had learned from it by the newest checkpoint; None if unknown. segments: parts of the
+    completion as pairs of source and text. The source is "policy", "environment", or "sequence" for text of
+    the environment with which a further sequence begins. tokens: int32 [T], the completion. logprobs,
+    ref_logprobs: float32 [T], see ``Trajectories``.
     """
 
     uid: int
@@ -128,11 +134,11 @@ class Sample:
 
     @property
     def staleness(self) -> int | None:
-        """Optimizer steps from the weights that sampled the first token to the merge; None if not merged."""
+        """Steps between the weights that sampled the first token and the merge; None if not merged."""
         return None if self.merged_step is None else abs(self.merged_step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
-        """Return all but the arrays as plain values, with the arrays' length as ``tokens``."""
+        """Return all fields as values for JSON, with the number of tokens in place of the arrays."""
         arrays = ("tokens", "logprobs", "ref_logprobs")
         plain = {name: getattr(self, name) for name in self.__slots__ if name not in arrays}
         return {**plain, "tokens": len(self.tokens), "staleness": self.staleness}
@@ -140,9 +146,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Result of a query. read: trajectories still on disk. found: those among them that match the query.
+    """Result of a query.
 
-    checkpoint_step: step of the checkpoint up to which uses are known.
+    samples: the first matches in the query's order. read: number of trajectories still on disk. found: number
+    of matches among them. checkpoint_step: step of the checkpoint from which ``Sample.uses`` is; None without
+    one.
     """
 
     samples: list[Sample]
@@ -153,7 +161,7 @@ class Selection:
 
 def select(run: RunDir, query: Query, decode: Decode) -> Selection:
     """Search all shards of a run that are on disk."""
-    lives, read, found = Lives.read(run), 0, 0
+    states, read, found = States.read(run), 0, 0
     best: dict[object, tuple[Rank, Sample]] = {}
     for shard in sealed_shards(run):
         trajectories = shard.trajectories
@@ -169,28 +177,28 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
             same: object = identity(trajectories.record[row], trajectories.completions.row(row))
             same = int(trajectories.record["uid"][row]) if query.limit is None else same
             if same not in best or ranks[row] > best[same][0]:
-                best[same] = (ranks[row], _sample(shard, row, log_ratio_N[row], lives, decode))
+                best[same] = (ranks[row], _sample(shard, row, log_ratio_N[row], states, decode))
             if query.limit is not None and len(best) > query.limit:
                 del best[min(best, key=lambda known: best[known][0])]
     ranked = sorted(best.values(), key=lambda pair: pair[0], reverse=True)
-    return Selection([sample for _, sample in ranked], read, found, lives.step)
+    return Selection([sample for _, sample in ranked], read, found, states.step)
 
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
-    """Yield intact shards of a run by searcher and index; shards that move meanwhile are followed."""
+    """Yield the undamaged shards of a run by searcher and index, also those that are moved to RUN/kept."""
     for key, path in run.sealed_files().items():
         for place in (path, run.kept_file(*key)):
             try:
                 yield read_shard(place)
                 break
-            except FileNotFoundError:  # kept or deleted meanwhile
+            except FileNotFoundError:  # moved or deleted meanwhile
                 continue
-            except ShardError:  # the audit reports it
+            except ShardError:  # damaged, which the audit reports
                 break
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:
-    """Return the rows of the wanted prompt and weights."""
+    """Return the rows that have the query's prompt and versions."""
     record = trajectories.record
     wanted_N = np.ones(len(record), bool)
     if query.prompt is not None:
@@ -213,7 +221,7 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Average each completion's sampled tokens; None if the reference sampled them, or is not known yet."""
+    """Return ``Sample.log_ratio`` of each row."""
     action_T = trajectories.action_T
     difference_A = trajectories.logprobs[action_T].astype(np.float64) - trajectories.ref_logprobs[action_T]
     offsets, own_N = trajectories.actions.offsets, trajectories.record["reference"] == BEHAVIOUR
@@ -223,7 +231,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
-    """Return the rank of each row; the highest is shown first. Of equal rows the newest ranks highest."""
+    """Return the rank of each row; unless the oldest are asked for, the newest of equal rows come first."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":
@@ -239,7 +247,7 @@ def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | 
     ]
 
 
-def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decode: Decode) -> Sample:
+def _sample(shard: Shard, row: int, log_ratio: float | None, states: States, decode: Decode) -> Sample:
     trajectories, record = shard.trajectories, shard.trajectories.record[row]
     tokens, uid, key = trajectories.completions.row(row), int(record["uid"]), (shard.searcher, shard.index)
     span = slice(*trajectories.completions.offsets[row : row + 2])
@@ -250,9 +258,9 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
         **{name: record[name].item() for name in RECORDED},
         truncated=bool(record["truncated"]),
         log_ratio=log_ratio,
-        state=lives.state(key, uid),
-        merged_step=merge.step if (merge := lives.merges.get(key)) else None,
-        uses=lives.uses.get(uid),
+        state=states.state(key, uid),
+        merged_step=merge.step if (merge := states.merges.get(key)) else None,
+        uses=states.uses.get(uid),
         prompt=_question(trajectories, row, decode),
         completion=decode(tokens),
         segments=tuple(_segments(tokens, trajectories.logprobs[span], decode)),
@@ -263,7 +271,7 @@ def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decod
 
 
 def _segments(tokens: np.ndarray, logprobs: np.ndarray, decode: Decode) -> Iterator[tuple[str, str]]:
-    """Split a completion into the segments of a ``Sample``; the first is the policy's."""
+    """Yield ``Sample.segments`` of a completion; tokens, logprobs: [T]."""
     action_T, begin_T = logprobs < BEGIN, logprobs == BEGIN
     starts = np.flatnonzero((action_T[1:] != action_T[:-1]) | begin_T[1:]) + 1
     for start, part in zip([0, *starts.tolist()], np.split(tokens, starts), strict=True):
@@ -272,21 +280,22 @@ def _segments(tokens: np.ndarray, logprobs: np.ndarray, decode: Decode) -> Itera
 
 
 def run_decoder(run: RunDir) -> Decode:
-    """Return the decoder that shows completions as the run's rewards see them. Raises ConfigError."""
+    """Return a decoder to the text that the run's rewards get. Raises ConfigError without a tokenizer."""
     return decoder(run_tokenizer(run), special=run.config().task.special_tokens)
 
 
 def run_tokenizer(run: RunDir) -> Tokenizer:
-    """Load the quickest tokenizer of the exported model, or of the config's model. Raises ConfigError.
+    """Load the tokenizer of the exported model or, without one, of the config's model.
 
-    This imports torch only if the model's files leave no other way.
+    torch is imported only if the model's files cannot be read without it. Raises ConfigError if there is no
+    tokenizer.
     """
     path = run.config().model.path
     for model in (str(run.export), path):
         if Path(model).is_dir() and (found := FileTokenizer.find(model)):
             return found
     if is_own(path):
-        raise ConfigError(f"{run.path} cannot be put into words: model.path={path} brings no tokenizer")
+        raise ConfigError(f"completions of {run.path} cannot be decoded: model.path={path} has no tokenizer")
     if found := FileTokenizer.find(path):
         return found
     from tba_hpc.learner.hf_model import load_tokenizer
@@ -294,4 +303,4 @@ def run_tokenizer(run: RunDir) -> Tokenizer:
     try:
         return load_tokenizer(path)
     except ConfigError as error:
-        raise ConfigError(f"{run.path} cannot be put into words: {error}") from None
+        raise ConfigError(f"completions of {run.path} cannot be decoded: {error}") from None

@@ -1,7 +1,7 @@
 """Shows trajectories in the terminal, as JSON, or as one HTML page without scripts.
 
-Text of models and data files is untrusted: its control characters are shown, not obeyed. The page colours
-each token by log π_behaviour/π_ref.
+Text of models and data files is untrusted: its control characters are made visible. The page colours each
+token by log π_behaviour − log π_ref.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
@@ -26,7 +25,7 @@ from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
-"""Options of less: obey colours, end at once if all fits on a screen, leave the text there."""
+"""Options of less: show colours, end at once if all fits on a screen, and leave the text on it."""
 
 STATES = {
     "waiting": "not merged",
@@ -42,21 +41,21 @@ END = "■"
 """Mark for a token without text, such as the end of a sequence."""
 
 SEQUENCE = "  ── another sequence of the episode begins:"
-"""Line before the tokens with which a program began a further sequence."""
+"""Line before the tokens with which a further sequence of the completion begins."""
 
 CONTEXT = 4
-"""Number of preceding tokens decoded with a token. They decide, for example, if it begins with a blank."""
+"""Number of preceding tokens that are decoded with a token; its text may depend on them, as a blank does."""
 
 BROKEN = "\ufffd"
-"""Text of a token that is only a part of a character."""
+"""Text that decoders return for a token which is only a part of a character."""
 
 
-def print_samples(selection: Selection, *, as_json: bool = False, console: Console | None = None) -> None:
-    """Print samples one below the other, and last how many there are; or a JSON list."""
+def print_samples(selection: Selection, *, as_json: bool = False) -> None:
+    """Print samples one below the other and then how many match, or samples as a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
-    console = console or Terminal()
+    console = Terminal()
     os.environ.setdefault("LESS", PAGER)
     with console.pager(styles=True) if console.is_terminal else nullcontext():
         for sample in selection.samples:
@@ -72,7 +71,7 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
 
 
 def facts(sample: Sample) -> str:
-    """Return a line with the known facts about a trajectory."""
+    """Return a line with what is known about a trajectory: reward, prompt, weights, state and uses."""
     oldest, newest = sample.version_oldest, sample.version_newest
     weights = f"step {oldest}" if oldest == newest else f"steps {oldest}–{newest}"
     stale = f", {count(sample.staleness or 0, 'step')} stale"
@@ -89,11 +88,11 @@ def facts(sample: Sample) -> str:
 
 
 def summary(selection: Selection) -> str:
-    """Say how many samples match, and how to keep more if there are none."""
+    """Say how many samples match; if no trajectory is on disk, say how to keep some."""
     shown, found, read = len(selection.samples), selection.found, selection.read
     if not read:
         return (
-            "no trajectory is there: none was sealed yet, or those that were merged are deleted; the next "
+            "no trajectory is on disk: none was sealed yet, or the merged ones were deleted; the next "
             "run keeps them with --set exchange.keep_shards=1"
         )
     known = selection.checkpoint_step
@@ -111,7 +110,7 @@ def summary(selection: Selection) -> str:
 class Token(NamedTuple):
     """A token as the page shows it.
 
-    shade: up1 … up4, down1 … down4, environment, or empty. note: its logprobs.
+    shade: CSS class: up1 … up4, down1 … down4, environment, or empty. note: tooltip with its logprobs.
     """
 
     text: str
@@ -120,7 +119,7 @@ class Token(NamedTuple):
 
 
 def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) -> None:
-    """Write the page. Raises ConfigError if nothing can be written there."""
+    """Write a page with the samples. Raises ConfigError if ``path`` cannot be written."""
     from tba_hpc.report.page import footer, template, write_html  # matplotlib takes a second
 
     text = template("samples.html.j2").render(
@@ -157,9 +156,9 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 
 
 def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
-    """Return the text that each token adds: "" for special tokens and all but the last of a character.
+    """Return the text that each token adds to the text before it.
 
-    tokens: int32 [T]. The pieces together are the text.
+    tokens: int32 [T]. Special tokens add none; of several tokens that make up a character, the last adds it.
     """
     found: list[str] = []
     start = 0  # first token whose text is still incomplete
@@ -173,13 +172,13 @@ def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
 
 
 def shade(log_ratio: float) -> str:
-    """Return the CSS class of a token's colour; empty if both policies nearly agree."""
+    """Return the CSS class of a token's colour; empty if its log-ratio, in nats, is below the first EDGE."""
     strength = bisect_right(EDGES, abs(log_ratio))
     return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
 
 
 def _legend() -> Iterator[tuple[str, str]]:
-    """Yield CSS classes and the log-ratios at which they begin."""
+    """Yield each CSS class with the log-ratio at which it begins, as a text."""
     for strength in range(len(EDGES), 0, -1):
         yield f"down{strength}", f"≤ −{EDGES[strength - 1]:g}"
     yield "", "0"

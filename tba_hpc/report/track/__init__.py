@@ -1,4 +1,4 @@
 """Sends a run's metrics and evaluations to Weights & Biases or TensorBoard: ``tba track``.
 
-It reads only files, so it works during and after a run, and on any machine that sees the directory.
+Only the run's files are read, so tracking works during and after the run, on any machine that sees them.
 """

@@ -1,7 +1,7 @@
-"""Sends a run's figures to its trackers: once, continuously, or in a child process of the trainer.
+"""Sends a run's figures to its trackers: once, continuously, or in a child process of the leading trainer.
 
-RUN/track records how far it has got. A failure of the child does not stop training. The child ends when its
-input does, so it never outlives the trainer.
+RUN/track records which figures have been sent. A failure of the child does not stop training. The child reads
+standard input and ends when that does, so it never outlives the trainer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tba_hpc.run.owners import owned
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0
-"""Pause between two readings of what the run has written."""
+"""Pause between two readings of the run's files."""
 
 OWNER = "tracker"
 """Name of the lock by which one process at a time follows a run."""
@@ -49,13 +49,14 @@ FOLLOW = ["-P", "-m", "tba_hpc", "track", "--until-eof"]
 def require_trackers(config: Config) -> None:
     """Raise ConfigError if the library of a wanted tracker is not installed."""
     if config.track.wandb and find_spec("wandb") is None:
-        raise ConfigError("track.wandb needs the package of that name: pip install 'wandb==0.31.0'")
+        raise ConfigError("track.wandb needs the package wandb: pip install 'wandb==0.31.0'")
 
 
 def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
-    """Send all figures, and new ones while ``goes_on`` is true; it waits for the seconds it is given.
+    """Send all figures of a run, and then new ones until the run is finished or ``goes_on`` returns False.
 
-    Raises ConfigError if no tracker is wanted, OwnedError if another process follows the run.
+    goes_on: waits for the given seconds and returns whether to read again. Raises ConfigError if the config
+    names no tracker, OwnedError if another process follows the run.
     """
     if not config.track.wanted:
         raise ConfigError(
@@ -67,7 +68,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         followers = [_Follower(run, name, config) for name in config.track.wanted]
         more = True
         while more:
-            more = goes_on(PAUSE_SECONDS)  # waits first, so that what came until then is sent below
+            more = goes_on(PAUSE_SECONDS)  # first, so that what came during this wait is sent below
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:
@@ -75,7 +76,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
 
 
 class _Follower:
-    """One tracker, with its own place in the run, since another may have begun later."""
+    """One tracker of a run, with its own record of what was sent, since another may have begun later."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         project = config.track.wandb if name == "wandb" else None
@@ -85,14 +86,14 @@ class _Follower:
         self.sink: Sink = WandbSink(run, config, project, state) if project else TensorBoardSink(run)
 
     def look(self) -> bool:
-        """Send new records; return whether the trainer had ended by then."""
+        """Send what is new; return whether the trainer has stopped or finished."""
         self.sink.log(self._news.look())
         write_atomic(self._file, json.dumps({**self._news.state(), **self.sink.state()}))
         return self._news.ended
 
 
 def until_interrupted(seconds: float) -> bool:
-    """Wait; return True, or False after Ctrl-C."""
+    """Wait and return True; return False after Ctrl-C."""
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
@@ -104,7 +105,10 @@ def until_interrupted(seconds: float) -> bool:
 
 
 class News:
-    """Reads a run from the place in ``state``, which is JSON; from the start if that is empty."""
+    """Reader of what is new in a run, in units that a tracker takes (``Point``).
+
+    state: what ``state()`` of an earlier reader returned, which JSON can hold; empty: read from the start.
+    """
 
     def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
         self._run = run
@@ -114,11 +118,11 @@ class News:
         """True if the trainer's last record says that it has stopped or finished."""
 
     def state(self) -> dict[str, Any]:
-        """Return the place up to which the run was read."""
+        """Return what has been read: bytes of each metrics file, and names of evaluations."""
         return {"places": self._places, "evaluated": sorted(self._evaluated)}
 
     def look(self) -> list[Point]:
-        """Return what is new: of the trainer, of all searchers together, and complete evaluations."""
+        """Return what is new: the trainer's steps, means over all searchers, and complete evaluations."""
         points = list(self._of_trainer())
         fresh: dict[int, list[Record]] = defaultdict(list)
         for path in self._run.searcher_files().values():
@@ -175,7 +179,7 @@ def _means(records: Iterable[Record]) -> dict[str, float]:
 
 @contextmanager
 def tracked(run: RunDir, config: Config) -> Iterator[None]:
-    """Follow the run while the block runs, if its config names a tracker. Warn once if that fails."""
+    """Run ``follow`` in a child process during the block, if the config names a tracker; warn if it fails."""
     if not config.track.wanted:
         yield
         return
@@ -187,16 +191,17 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # signals that end the ranks leave it to send the rest
+            start_new_session=True,  # the signals that end ranks must not end it
         )
     try:
         yield
     finally:
-        if process is None or not _ends(process):
-            log.warning("the trackers of %s lack some figures: see %s, then tba track", run.path, path)
+        if process is None or not _ends_well(process):
+            log.warning("some figures of %s were not sent: see %s, then run tba track", run.path, path)
 
 
-def _ends(process: subprocess.Popen[bytes]) -> bool:
+def _ends_well(process: subprocess.Popen[bytes]) -> bool:
+    """Close the child's input, wait for its end, and return whether it has sent all."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()
@@ -209,6 +214,6 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def until_eof(seconds: float) -> bool:
-    """Wait up to ``seconds`` for the end of standard input. Returns False at its end, otherwise True."""
+    """Wait up to ``seconds`` for the end of standard input; return False if that has come."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return not (ready and not os.read(sys.stdin.fileno(), 1))

@@ -1,6 +1,7 @@
-"""Sinks for figures: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
+"""Sinks, which send figures to a tracker: TensorBoard's event files, or Weights & Biases (wandb).
 
-A library is imported when its sink is made. A later process continues from ``state``, which is JSON.
+A tracker's library is imported when its sink is made. A later process continues from the sink's ``state``,
+which is a dict for JSON.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ ANSWER = ("prompt", "question", "answer", "correct")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Figures by name at an optimizer step. time: unix seconds, None if unknown.
+    """Figures at an optimizer step, by name.
 
-    answers: some answers of an evaluation, by name of its split. again: whether training resumes from this
-    step, so that figures of later steps are withdrawn.
+    answers: some answers of an evaluation, by name of the split. time: unix seconds; None if unknown. again:
+    whether training resumes from this step, so that figures of later steps no longer count.
     """
 
     step: int
@@ -42,7 +43,7 @@ class Point:
 
 
 class TensorBoardSink:
-    """Writer of event files in RUN/track/tensorboard; steps that a resume takes back are purged."""
+    """Writer of event files in RUN/track/tensorboard; a resume purges the steps that it does again."""
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.track / "tensorboard"
@@ -53,7 +54,7 @@ class TensorBoardSink:
     def _open(self, purge: int | None) -> SummaryWriter:
         from tensorboardX import SummaryWriter
 
-        self._sessions += 1  # else two files of the same second would share a name
+        self._sessions += 1  # two files made within a second need different names
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def log(self, points: Iterable[Point]) -> None:
@@ -67,11 +68,11 @@ class TensorBoardSink:
         self._writer.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return an empty state: none is needed."""
+        """Return an empty state; none is needed."""
         return {}
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
 
 
@@ -81,9 +82,10 @@ def wandb_mode() -> str:
 
 
 class WandbSink:
-    """One run of W&B for all starts, which share its id. Offline, each start has a folder.
+    """One W&B run, to which each process that tracks this run adds; offline, each has a folder of its own.
 
-    W&B gets the config, figures and some answers; no code, console output, machine data or environment.
+    W&B gets the config, figures and some answers, but no code, console output, machine data or environment.
+    project: name of the W&B project. state: that of the last process; empty for the first.
     """
 
     def __init__(self, run: RunDir, config: Config, project: str, state: Mapping[str, Any]) -> None:
@@ -123,7 +125,7 @@ class WandbSink:
                 self._count += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the id and the number of records."""
+        """Return the id of the W&B run, and the number of records logged so far."""
         return {"id": self._id, "count": self._count}
 
     def close(self) -> None:
