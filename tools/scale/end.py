@@ -122,12 +122,9 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
 
 
 WAYS = {
-    "summary": "from tba_hpc.report.summary import summarise; summarise(run)",
     "summary and report": "from tba_hpc.report.page import write_report; write_report(run)",
     "status": "from tba_hpc.report.run_state import RunMonitor as M; m = M(run); m.update()\n"
     "from tba_hpc.report.status import figures; figures(m)",
-    "a second look of the status": "from tba_hpc.report.run_state import RunMonitor as M\n"
-    "m = M(run); m.update(); began = time.monotonic(); m.update(); m.alerts",
 }
 """What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
 
@@ -163,6 +160,4 @@ def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[Row]:
             goals = ("≤ 5", "≤ 500") if way.startswith("summary") else ("", "")
             rows.append(row(f"{way}: {named}", seconds, "s", goals[0]))
             rows.append(row(f"{way}: peak of memory", megabytes, "MB", goals[1]))
-        size = sum(path.stat().st_size for path in run.metrics.glob("*.digest.json")) / 1e6
-        rows.append(row("digests on disk", size, "MB", ""))
     return rows
