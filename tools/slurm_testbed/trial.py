@@ -1,4 +1,4 @@
-"""A run on the cluster: submitted as a user would, followed by its records, ended when it is time."""
+"""A run on the cluster: submitted as a user would, followed by its records, and brought to its end."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ QUICKSTART = (
     *("evaluate.test_prompts=64", "launch.timeout_seconds=80"),
 )
 TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")
-"""Settings of the two models' runs."""
+"""Overrides of runs of either model."""
 
 STEPS_AFTER = 3
-"""Optimizer steps to the end, once the run is told to end."""
+"""Number of optimizer steps that the run still takes after it is told to end."""
 
 DEADLINE = 300
-"""Seconds after which something that should happen counts as not happening."""
+"""Longest wait for anything that should happen, s."""
 
 RUN_CHECK_SECONDS = 0.5
 
 TAKEOVERS = ("started", "resumed")
-"""Events of a trainer that takes over: from nothing, or from a checkpoint."""
+"""Events with which a trainer begins: a new run, or a resume."""
 
 
 class NotSurvived(Exception):
-    """The run did not get where it should; the message says what was waited for, and ends with the logs."""
+    """Raised if the run failed. The message says what was waited for, and ends with the logs."""
 
 
 @dataclass
 class History:
-    """Events and metrics of a run, read as they come."""
+    """Events and metrics of a run, read as they are written."""
 
     run: RunDir
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class History:
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read what has been written since the last call."""
         self.events = read_events(self.run)
         self.trainer += self._new(self.run.metrics_file("trainer"))
         for index, path in self.run.searcher_files().items():
@@ -84,25 +84,25 @@ class History:
 
     @property
     def step(self) -> int:
-        """The newest optimizer step."""
+        """Number of the newest optimizer step."""
         return int(number(self.trainer[-1], "step", 0)) if self.trainer else 0
 
     def times(self, event: str, *, after: float = 0.0) -> list[float]:
-        """When events of that name happened, later than ``after``."""
+        """Return the Unix times of the events of a name later than ``after``."""
         return [e["time"] for e in self.events if e["event"] == event and e["time"] > after]
 
     def of_trainer(self, *events: str, after: float = 0.0) -> list[float]:
-        """When the trainer recorded one of these events; without any, when it took steps."""
+        """Return when the trainer recorded one of these events, or when it took steps if none is given."""
         wanted = events or (None,)
         return [time_of(r) for r in self.trainer if r.get("event") in wanted and time_of(r) > after]
 
     def first_step(self, *, after: float) -> float | None:
-        """When a trainer that took over later than ``after`` had taken its first step."""
+        """Return when the first trainer that began later than ``after`` took a step; None if it has not."""
         resumes = self.of_trainer(*TAKEOVERS, after=after)
         return next(iter(self.of_trainer(after=resumes[0])), None) if resumes else None
 
     def resumes_behind(self) -> int:
-        """How often a trainer took over from an older checkpoint than the newest whole one."""
+        """Return how often a trainer resumed from an older checkpoint than the newest undamaged one."""
         whole, behind = {0}, 0
         for record in self.trainer:
             event, step = record.get("event"), int(number(record, "step", 0))
@@ -116,13 +116,13 @@ class History:
 
 
 def time_of(record: Record) -> float:
-    """Unix time of a record."""
+    """Return the Unix time of a record."""
     return number(record, "time", 0.0)
 
 
 @dataclass
 class Trial:
-    """A submitted run."""
+    """A submitted run. job: its job id."""
 
     cluster: Cluster
     run: RunDir
@@ -132,7 +132,7 @@ class Trial:
         self.history = History(self.run)
 
     def wait_for(self, probe: Callable[[], object], what: str) -> None:
-        """Wait for a true value. Raises NotSurvived after DEADLINE, or when run or job is over first."""
+        """Wait until ``probe`` is true. Raises NotSurvived after DEADLINE, or if run or job ends first."""
         began = time.monotonic()
         while True:
             self.history.update()
@@ -151,7 +151,7 @@ class Trial:
         return "\n".join(f"--- {file}\n{text}" for file, text in texts)
 
     def end(self, *jobs: int) -> None:
-        """Have the run stop, and end a few steps after it has come back; wait for it and for ``jobs``."""
+        """Stop the run, let it resume and end a few steps later; wait for the end of it and of ``jobs``."""
         began = time.time()
 
         def stopped() -> bool:
@@ -181,7 +181,7 @@ def submit(
     partition: str,
     settings: Sequence[str],
 ) -> tuple[RunDir, int]:
-    """A run of the model that the options name, and its job."""
+    """Submit a run of the model that the options name; return the run and its job id."""
     if options.tabular:
         config, of_model = HOME / "tools/tabular.yaml", [*TABULAR]
     else:
@@ -197,7 +197,7 @@ def submit(
 
 
 def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partition: str) -> int:
-    """An array of jobs that search for a run."""
+    """Submit an array of ``nodes`` elastic searchers of a run; return its job id."""
     words = ("--elastic", str(run.path), "--nodes", str(nodes))
     return int(_submitted(cluster, root, partition, *words)["job"])
 
@@ -211,7 +211,7 @@ def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dic
 
 
 def cluster_of(options: argparse.Namespace, **settings: Any) -> Cluster:
-    """The cluster that the options name, not yet up; ends the program if it cannot be."""
+    """Return the cluster that the options name, not yet started. Exits if it cannot be started here."""
     kind, reason = (Hosts, hosts.missing()) if options.hosts else (Cluster, missing())
     if reason:
         sys.exit(f"no Slurm cluster can be brought up here: {reason}")
@@ -219,13 +219,13 @@ def cluster_of(options: argparse.Namespace, **settings: Any) -> Cluster:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """A command line with what every trial takes."""
+    """Return a parser with the options of every trial."""
     parser = argparse.ArgumentParser(description=description)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=_model_folder, help=f"a tiny model; default: {MODEL.name}")
     model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
-    parser.add_argument("--hosts", action="store_true", help="nodes share a network and a folder alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and victims")
+    parser.add_argument("--hosts", action="store_true", help="nodes share only a network and a folder")
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="settings")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
