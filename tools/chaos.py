@@ -6,9 +6,11 @@
 The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Faults strike it one after the
 other:
 
-- engines and ranks are killed, and engines hang; - nodes crash, and boot again later; - the job is preempted,
-or asked to stop; - checkpoints, shards and metrics are damaged, a shard is hidden for a while, and the disk
-is full for a while; - a second launcher or searcher tries to join.
+- engines and ranks are killed, and engines hang;
+- nodes crash, and boot again later;
+- the job is preempted, or asked to stop;
+- checkpoints, shards and metrics are damaged, a shard is hidden, and the disk is full for a while;
+- a second launcher or searcher tries to join.
 
 Most faults wait until the run has recovered from the last one and has taken a few optimizer steps; some
 strike while ranks start. Then the run must end by itself. ``tba audit`` must find every trajectory exactly

@@ -11,15 +11,14 @@ the others. A figure is printed and saved to OUT/STAGE.json as soon as it is kno
     installation  libraries and GPUs; whether processes can be forked after a look at the GPUs; speed of
                   matrix products and copies
     learner       optimizer steps of a random Qwen2.5-1.5B on 64 × 640 tokens: model FLOP utilisation, and
-    peak
-                  memory against ``tba plan``; weights written into shared memory, against plain copies; how
-                  long that delays a step, with and without a CUDA stream of its own
+                  peak memory against ``tba plan``; weights written into shared memory, against plain
+                  copies; how long that delays a step, with and without a CUDA stream of its own
     published     an optimizer step of a random Qwen3-0.6B on 2 × 16,384 tokens, for which prime-rl published
                   1.99 s on an H100
-    bare          vLLM by itself with its defaults: 512 sequences of a random Qwen2.5-1.5B bare_inline   the
-    same with vLLM's core in the same process, as in our engine engine        our engine on the same
-    sequences, against both; NaN; log-probabilities against the learner's;
-                  3 GB of weights loaded from shared memory, against plain copies
+    bare          vLLM by itself with its defaults: 512 sequences of a random Qwen2.5-1.5B
+    bare_inline   the same with vLLM's core in the same process, as in our engine
+    engine        our engine on the same sequences, against both; NaN; log-probabilities against the
+                  learner's; 3 GB of weights loaded from shared memory, against plain copies
     eager         our engine without CUDA graphs, with logits in bfloat16; NaN; log-probabilities
     real          SmolLM2-135M-Instruct learns a few steps, with trainer and engine on one GPU
     real_lora     the same with LoRA, and the largest memory in use on the GPU against ``tba plan``

@@ -44,7 +44,7 @@ def requires_python(pin: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the locks."""
+    """Rewrite all locks."""
     for lock in LOCKS:
         lines = [line.partition("  # ")[0].split() for line in lock.read_text().splitlines()]
         known = digests(pin for pin, *_ in lines if not pin.startswith("torch=="))

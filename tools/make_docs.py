@@ -188,9 +188,9 @@ def commands_page() -> str:
 
 
 SHARED = {"site": "`--site <path>`", "overrides": "`--set a.b=value`", "as_json": "`--json`"}
-"""Options of many commands, which the head of the page explains."""
+"""Options of many commands, which the beginning of the page explains."""
 TOLD = {"RUN", "CONFIG", "CONFIG|RUN", "RUN|MODEL", "RUN RUN …"}
-"""Arguments that the head of the page explains."""
+"""Arguments that the beginning of the page explains."""
 
 
 def _command(command: TyperCommand) -> str:

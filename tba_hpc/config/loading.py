@@ -20,7 +20,7 @@ from tba_hpc.config.variants import OWN, choices
 
 
 class ConfigError(ValueError):
-    """Raised for any input that the user must change; the message is one sentence for the user."""
+    """Error for any input that the user must change. Its message is one sentence for the user."""
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:

@@ -97,7 +97,7 @@ class LoraSection(Section):
     log-probabilities."""
 
     rank: Count = 16
-    """r, the number of rows of A and of columns of B."""
+    """r, the rank of the adapters: A has r rows, and B has r columns."""
     alpha: Positive = 32.0
     """α. An adapter is scaled by alpha/rank."""
     targets: tuple[Text, ...] | None = Field(None, min_length=1)
@@ -210,7 +210,7 @@ def _is_one_reward(reward: object) -> bool:
 
 class GeneratorSection(Section):
     completions_per_prompt: Count = 24
-    """S: completions sampled per prompt; at least train.completions_per_prompt."""
+    """S, the number of completions sampled per prompt; at least train.completions_per_prompt."""
     temperature: Positive = 0.7
     """Sampling temperature in training. Evaluation is greedy, unless the task has its own temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -284,7 +284,7 @@ class BufferSection(Section):
 
     @property
     def chooses_by_reward(self) -> bool:
-        """True if completions with higher rewards may be drawn more often."""
+        """True if completions with higher rewards may be drawn more often than others."""
         return self.reward_temperature is not None and self.most_on_policy < 1
 
 
@@ -544,7 +544,7 @@ class LaunchSection(Section):
         return self.searchers + self.elastic
 
     def place_of(self, searcher: int) -> int:
-        """Return a searcher's place p: it takes the requests with id ≡ p (mod ``places``)."""
+        """Return a searcher's place p, from 0: it takes the requests with id ≡ p (mod ``places``)."""
         return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
 
     @property

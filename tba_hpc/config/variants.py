@@ -188,7 +188,7 @@ class IcePop(RatioWeighted):
     name: Literal["icepop"] = "icepop"
     """Weight each token by π_θ/π_behaviour, or by 0 if that ratio is outside a band (IcePop)."""
     band: tuple[Fraction, Annotated[float, Field(gt=1)]] = (0.5, 5.0)
-    """Lowest and highest ratio that is kept."""
+    """Lowest and highest ratio at which a token keeps its weight."""
 
 
 class Dppo(RatioWeighted):
@@ -230,7 +230,7 @@ class ModelReference(Section):
 
 class FrozenReference(ModelReference):
     name: Literal["frozen"] = "frozen"
-    """The initial model."""
+    """The initial policy, which stays the reference throughout the run."""
 
 
 class BehaviourIsReference(Section):

@@ -13,13 +13,11 @@ Weights are published in *writes*, numbered from 0. A node keeps them in two fil
 replaces write n − 2, and begins after the round of write n − 1. Nobody reads what is overwritten, because:
 
 - Every rank that reads weights holds a *reader* of their file. A searcher gets the reader in the round of
-these
-  weights, when it shows them to its main thread. At the same time it drops the reader of the weights before,
-  unless its main thread has taken those. So after the round of write n − 1 nobody begins to read write n − 2.
+  these weights, when it shows them to its main thread. At the same time it drops the reader of the weights
+  before, unless its main thread has taken those. So after the round of write n − 1 nobody begins to read
+  write n − 2.
 - The lowest rank of a node confirms the round of write n − 1 only when nobody reads write n − 2 any more. If
-a
-  rank goes on reading, in an evaluation or because its engine is slow, a third file takes the place of that
-  one.
+  a rank goes on reading, in an evaluation or because its engine is slow, a third file replaces that one.
 
 A searcher confirms a round with weights to evaluate only once its main thread has taken them, so that newer
 weights cannot replace them. If it confirms late, the next round begins late, and the leader tells the other
@@ -376,7 +374,7 @@ class _Peer:
         """Record that the leader has fetched the shards that this rank sent in the round."""
 
     def _is_free(self) -> bool:
-        """Return whether newer weights may be shown to the main thread."""
+        """Return whether newer weights may replace those that were shown to the main thread."""
         return True
 
 

@@ -86,7 +86,7 @@ class RecordedShards:
         self.places = run.sealed_files()
 
     def __call__(self, key: ShardKey) -> Shard:
-        """Read a shard. Raises ShardError if it is damaged or gone by now, OSError if it cannot be read."""
+        """Read a shard. Raises ShardError if it is damaged or was deleted, OSError if it cannot be read."""
         try:
             shard = read_shard(self.places[key])
         except FileNotFoundError:  # the recorded run is at work, and may have moved the shard to RUN/kept

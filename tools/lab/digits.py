@@ -112,7 +112,7 @@ class Digits(RightOrWrong):
         test_file: None = None,
         validation_problems: int = 256,
     ) -> None:
-        """Set the number of validation problems; there are 2,000 for training, and no files."""
+        """Make the task, with 2,000 training problems. It takes no files, unlike other tasks."""
         super().__init__(tokenizer)
         self._sizes: dict[Split, int] = {"train": 2000, "validation": validation_problems, "test": 256}
 

@@ -178,17 +178,17 @@ FORMS_AT = {
     10: (TB, EQUATION_7, BASELINE),
     50: (TB, EQUATION_7, BASELINE),
 }
-"""By lag, what is run with every seed."""
+"""Objectives that are run with every seed, by lag."""
 
 TUNED_AT = {10: tuple(FORMS), 50: (TB, "TB, capped at 8", EQUATION_7, BASELINE, "TOPR"), 1: FORMS_AT[1]}
-"""By lag, what is tuned: the others end lower."""
+"""Objectives whose rates are tuned, by lag. The others end lower at lag 10."""
 
 MODEL_RATES = (1.25e-4, 2.5e-4)
 MODEL_STEPS, TUNING_STEPS = 300, 200
 
 
 class WholeModel:
-    """A small Llama in lockstep: every form at the better of two rates for each lag."""
+    """The experiment on a small Llama in lockstep: each objective at the better of two rates for each lag."""
 
     question = "Do old data teach? A whole model on arithmetic, exact lags"
 

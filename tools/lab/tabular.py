@@ -66,7 +66,7 @@ class Table:
 
     @cached_property
     def reward_PC(self) -> np.ndarray:
-        """float32."""
+        """Reward of each completion, float32."""
         rng = np.random.default_rng([self.seed, 0])
         return rng.random((self.prompts, len(self.completions)), np.float32)
 
@@ -76,7 +76,7 @@ class Table:
         return np.random.default_rng([self.seed, 1]).standard_normal(self.shape, np.float32)
 
     def prompt_token(self, prompt: int) -> int:
-        """The token that a prompt consists of."""
+        """Return the single token of a prompt."""
         return self.letters + 1 + prompt
 
     def prefixes(self, tokens_NL: np.ndarray) -> np.ndarray:
