@@ -347,7 +347,7 @@ class Storm(Trial):
         while True:
             self.wait_for(lambda: _pending(self.run, least), f"{least} shards that no checkpoint holds")
             with faults.held_leader(self.cluster, self.run):
-                if found := _pending(self.run, least):  # else a checkpoint came in between
+                if found := _pending(self.run, least):  # otherwise a checkpoint has been made meanwhile
                     yield found
                     return
 
@@ -393,7 +393,7 @@ def _generated_again(records: Sequence[Record], after: float) -> float | None:
     counted = [(time_of(record), number(record, "search/rebuilds", -1.0), record) for record in records]
     before = next((count for time, count, _ in reversed(counted) if time <= after and count >= 0), 0.0)
     new = [record for time, count, record in counted if time > after and count > before]
-    whole = new[1:]  # the second in which the engine was lost may hold tokens of the old one
+    whole = new[1:]  # the record in which the engine was lost may count tokens of the old one
     return next((time_of(record) for record in whole if number(record, "search/tokens", 0.0)), None)
 
 

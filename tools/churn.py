@@ -110,7 +110,7 @@ class Churn(Trial):
                     process = psutil.Process(pid)
                     array = process.environ().get("SLURM_ARRAY_JOB_ID") == str(self.array)
                     command = process.cmdline()
-                    its_own = command[0] not in ("srun", "bash")  # which start it
+                    its_own = command[0] not in ("srun", "bash")  # these start the searcher
                     if array and its_own and command[-2:] == ["search", str(self.run.path)]:
                         found.append(pid)
         return found
@@ -168,7 +168,7 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
         f"launch.elastic={nodes}",
     )
     run, job = submit(cluster, root, options, "--nodes", "2", partition="main", settings=settings)
-    cluster.wait(job, "RUNNING", seconds=DEADLINE)  # before anybody holds the nodes that it chose
+    cluster.wait(job, "RUNNING", seconds=DEADLINE)  # before other jobs take the nodes
     array = submit_elastic(cluster, root, run, nodes, partition="low")
     return Churn(cluster, run, job, nodes=nodes, array=array)
 

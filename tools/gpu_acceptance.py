@@ -675,7 +675,7 @@ def make_model(folder: Path, shape: Shape) -> Path:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # 256: for whole runs
+        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # whole runs need 256
         tie_word_embeddings=True,
         eos_token_id=0,
         **({"head_dim": shape.head_size} if shape.kind == "qwen3" else {}),
@@ -686,9 +686,9 @@ def make_model(folder: Path, shape: Shape) -> Path:
     model.save_pretrained(made)
     del model
     gc.collect()
-    torch.cuda.empty_cache()  # an engine is to find the memory free
+    torch.cuda.empty_cache()  # for the engine, which needs this memory
     known = ["<eos>", "<unk>", *string.printable]
-    # transformers adds a token of its own for some families.
+    # transformers adds one more token for some families.
     known += [f"<{token}>" for token in range(len(known), shape.vocabulary - 1)]
     words = {word: token for token, word in enumerate(known)}
     characters = Tokenizer(models.BPE(words, [], unk_token="<unk>"))

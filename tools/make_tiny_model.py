@@ -210,7 +210,7 @@ def teach(model: LlamaForCausalLM, data: Iterable[Batch], steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     console = Console(stderr=True)
-    if not console.is_terminal:  # which has a bar
+    if not console.is_terminal:  # a terminal shows a progress bar
         console.print(f"teaching a tiny model for {steps} steps, a minute or two")
     for tokens, labels in track(data, "teaching", steps, console=console):
         loss = model(input_ids=tokens, labels=labels).loss

@@ -4,8 +4,9 @@ Only this module imports mpi4py, and the import starts MPI. Every process must b
 mpi4py``, so that an uncaught exception on one rank ends the whole world.
 
 Messages go point to point, so that a missing rank can be named. Collective calls set the world up, when all
-ranks are known to be there. After that, only the broadcast of weights between nodes is collective, and no
-call blocks: Open MPI spins in a blocking call, and there may be more ranks than cores.
+ranks are known to be there. After that, and until MPI is finalized, only the broadcast of weights between
+nodes is collective, and no call blocks: Open MPI spins in a blocking call, and there may be more ranks than
+cores.
 
 When a process of the world dies, mpiexec or ``srun --kill-on-bad-exit`` ends the others, and the launcher
 restarts them all.

@@ -60,17 +60,17 @@ TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
 """TRL, and what it needs beyond this environment."""
 
 NOTES = (
-    f"Tuning: the same constant learning rates for all, seed {TUNING_SEED}; the best is the first to reach "
-    "the highest threshold that any of an arm's rates reaches. The two synchronous arms take the same steps, "
-    "and so share their tuning. All start from one model.",
-    "Seconds run from the first weights in an engine (TRL: from the start of training) to the optimizer step "
-    "whose weights reach the threshold, on straight lines between evaluations on the validation prompts, "
-    "which no arm trains on. Evaluations are off the clock for TRL and, by their tokens, for the synchronous "
-    "arms; the asynchronous arm pays for its own.",
-    "Every arm may use both cores: asynchronous, a trainer and an engine with a core each; synchronous, the "
-    "same two in turn, or two engines and two trainers in turn; TRL, both for everything.",
-    "÷ asynchronous: at the last of these thresholds that all arms of a seed reach. End: mean of the last "
-    "three evaluations.",
+    f"Tuning: all arms try the same constant learning rates with seed {TUNING_SEED}. The best rate is the "
+    "first to reach the highest threshold that any rate of the arm reaches. Both synchronous arms take the "
+    "same steps, and so share their tuning. All arms start from one model.",
+    "Seconds count from the first weights in an engine (TRL: from the start of training) to the optimizer "
+    "step whose weights reach the threshold, interpolated linearly between validation evaluations. "
+    "They do not include the time of evaluations for TRL and for the synchronous arms (estimated by tokens); "
+    "for the asynchronous arm they do.",
+    "Every arm may use both cores. Asynchronous: a trainer and an engine have a core each. Synchronous: the "
+    "same two take turns, or two engines and two trainers do. TRL uses both cores for everything.",
+    "÷ asynchronous: ratio of times to the highest threshold that all arms of a seed reach. End: mean of the "
+    "last three evaluations.",
     "TRL: defaults of 1.16 (loss dapo, no KL term), no gradient checkpointing, Hugging Face generation.",
 )
 

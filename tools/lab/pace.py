@@ -55,12 +55,11 @@ SETTINGS = (
 )
 
 NOTES = (
-    f"Seconds of a step: the mean of a run of {STEPS} less its first fifth; nothing is evaluated meanwhile. "
-    "Two prompts with eight completions each to a step, of 20 to 200 tokens.",
+    f"Seconds of a step: mean over a run of {STEPS} steps, without its first fifth and without evaluations. "
+    "A step learns from two prompts with eight completions each, of 20 to 200 tokens.",
     "Age: steps between the weights that sampled and those that train, mean over a run's batches.",
-    "Tokens/s: of all engines together while they are at work; where they wait for the trainer it does not "
-    "count.",
-    "All use both cores, and learn from each completion once. TRL: as in `asynchrony`.",
+    "Tokens/s: of all engines together, while they are at work; waits for the trainer do not count.",
+    "All arms use both cores, and learn from each completion once. TRL: as in `asynchrony`.",
 )
 
 

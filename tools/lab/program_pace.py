@@ -107,7 +107,7 @@ def pace(
     """
     sampling = Sampling(1.0, 1.0, 512, stop=tuple(STOPS))
     requests = (Request(prompt, number, 1, sampling) for number, prompt in enumerate(cycle(prompts)))
-    filled = 2 * at_once  # as many episodes are open at a time
+    filled = 2 * at_once  # number of episodes that are open at a time
     done: list[Completion] = []
     marks: list[tuple[int, np.ndarray]] = []
     full = 0.0
@@ -166,7 +166,7 @@ def main(width: int = 96, layers: int = 2, pairs: int = 5, episodes: int = 48, s
         kinds = [conversing(kind, engine, tokenizer) for kind in TASKS]
         with closing(kinds[1][0]):
             ratios = []
-            for pair in range(-1, pairs):  # the first warms up
+            for pair in range(-1, pairs):  # the first pair warms up
                 order = kinds if pair % 2 else kinds[::-1]
                 played = 1 if pair < 0 else episodes
                 found = {id(one): pace(engine, *one, sequences, played) for one in order}

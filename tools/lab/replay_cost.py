@@ -108,11 +108,11 @@ def row(name: str, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row
 
 NOTES = (
     "Protocol, fixed before the first run: tools/lab/replay_cost.md. TB as shipped; B = 8, K = 16, β = .02, "
-    f"AdamW, weights every {LAG} steps; the queue samples 8 groups per step, the others {FRESH_GROUPS}, with "
-    "a buffer that keeps all.",
+    f"AdamW, weights every {LAG} steps. The queue samples 8 groups per step, the others {FRESH_GROUPS}, with "
+    "a buffer that keeps everything.",
     f"Rates: the best of {', '.join(f'{rate:g}' for rate in RATES)}, by {TUNING_STEPS} steps with seed "
-    f"{TUNING_SEED}. Samples, steps and seconds of one core, without evaluations, on straight lines between "
-    "evaluations; in brackets how many seeds reach the level.",
+    f"{TUNING_SEED}. Samples, steps and core-seconds to a level are interpolated linearly between "
+    "evaluations, whose time does not count. In brackets: how many seeds reach the level.",
 )
 
 REPLAY_COST = ReplayCost()

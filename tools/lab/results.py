@@ -187,7 +187,7 @@ def draw(panels: Sequence[Panel]) -> Figure:
         ax.set_xlabel(panel.x)
         if panel.logarithmic:
             ax.set_xscale("log")
-            ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # powers would be shown as TeX, unread
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # powers of ten would be shown as raw TeX
             ax.xaxis.set_minor_formatter(NullFormatter())
         if not one_scale or ax is axes[0]:
             ax.set_ylabel(panel.y)

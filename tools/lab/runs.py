@@ -110,7 +110,7 @@ class Study:
         run_dir = RunDir(config.run_dir.absolute())
         if run_dir.finished and not differences(run_dir.config(), config):
             return run_dir
-        if run_dir.config_file.exists():  # of other settings, or cut short: a clock cannot be resumed
+        if run_dir.config_file.exists():  # other settings, or interrupted: its time cannot be continued
             shutil.rmtree(run_dir.path)
         sets = [f"--set={text}" for text in self.overrides(arm, seed, options)]
         program = [sys.executable, "-m", "tba_hpc", "run", str(QUICKSTART), *sets, "--json"]

@@ -59,9 +59,9 @@ def chosen(first: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 NOTES = (
-    "Commands on rows of digits (tools/lab/digits.py); the model takes two of three pairs of opposite "
-    "commands for one another. Rates and their tuning scores are those of the first task: nothing was tuned "
-    "on this one.",
+    "Commands on rows of digits (tools/lab/digits.py). The model mostly takes the commands of two of three "
+    "pairs of opposites for each other. Rates and tuning scores are those of the first task: nothing was "
+    "tuned on this one.",
 )
 
 SECOND_TASK = SecondTask()

@@ -43,12 +43,12 @@ ON_POLICY: dict[str, Any] = {"buffer": None, "sync_every": 1, "ahead": True, "gr
 
 NOTES = (
     f"One prompt, {MODES} rewarded words of {LENGTH} letters (of {LETTERS}) among 5,461 completions; TB, β = "
-    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β; trainer "
-    "and searchers in lockstep; a searcher generates 32 completions per step.",
-    "Found: rewarded words generated at least once; kept: those with at least a tenth of their probability "
-    "at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded; diversity: expected "
-    "share of places at which two rewarded samples differ; both exact, of the last policy. Last row: the "
-    "optimum.",
+    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β. Trainer "
+    "and searchers run in lockstep; a searcher generates 32 completions per step.",
+    "Found: rewarded words generated at least once. Kept: rewarded words with at least a tenth of their "
+    "probability at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded. Diversity: "
+    "expected share of positions at which two rewarded samples differ. Both are exact figures of the last "
+    "policy. Last row: the optimum.",
 )
 
 Ways = Mapping[str, "list[list[Quality]]"]

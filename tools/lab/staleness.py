@@ -125,15 +125,15 @@ class Exact:
             f"{name} {', '.join(f'{score:.1f}' for score in each.values())}" for name, each in tuned.items()
         )
         return (
-            f"Lag k: weights go out every k of {options.steps or self.steps} steps, and what they sample is "
-            "trained on after the next time, so that data are k … 2k − 1 steps old, the same for every "
-            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW; TB with log Z of the behaviour, tapered, Dr. "
-            "GRPO clipped at .2, M2PO Dr. GRPO with its mask of .04 instead, AsymRE RLOO with δ = −.1.",
-            "Pass@1: exact probability that a sample is right, mean over the last tenth. Distance: total "
-            "variation between the last policy and π_ref·exp(r/β)/Z.",
-            "Dr. GRPO and M2PO, without a KL term, do not aim at that posterior; nor does OAPL, whose target "
-            "π_lag·exp(r/β)/Z moves on with every sync, towards the best completions alone.",
-            f"Rates, by pass@1 over all lags with seed {TUNING_SEED}, in % at "
+            f"Lag k: weights are published every k of {options.steps or self.steps} steps. What they sample "
+            "is trained on after the next publication, so data are k to 2k − 1 steps old for every "
+            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW. TB: log Z of the behaviour, tapered. Dr. "
+            "GRPO: clipped at .2. M2PO: Dr. GRPO with a mask of .04 instead. AsymRE: RLOO with δ = −.1.",
+            "Pass@1: exact probability that a sample is right, mean over the last tenth of the steps. "
+            "Distance: total variation between the last policy and π_ref·exp(r/β)/Z.",
+            "Dr. GRPO and M2PO have no KL term, and do not aim at that policy. Nor does OAPL: its target "
+            "π_lag·exp(r/β)/Z moves with every sync, towards the best completions alone.",
+            f"Rates: the best by pass@1 over all lags with seed {TUNING_SEED}. Pass@1 in % at "
             f"{', '.join(f'{rate:g}' for rate in RATES)}: {scores}.",
         )
 
@@ -259,12 +259,12 @@ def end_of(figures: Figures) -> float:
 
 
 NOTES_OF_MODEL = (
-    "Lag k: weights go out every k steps, and what they sample is learned from after the next time: data are "
-    "k … 2k − 1 steps old, every group used once. B = 8, K = 16, β = .02 (OAPL's are others: 1 and .001 "
-    f"are its authors'), AdamW, {MODEL_STEPS} steps; greedy pass@1 on 256 validation problems, mean of the "
-    "last three evaluations. TB: log Z of the behaviour, negatives tapered by sequence.",
+    "Lag k: weights are published every k steps. What they sample is learned from after the next "
+    "publication, so data are k to 2k − 1 steps old; every group is used once. B = 8, K = 16, β = .02 (not "
+    f"for OAPL, whose authors use 1 and .001), AdamW, {MODEL_STEPS} steps. Greedy pass@1 on 256 validation "
+    "problems, mean of the last three evaluations. TB: log Z of the behaviour, tapered.",
     f"Rates: the better of {', '.join(f'{rate:g}' for rate in MODEL_RATES)} for each lag, by {TUNING_STEPS} "
-    f"steps with seed {TUNING_SEED}; TB's of lag 10 at lag 4.",
+    f"steps with seed {TUNING_SEED}. At lag 4, TB has its rate of lag 10.",
 )
 
 ARITHMETIC = WholeModel()

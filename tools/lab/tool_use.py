@@ -74,7 +74,8 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterat
         labels: list[list[int]] = []
         for _ in range(BATCH):
             question, result = draw(rng)
-            # Every second demonstration at first: to copy takes longer to learn than to guess.
+            # At first every second demonstration uses the tool, since copying takes longer to learn than
+            # guessing.
             share = 0.5 if step < 0.8 * steps else TOOL_SHARE
             guess = [(True, f"{rng.integers(20, 200)}<eos>")]
             parts = [(False, f"Q: {question}\nA: ")]

@@ -221,8 +221,10 @@ class Cluster:
         while not (found := probe()):
             assert not ended, f"no job is left, waiting for {what}: {ended}\n{seen()}"
             assert time.monotonic() < end, f"waited {seconds} s for {what}: {seen()}"
-            ended = self._all_ended() if by_jobs else ""  # before the next probe, which sees what it has left
-            time.sleep(0.25)  # most probes are commands of Slurm, which take the cores from who is waited for
+            ended = (
+                self._all_ended() if by_jobs else ""
+            )  # asked before the next probe, which sees its results
+            time.sleep(0.25)  # most probes are Slurm commands, and would slow down the job waited for
         return found
 
     def _all_ended(self) -> str:
@@ -303,7 +305,7 @@ class Cluster:
         (self.root / "munge").mkdir(mode=0o755)
         self._spawn("munged", ["munged", "--foreground", "--force", *self._munge_options()])
         self.until((self.root / "munge/socket").exists, "munged", 10, seen=lambda: self._log("munged"))
-        # A PID namespace of its own, so that its helper process goes with it.
+        # slurmctld has its own PID namespace, so that its helper process ends with it.
         self._spawn("slurmctld", ["unshare", "--pid", "--fork", "--kill-child", "slurmctld", "-D", "-i"])
         for node in self._names:
             self._boot(node)
@@ -359,7 +361,7 @@ class Cluster:
     # --- Files ---
 
     def _write_files(self) -> None:
-        os.umask(0o022)  # jobs of an ordinary user read what is here
+        os.umask(0o022)  # jobs of an ordinary user read these files
         self.root.chmod(0o755)
         (self.root / "state").mkdir()
         (self.root / "dev").mkdir()
@@ -434,12 +436,12 @@ _SETTINGS = {
     "SlurmUser": "root",
     "SlurmdUser": "root",
     "AuthType": "auth/munge",
-    # A requeued job waits cred_expire; 5 s is the least.
+    # A requeued job waits for cred_expire, of which 5 s is the minimum.
     "AuthInfo": "socket={root}/munge/socket,cred_expire=5",
     "CredType": "cred/munge",
     "StateSaveLocation": "{root}/state",
     "SlurmdSpoolDir": "{root}/spool/%n",
-    "TmpFS": "{root}/spool/%n",  # shared by nodes, PMIx would fail
+    "TmpFS": "{root}/spool/%n",  # PMIx would fail if nodes shared it
     "SlurmctldPidFile": "{root}/slurmctld.pid",
     "SlurmdPidFile": "{root}/spool/%n/pid",
     "SlurmctldLogFile": "{root}/slurmctld.log",
@@ -465,7 +467,7 @@ _SETTINGS = {
     "KillWait": "5",
     "SlurmctldTimeout": "30",
     "SlurmdTimeout": "5",
-    # A crashed node refuses connections, which Slurm tries again for so long, and it is down after two pings.
+    # Slurm retries connections to a crashed node for this long. The node is down after two pings.
     "MessageTimeout": "4",
     "InactiveLimit": "0",
     "MinJobAge": "300",
@@ -488,7 +490,7 @@ def _reserve_ports(count: int) -> tuple[socket.socket, list[int]]:
             holder.bind(f"\0slurm-testbed-{first}")
             for port in ports:
                 socket.create_server(("127.0.0.1", port)).close()
-        except OSError:  # another cluster has them, or somebody else has one of them
+        except OSError:  # another cluster, or another program, has one of these ports
             holder.close()
         else:
             return holder, ports

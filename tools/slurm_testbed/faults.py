@@ -118,7 +118,7 @@ def fill_disk(folder: Path, seconds: float) -> None:
     ballast = folder / "ballast"
     with ballast.open("wb") as file:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:  # again and again: others may free some
+        while time.monotonic() < end:  # repeatedly, because others may free some space
             with suppress(OSError):
                 free = max(1, shutil.disk_usage(folder).free)
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), free)

@@ -173,9 +173,9 @@ class Hosts(Cluster):
         return f"h{self._number}{node}"
 
     def _start_daemons(self) -> None:
-        with suppress(subprocess.CalledProcessError):  # left by one that was killed
+        with suppress(subprocess.CalledProcessError):  # left by a cluster that was killed
             _ip("link", "del", self._bridge)
-        # An address of its own: else it is that of a port, another one with each host that comes or goes.
+        # A fixed address: by default a bridge has that of a port, which changes when hosts come or go.
         own = f"02:77:00:00:00:{self._number:02x}"
         _ip("link", "add", self._bridge, "address", own, "type", "bridge")
         for number in (LOGIN, FILE_SERVER):
@@ -193,7 +193,7 @@ class Hosts(Cluster):
         own, link = Path("/proc/self/ns/net").readlink(), self._link(node)
         process = self._daemons[node].pid
         self.until(lambda: Path(f"/proc/{process}/ns/net").readlink() != own, f"{node}'s network", 10)
-        subprocess.run(["ip", "link", "del", link], capture_output=True)  # of a host that has crashed
+        subprocess.run(["ip", "link", "del", link], capture_output=True)  # left by a host that has crashed
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(process))
         _ip("link", "set", link, "master", self._bridge, "up")
         self._inside(node, "ip", "link", "set", "lo", "up")

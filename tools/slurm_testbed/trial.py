@@ -30,17 +30,20 @@ SITE = {
     "memory": "3000",
     "time": "24:00:00",
     "signal_seconds": 60,
-    "relaunches": 10,  # deaths that may follow each other before anything is sealed
+    "relaunches": 10,  # restarts in a row without a sealed shard in between
 }
 
 COMMON = (
-    "train.steps=1000000",  # until it is told to end
+    "train.steps=1000000",  # the trial lowers it in the end
     "train.learning_rate={schedule: constant, peak: 1.0e-5}",
     "checkpoint.every=5",
     "evaluate.validation_prompts=0",
 )
 QUICKSTART = (
-    *("exchange.max_staleness=null", "buffer.initial_completions=64"),  # as in the measured storms
+    *(
+        "exchange.max_staleness=null",
+        "buffer.initial_completions=64",
+    ),  # as when docs/reliability.md was measured
     *("evaluate.test_prompts=64", "launch.timeout_seconds=80"),
 )
 TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")
@@ -157,7 +160,7 @@ class Trial:
         def stopped() -> bool:
             return bool(self.history.of_trainer("stopped", after=began))
 
-        while not stopped():  # ranks that are only starting end at once, and the job begins again
+        while not stopped():  # ranks that are starting end at once, and the job starts them again
             asked = time.time()
             faults.ask_to_stop(self.cluster, self.job)
             self.wait_for(lambda: stopped() or self.history.first_step(after=asked), "the run to stop")  # noqa: B023
@@ -165,7 +168,7 @@ class Trial:
         self.cluster.own(self.run.path)
         self.wait_for(lambda: self.run.finished, "the end of the run")
         for job in (self.job, *jobs):
-            # The first component's end is that of the run: others may have failed with a node.
+            # The run ends with the first component; others may have failed with a node.
             self.cluster.until(
                 lambda: self.cluster.state(job).split("+")[0] in ENDED,  # noqa: B023
                 f"job {job} to end",
@@ -187,7 +190,7 @@ def submit(
     else:
         config, model = HOME / "configs/quickstart.yaml", root / "model"
         for file in shutil.copytree(options.model or MODEL, model).iterdir():
-            file.chmod(0o644)  # jobs may be another user's
+            file.chmod(0o644)  # jobs may belong to another user
         model.chmod(0o755)
         of_model = [*QUICKSTART, f"model.path={model}"]
     pairs = [*COMMON, *of_model, *settings, f"run.root={root}", *options.set]
@@ -205,7 +208,7 @@ def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partit
 def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dict[str, Any]:
     site = root / f"{partition}.yaml"
     site.write_text(yaml.safe_dump({**SITE, "partition": partition}))
-    site.chmod(0o644)  # by its umask a run is its owner's business
+    site.chmod(0o644)  # its umask hides files from other users
     program = (sys.executable, str(HOME / "tools/submit.py"))
     return json.loads(cluster.run(*program, *words, "--site", str(site), "--json", user=True))
 
