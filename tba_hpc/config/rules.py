@@ -101,6 +101,7 @@ def check(config: Config) -> None:
 
 
 def _of_sampling(config: Config) -> Iterator[str]:
+    """Yield the sentence of each rule on sampling that the config breaks; the functions below do likewise."""
     generator, objective = config.generator, config.train.objective
     if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
         yield "{generator.tempered_range} is not a range: give the lower temperature first, above 0"
@@ -271,7 +272,8 @@ def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if key not in DEEPSPEED_SETTINGS:
             known = ", ".join(DEEPSPEED_SETTINGS)
             raise ValueError(
-                f"train.deepspeed.{key} is not a setting to add: leave it out, or use one of {known}"
+                f"train.deepspeed.{key} is none of the settings that may be added: leave it out, or use one "
+                f"of {known}"
             )
     return settings
 
