@@ -111,9 +111,9 @@ class ReplayExchange:
     """TrainerExchange that replays a recording.
 
     If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
-    the next arrival comes early. If no arrival is left, ``stop_requested`` is True. read: function that
-    returns a shard. cursors: index of the first shard of each searcher that no earlier attempt merged. step:
-    function that returns the trainer's optimizer step.
+    the next arrival comes early. If it waits and no arrival is left, ``stop_requested`` is True. read:
+    function that returns a shard. cursors: index of the first shard of each searcher that no earlier attempt
+    merged. step: function that returns the trainer's optimizer step.
     """
 
     def __init__(
