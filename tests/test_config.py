@@ -479,7 +479,7 @@ def test_a_secret_is_neither_kept_nor_shown(name: str) -> None:
     for key in reversed(name.split(".")):
         engine = {key: engine}
     with pytest.raises(
-        ConfigError, match=rf"^generator\.engine\.{name} would be kept in .* export"
+        ConfigError, match=rf"^generator\.engine\.{name} would be stored in .* export"
     ) as raised:
         parse_config({"model": {"path": "m"}, "generator": {"engine": engine}})
     assert "hunter2" not in str(raised.value)

@@ -38,7 +38,9 @@ def test_every_setting_that_may_be_added_is_one_that_deepspeed_reads() -> None:
 
 
 def test_a_misspelt_setting_is_refused_when_the_config_is_read() -> None:
-    with pytest.raises(ConfigError, match=r"^train.deepspeed.wall_clock_breakdow is not a setting to add: "):
+    with pytest.raises(
+        ConfigError, match=r"^train.deepspeed.wall_clock_breakdow is none of the settings that may be added: "
+    ):
         config_with("wall_clock_breakdow=true")
 
 

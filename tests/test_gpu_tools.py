@@ -179,7 +179,7 @@ def test_mps_is_started_for_a_block_in_a_private_folder_and_ended_after_it(
 def test_the_stage_of_mps_says_if_it_is_not_here(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert gpu_acceptance.run_inside("real_mps", out, tiny=True, scratch=out) == 0
-    assert figures(out, "real_mps") == {"left out, for there is no": gpu_acceptance.MPS}
+    assert figures(out, "real_mps") == {"left out: not found": gpu_acceptance.MPS}
 
 
 def test_a_stage_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
             writer.seal()
             won.append(number)
         except ExchangeError as error:
-            assert "sealed already, by a process that was searcher 0 before" in str(error)
+            assert "sealed already, by an earlier process of searcher 0" in str(error)
             assert len(writer) == 1
     told.send(won)
 

@@ -130,7 +130,7 @@ def test_the_learner_steps_on_it(ranks: int, budget: int | None, tmp_path: Path)
     ("train", "sentence"),
     [
         ({"reference_temperature": 2}, "train.reference_temperature would be ignored"),
-        ({"target_temperature": 2}, "as warm as the policy: leave it out"),
+        ({"target_temperature": 2}, "the temperature of the policy: leave it out"),
         ({"objective": "oapl"}, "train.reference=lagged is not for train.objective=oapl"),
         ({"reference": {"name": "lagged", "decay": 0}}, "greater than 0"),
     ],

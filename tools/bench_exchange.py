@@ -1,10 +1,10 @@
-"""Measures the weights' way over MPI against plain memory copies and plain MPI, all in the same world.
+"""Compares a publication of weights over MPI with plain memory copies and plain MPI, in the same world.
 
     python tools/bench_exchange.py weights    publish stall and propagation
 
-Takes ``--json`` and starts mpiexec itself. Believe the ratios, not the seconds: each is of one run. "nodes"
-makes every rank a node of its own, so that the weights take the way between nodes; on one machine that way
-runs at the speed of memory, as no network does.
+It starts mpiexec itself; ``--json`` prints JSON. The ratios, each from one run, are more reliable than the
+seconds. In the rows "nodes" every rank counts as a node of its own, so that weights are broadcast between
+nodes. On one machine this broadcast runs at the speed of memory, which no network reaches.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def weights(
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Publish stall and propagation, within a node and between (emulated) nodes; medians over rounds.
+    """Measure stall and propagation of a publication, within a node and between emulated nodes.
 
-    stall: publish over one copy by the trainer. visible: until the last searcher's poll returns the weights;
-    propagation: until it has a copy of its own. Bcast ÷: MPI's blocking Bcast in the same world, between
-    private memories and between shared ones, over the propagation.
+    All figures are medians over rounds. stall: duration of the trainer's call of publish, over that of one
+    copy of the weights. visible: time until the last searcher's poll returns the weights;
+    propagation: until it has a copy of its own. ÷ Bcast: the propagation over MPI's blocking Bcast between
+    shared memories in the same world.
     """
     rows = [
         run_world(1 + searchers, ["weights-rank", memory, str(mb), str(rounds)])
@@ -63,7 +64,7 @@ def weights(
 
 
 def run_world(ranks: int, arguments: list[str]) -> dict[str, Any]:
-    """Run this file as one MPI world; returns what its trainer wrote."""
+    """Run this file as one MPI world; return the row that its trainer wrote."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
@@ -80,7 +81,7 @@ def run_world(ranks: int, arguments: list[str]) -> dict[str, Any]:
 
 
 def join(memory: str) -> MpiWorld:
-    """The world; ``nodes`` makes every rank a node of its own."""
+    """Join the world. memory: "nodes" makes every rank a node of its own, "shared" does not."""
     from mpi4py import MPI
 
     from tba_hpc.exchange.mpi_world import MpiWorld, split_by_memory
@@ -98,7 +99,10 @@ def join(memory: str) -> MpiWorld:
 
 
 def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray) -> None:
-    """Publish a version for each row of the clock: called, returned, seconds of a copy just before."""
+    """Publish one version per row of ``clock``, and fill its columns.
+
+    They are the times at which publish was called and returned, and the duration of a copy just before, s.
+    """
     copy = np.zeros_like(source)
     for version in range(len(clock)):
         time.sleep(0.2)
@@ -116,7 +120,7 @@ def publish(exchange: MpiTrainerExchange, source: np.ndarray, clock: np.ndarray)
 
 
 def take(exchange: MpiSearcherExchange, nbytes: int, clock: np.ndarray) -> None:
-    """Fill a searcher's clock: weights polled, weights copied."""
+    """Take weights until the run ends; note in ``clock`` when each version was polled and when copied."""
     private = np.zeros(nbytes, np.uint8)
     while not exchange.closed:
         if update := exchange.poll():
@@ -128,7 +132,7 @@ def take(exchange: MpiSearcherExchange, nbytes: int, clock: np.ndarray) -> None:
 
 
 def medians(world: MpiWorld, clock: np.ndarray) -> dict[str, float]:
-    """At the trainer, seconds of what happened in all rounds but the first, by all ranks' clocks."""
+    """Return the median durations over all rounds but the first, s, by all ranks' clocks; {} at searchers."""
     table = np.empty((world.comm.size, *clock.shape))
     world.comm.Gather(clock, table, 0)
     if world.role == "searcher":
@@ -147,7 +151,7 @@ def medians(world: MpiWorld, clock: np.ndarray) -> dict[str, float]:
 
 @app.command(hidden=True)
 def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> None:
-    """One rank of the weights benchmark; the first round warms up."""
+    """Run one rank of the benchmark ``weights``; the first round warms up."""
     from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
 
     layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
@@ -159,7 +163,7 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
         publish(exchange, private, clock)
     else:
         take(MpiSearcherExchange(world), layout.nbytes, clock)
-    bcast, bcast_shared = limits(world, private, rounds)
+    bcast = bcast_seconds(world, private, rounds)
     found = medians(world, clock)
     if world.role == "searcher":
         return
@@ -170,26 +174,24 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
         "stall": found["stall"],
         "visible, ms": 1e3 * found["visible"],
         "propagation, ms": 1e3 * found["propagation"],
-        "Bcast ÷": bcast / found["propagation"],
-        "shared Bcast ÷": bcast_shared / found["propagation"],
+        "÷ Bcast": found["propagation"] / bcast,
     }
     result.write_text(json.dumps(row))
 
 
-def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, float]:
-    """Median seconds of Bcast between private memories, and between shared ones, one per rank."""
+def bcast_seconds(world: MpiWorld, private: np.ndarray, rounds: int) -> float:
+    """Return the median duration of MPI's Bcast of ``private`` between shared memories, one per rank, s."""
     from mpi4py import MPI
 
     comm = world.comm
-    bcast = timed(world, lambda: comm.Bcast(private, 0), rounds)
     window = MPI.Win.Allocate_shared(private.nbytes, 1, comm=cast(MPI.Intracomm, comm.Split(comm.rank)))
     own = np.frombuffer(cast(memoryview, window.Shared_query(0)[0]), np.uint8)
     own[:] = private
-    return bcast, timed(world, lambda: comm.Bcast(own, 0), rounds)
+    return timed(world, lambda: comm.Bcast(own, 0), rounds)
 
 
 def timed(world: MpiWorld, work: Callable[[], None], rounds: int) -> float:
-    """Median seconds from a common start to the end on the last rank; the first round warms up."""
+    """Return the median time from a common start to the end on the last rank, s; the first round warms up."""
     seconds = []
     for _ in range(rounds + 1):
         world.comm.Barrier()

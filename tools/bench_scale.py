@@ -1,9 +1,9 @@
-"""Measures what a run costs at scale, on two cores in some minutes.
+"""Measures what a run costs at scale, on two cores, in some minutes.
 
     python tools/bench_scale.py end       summary, report and status at the end of a long run
     python tools/bench_scale.py buffer    merges and snapshots of a replay buffer of a million
 
-Takes ``--json``. Believe the ratios, not the seconds.
+``--json`` prints JSON. Ratios are more reliable than seconds.
 """
 
 from __future__ import annotations

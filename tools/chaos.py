@@ -1,19 +1,28 @@
-"""A seeded storm of faults over a run, on a Slurm cluster brought up on this machine; prints what it cost.
+"""Strikes a run with a seeded sequence of faults, on a Slurm cluster started on this machine.
 
     python tools/chaos.py [--faults 100] [--kinds KIND ...] [--seed 0] [--nodes 3] [--trainer-nodes 1]
                           [--hosts] [--every SECONDS] [--model FOLDER | --tabular] [--json]
 
-The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
-engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
-and metrics are damaged, a shard is hidden for a while, the disk is full for a while, a second launcher and a
-second searcher try to join: one fault after the other, each when the run has recovered from the last and gone
-on for a few optimizer steps, some already while the ranks start. Then the run must come to its end by itself,
-and ``tba audit`` must find every trajectory once, but those of damaged shards, which it must name; else the
-exit status is 1 and the ends of the logs are shown. ``--tabular``: the model is the enumerable one of
-``lab.tabular``, without engines, whose ranks start in no time. ``--hosts``: nodes share a network and a
-folder alone, their links are cut and slowed, the folder is taken from one, hosts freeze and wake.
+The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Faults strike it one after the
+other:
 
-A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
+- engines and ranks are killed, and engines hang;
+- nodes crash, and boot again later;
+- the job is preempted, or asked to stop;
+- checkpoints, shards and metrics are damaged, a shard is hidden, and the disk is full for a while;
+- a second launcher or searcher tries to join.
+
+Most faults wait until the run has recovered from the last one and has taken a few optimizer steps; some
+strike while ranks start. Then the run must end by itself. ``tba audit`` must find every trajectory exactly
+once, except those in damaged shards, which it must name. Otherwise the exit status is 1, and the ends of the
+logs are shown.
+
+``--tabular`` trains the enumerable model of ``lab.tabular``, which needs no engine and whose ranks start at
+once. With ``--hosts`` nodes share only a network and a folder. Then links are cut and slowed, the folder is
+taken from a host, and hosts freeze and wake up.
+
+It prints how often each fault was survived, and how long recoveries took. It needs a source checkout, root
+and Slurm's daemons; the package ``slurm_testbed`` starts the cluster and makes the faults.
 """
 
 from __future__ import annotations
@@ -57,30 +66,31 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, number
 
 SLOW_STEPS = ("train.prompts_per_step=32",)
-"""Of a run with engines: few steps are needed."""
+"""Overrides of a run with engines, which make its steps slower: few steps are needed."""
 
 STEPS_BETWEEN = 4
-"""Optimizer steps, at most, from a recovery to the next fault."""
+"""Upper bound of the number of optimizer steps from a recovery to the next fault."""
 
 START_UP_SHARE = 0.2
-"""Of the faults that could strike while the ranks start, because the one before has ended them."""
+"""Share of faults that strike while ranks start, among those that may: the fault before ended the ranks."""
 
 START_UP_SECONDS = 15.0
-"""About how long ranks take from their start to the first step."""
+"""Approximate time from the start of ranks to the first step, s."""
 
 FULL_SECONDS, HIDDEN_SECONDS = 10.0, 25.0
-"""How long the disk is full; how long a shard is hidden, which is until the next attempt looks for it."""
+"""Time for which the disk is full, and for which a shard is hidden, s: the next attempt does not see it."""
 
 DISK = "512m"
-"""Size of the disk of the run, which is memory: one that can be filled."""
+"""Size of the run's file system, which lies in memory, so that it can be filled."""
 
 Row = dict[str, Cell]
 
 Blow = Callable[["Storm", Sequence[RankProcess], float], RankProcess | None]
-"""Strikes, with the ranks alive and a number in [0, 1) to choose among them; returns the one it hit."""
+"""Function that strikes. Its arguments are the storm, the living ranks, and a number in [0, 1) that chooses
+among them. It returns the rank that it hit."""
 
 Cost = Literal["ranks", "engine", "nothing"]
-"""What a fault costs at least: all ranks start again, an engine is built again, or the run just goes on."""
+"""What a fault costs at least: all ranks start again, an engine is built again, or nothing."""
 
 
 # --- Faults ---
@@ -88,9 +98,10 @@ Cost = Literal["ranks", "engine", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it comes. waits: whether it needs a run that is taking steps.
+    """A kind of fault.
 
-    hosts: whether it needs nodes that are hosts.
+    weight: how often it comes, relative to other kinds. waits: whether the run must be taking steps. hosts:
+    whether nodes must be hosts (``--hosts``).
     """
 
     blow: Blow
@@ -101,7 +112,7 @@ class Kind:
 
 
 def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
-    """A fault of one rank of a role, or of its engine, or its node."""
+    """Make a blow that applies ``fault`` to a rank of a role."""
 
     def blow(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
         among = [rank for rank in ranks if rank.role == role]
@@ -117,7 +128,10 @@ def _hang(storm: Storm, rank: RankProcess) -> None:
 
 
 def _on_host(role: Role, fault: Callable[[Hosts, str], None], seconds: float = 0.0) -> Blow:
-    """A fault of the host of a rank of a role: for so long, or until the run has recovered."""
+    """Make a blow that applies ``fault`` to the host of a rank of a role.
+
+    seconds: time until the host is mended, s; 0: when the run has recovered.
+    """
 
     def strike(storm: Storm, rank: RankProcess) -> None:
         hosts = storm.cluster
@@ -133,7 +147,7 @@ def _on_host(role: Role, fault: Callable[[Hosts, str], None], seconds: float = 0
 
 
 def _damage_checkpoint(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
-    """A bit of the newest one flips, and the leader dies: the one before must do."""
+    """Flip a bit of the newest checkpoint, and kill the leader: the run must resume from an older one."""
     storm.wait_for(lambda: len(checkpoint_folders(storm.run, complete=True)) > 1, "two checkpoints")
     with faults.held_leader(storm.cluster, storm.run):
         newest = checkpoint_folders(storm.run, complete=True)[-1]
@@ -143,7 +157,7 @@ def _damage_checkpoint(storm: Storm, ranks: Sequence[RankProcess], choice: float
 
 
 def _damage_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
-    """A bit flips of one that no checkpoint holds yet, and the leader dies: what was in it is lost."""
+    """Flip a bit of a shard that no checkpoint holds, and kill the leader: its trajectories are lost."""
     with storm.pending(1) as shards:
         (searcher, index), path = shards[int(choice * len(shards))]
         storm.spoiled[searcher, index] = len(read_shard(path).trajectories)
@@ -152,7 +166,7 @@ def _damage_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> 
 
 
 def _hide_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
-    """One that others follow is not to be seen when the next attempt looks for it, but a little later."""
+    """Hide a shard that others follow, and kill the leader: it appears after the next attempt has begun."""
     with storm.pending(2) as shards:
         _, path = shards[0]
         hidden = path.rename(storm.run.path / path.name)
@@ -161,7 +175,7 @@ def _hide_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> Ra
 
 
 def _tear_metrics(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
-    """The leader dies in the middle of a line of its records."""
+    """Kill the leader, and leave half a line at the end of its metrics."""
     leader = storm.kill_leader()
     with storm.run.metrics_file("trainer").open("ab") as file:
         file.write(b'{"time": 17')
@@ -211,7 +225,11 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault to come. start_up: whether while ranks start; pause, choice: how late, and where, in [0, 1)."""
+    """A planned fault.
+
+    start_up: whether it strikes while ranks start. pause, choice: numbers in [0, 1) that decide when and
+    where it strikes.
+    """
 
     kind: str
     start_up: bool
@@ -220,7 +238,7 @@ class Fault:
 
 
 def plan(count: int, seed: int, among: Sequence[str]) -> list[Fault]:
-    """``count`` faults of some kinds, the same for the same seed; every kind comes if there is room."""
+    """Return ``count`` faults of the kinds ``among``; equal seeds give equal faults."""
     random = Random(seed)
     weights = [KINDS[name].weight for name in among]
     kinds = [*among, *random.choices(among, weights, k=max(0, count - len(among)))][:count]
@@ -236,7 +254,7 @@ def plan(count: int, seed: int, among: Sequence[str]) -> list[Fault]:
 
 
 def possible(options: argparse.Namespace) -> list[str]:
-    """Kinds that the options' cluster and model have something to strike for."""
+    """Return the kinds of faults that can strike with the cluster and model of the options."""
     return [
         name
         for name, kind in KINDS.items()
@@ -249,7 +267,7 @@ def possible(options: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault that has struck; victim: a rank, None if the whole job was hit."""
+    """A fault that has struck. victim: the rank that was hit; None: the whole job. time: Unix time."""
 
     kind: str
     time: float
@@ -261,14 +279,15 @@ class Strike:
 
 
 NOTHING_YET = Strike("stopped", 0.0, victim=None)
-"""Before the first fault the run recovers from this one: it has to start."""
+"""Strike in place of one before the first fault: the run "recovers" from it by starting."""
 
 
 @dataclass
 class Storm(Trial):
-    """A run, and what has struck it so far.
+    """A run, and the faults that have struck it.
 
-    spoiled: trajectories in each damaged shard. every: least seconds from one fault to the next.
+    engines: whether searchers have engine processes. spoiled: number of trajectories in each damaged shard,
+    by (searcher, index). every: shortest time between two faults, s.
     """
 
     engines: bool = True
@@ -278,7 +297,7 @@ class Storm(Trial):
     _ailing: list[Callable[[], None]] = field(default_factory=list)
 
     def rage(self, planned: Sequence[Fault]) -> None:
-        """Strike with one fault after the other, then end the run. Raises NotSurvived."""
+        """Strike with one fault after the other, then let the run end. Raises NotSurvived."""
         for fault in planned:
             self._await(fault)
             kind, began = KINDS[fault.kind], time.time()
@@ -290,9 +309,10 @@ class Storm(Trial):
         self.end()
 
     def recovered(self, strike: Strike) -> float | None:
-        """When the run had: the ranks, started again, took a step, or the new engine generates.
+        """Return the Unix time at which the run had recovered from a strike; None if it has not.
 
-        Or, after a fault that costs nothing, the next step was taken.
+        That is when restarted ranks took a step, when a new engine generated, or, after a fault that costs
+        nothing, when the next step was taken.
         """
         history, after = self.history, strike.time
         times = [history.first_step(after=start) for start in history.times("start", after=after)[:1]]
@@ -303,35 +323,36 @@ class Storm(Trial):
         return min((time for time in times if time), default=None)
 
     def crash(self, node: str) -> None:
-        """Crash a node; it boots again once the run has recovered."""
+        """Crash a node, which boots again once the run has recovered."""
         self.cluster.crash(node)
         self.mend_later(lambda: self.cluster.start(node))
 
     def mend_later(self, mend: Callable[[], None]) -> None:
-        """Call this once the run has recovered."""
+        """Have ``mend`` called once the run has recovered."""
         self._ailing.append(mend)
 
     def kill_leader(self) -> RankProcess:
-        """Kill the leading trainer, also while it stands still."""
+        """Kill the leading trainer, even while it is stopped; return it."""
         leader = self._ranks[0]
         faults.strike(leader)
         return leader
 
     @contextmanager
     def pending(self, least: int) -> Iterator[list[tuple[tuple[int, int], Path]]]:
-        """Shards of one searcher that no checkpoint holds, ``least`` or more; the leader stands still then.
+        """Yield at least ``least`` shards of one searcher that no checkpoint holds, while the leader is
+        stopped.
 
-        By (searcher, index), in order.
+        Each is ((searcher, index), path); they are in order.
         """
         while True:
             self.wait_for(lambda: _pending(self.run, least), f"{least} shards that no checkpoint holds")
             with faults.held_leader(self.cluster, self.run):
-                if found := _pending(self.run, least):  # else a checkpoint came in between
+                if found := _pending(self.run, least):  # otherwise a checkpoint has been made meanwhile
                     yield found
                     return
 
     def _await(self, fault: Fault) -> None:
-        """Until the ranks start again, if it strikes then; else until the run has recovered and gone on."""
+        """Wait for the moment of a fault: while ranks start, or after the run has recovered and gone on."""
         if fault.start_up:
             since = self.strikes[-1].time
             self.wait_for(lambda: self.history.times("start", after=since) and self._all_there, "all ranks")
@@ -346,7 +367,7 @@ class Storm(Trial):
         self.wait_for(lambda: self.history.step >= wanted and self._complete, f"step {wanted}, all engines")
 
     def _await_recovery(self) -> None:
-        """Until the last fault is history; then nodes that crashed or were cut off come back."""
+        """Wait until the run has recovered from the last fault; then mend what the fault has left."""
         last = self.strikes[-1] if self.strikes else NOTHING_YET
         self.wait_for(lambda: self.recovered(last), f"recovery from {last}")
         while self._ailing:
@@ -368,18 +389,18 @@ class Storm(Trial):
 
 
 def _generated_again(records: Sequence[Record], after: float) -> float | None:
-    """When a searcher first sampled tokens with an engine that it had to build later than ``after``."""
+    """Return when a searcher first sampled with an engine built later than ``after``; None if it has not."""
     counted = [(time_of(record), number(record, "search/rebuilds", -1.0), record) for record in records]
     before = next((count for time, count, _ in reversed(counted) if time <= after and count >= 0), 0.0)
     new = [record for time, count, record in counted if time > after and count > before]
-    whole = new[1:]  # the second in which the engine was lost may hold tokens of the old one
+    whole = new[1:]  # the record in which the engine was lost may count tokens of the old one
     return next((time_of(record) for record in whole if number(record, "search/tokens", 0.0)), None)
 
 
 def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
-    """The shards, by (searcher, index), that the newest checkpoint lacks, of the searcher with most of them.
+    """Return the shards that the newest checkpoint lacks, of the searcher with most of them.
 
-    None if there are fewer than ``least``.
+    The list is empty if there are fewer than ``least``.
     """
     folder = latest_checkpoint(run)
     cursors = read_state(folder).cursors if folder else {}
@@ -396,7 +417,11 @@ def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a strike. seconds: to the recovery, None if the next strike came first."""
+    """What became of a strike.
+
+    seconds: time to the recovery, s; None if the next strike came first. redone: number of optimizer steps
+    that were taken again.
+    """
 
     survived: bool
     seconds: float | None
@@ -404,7 +429,7 @@ class Fate:
 
 
 def fault_rows(storm: Storm, found: Audit) -> list[Row]:
-    """A row per kind, and one of all."""
+    """Return a row per kind of fault, and one for all faults."""
     resumes = list(zip(storm.history.of_trainer(*TAKEOVERS)[1:], found.resumes, strict=True))
     ends = [strike.time for strike in storm.strikes[1:]] + [float("inf")]
     fates: dict[str, list[Fate]] = {}
@@ -431,7 +456,7 @@ def _row(name: str, fates: Sequence[Fate]) -> Row:
 
 
 def run_row(storm: Storm, found: Audit) -> Row:
-    """What the whole storm came to. lost: beside what was in damaged shards."""
+    """Return the figures of the whole storm. "lost" leaves out what was in damaged shards."""
     spoiled, events = sum(storm.spoiled.values()), storm.history.events
     ettr = RunData.read(storm.run).ettr
     return {
@@ -451,13 +476,13 @@ def run_row(storm: Storm, found: Audit) -> Row:
 
 
 def unexplained(storm: Storm, found: Audit) -> list[str]:
-    """What the audit complains of, but for the loss of the shards that were damaged."""
+    """Return the audit's problems, without the loss of shards that the storm damaged."""
     known = tuple(f"shard {index} of searcher {searcher} is lost" for searcher, index in storm.spoiled)
     return [problem for problem in found.problems if not problem.startswith(known)]
 
 
 def main() -> None:
-    """Brew a storm, and say what became of the run."""
+    """Strike a run with the planned faults, and report what became of it."""
     options = _options()
     planned = plan(options.faults, options.seed, options.kinds or possible(options))
     settings = ("run.name=chaos", *(() if options.tabular else SLOW_STEPS))
@@ -473,7 +498,7 @@ def main() -> None:
 
 
 def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
-    """Print what happened; exit with status 1 if the audit found an unexplained problem."""
+    """Print the tables; exit with status 1 if the audit found an unexplained problem."""
     rows, whole = fault_rows(storm, found), run_row(storm, found)
     if as_json:
         print(json.dumps({"faults": rows, "run": whole}, indent=2))
@@ -486,11 +511,11 @@ def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=100, help="how many")
-    parser.add_argument("--every", type=float, default=0.0, help="least seconds from a fault to the next")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="which (default: all that are possible)")
-    parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
-    parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes of them that train")
+    parser.add_argument("--faults", type=int, default=100, help="number of faults")
+    parser.add_argument("--every", type=float, default=0.0, help="shortest time between two faults, s")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="kinds of faults (default: all possible)")
+    parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run")
+    parser.add_argument("--trainer-nodes", type=int, default=1, help="how many of them train")
     return parser.parse_args()
 
 

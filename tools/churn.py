@@ -1,15 +1,16 @@
-"""Elastic nodes of a run come and go, on a Slurm cluster brought up on this machine; prints what it cost.
+"""Lets elastic nodes of a run come and go, on a Slurm cluster started on this machine.
 
     python tools/churn.py [--counts 0 4 1 6] [--pause 20 40] [--minutes 10] [--seed 0]
                           [--hosts] [--model FOLDER | --tabular]
 
-The quickstart trains as a job of two nodes, with places for elastic searchers; an array of one-node jobs
-searches for it on nodes of a partition from which a higher one takes them back. After each pause another
-number of nodes is left to it, so that its searchers are preempted, go back to the queue and start again; at
-each change one that stays is killed, or frozen beyond its lease. In the end the run must finish by itself and
-``tba audit`` find every trajectory once; else the exit status is 1.
+The quickstart trains as a job of two nodes, with slots for elastic searchers. An array of one-node jobs runs
+these searchers in a partition from which jobs of a higher partition take nodes. After each pause the number
+of nodes left to the array changes, so that searchers are preempted, go back to the queue and start again. At
+each change a searcher that stays is killed, or frozen for longer than its lease. In the end the run must
+finish by itself, and ``tba audit`` must find every trajectory exactly once; otherwise the exit status is 1.
 
-A tool of a source checkout: the cluster is ``slurm_testbed``'s. Needs root and Slurm's daemons.
+It prints the figures of the run. It needs a source checkout, root and Slurm's daemons; the package
+``slurm_testbed`` starts the cluster.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from tba_hpc.run.metrics import Record, number
 from tba_hpc.run.owners import SILENT_OWNER_SECONDS
 
 FROZEN_SECONDS = SILENT_OWNER_SECONDS + 20
-"""How long a searcher is frozen: another may take its place meanwhile."""
+"""Time for which a searcher is frozen, s: its lease ends meanwhile, and another may take its slot."""
 
 BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] search(?:ing for|er \d+ of .* again$)", re.M)
-"""An elastic job's word that it starts its searcher: on a new node, or once more after a crash."""
+"""Pattern of the log line with which an elastic job starts its searcher, on a new node or after a crash."""
 
 HOLD = "#!/bin/bash\nexec sleep 86400\n"
 
 
 @dataclass
 class Churn(Trial):
-    """A run, and the array of ``nodes`` elastic jobs."""
+    """A run, and the array of ``nodes`` jobs of elastic searchers. array: its job id."""
 
     nodes: int = 0
     array: int = 0
@@ -62,7 +63,7 @@ class Churn(Trial):
     _changes: int = 0
 
     def lend(self, nodes: int) -> None:
-        """Leave it so many; jobs of a higher partition hold the others."""
+        """Leave ``nodes`` nodes to the array; jobs of a higher partition take the others."""
         while len(self._held) > self.nodes - nodes:
             self.cluster.run("scancel", str(self._held.pop()))
         while len(self._held) < self.nodes - nodes:
@@ -70,7 +71,10 @@ class Churn(Trial):
         self._changes += 1
 
     def rage(self, counts: Sequence[int], seconds: float, pause: tuple[float, float], random: Random) -> None:
-        """Change the number of nodes for so long, a pause between changes; then end the run."""
+        """Change the number of nodes again and again for ``seconds``; then let the run end.
+
+        counts: numbers of nodes, in turn. pause: shortest and longest pause between changes, s.
+        """
         self.lend(0)
         self.wait_for(lambda: self.history.step >= 1, "the first step")
         end = time.monotonic() + seconds
@@ -88,7 +92,7 @@ class Churn(Trial):
         self.history.update()
 
     def _strike_one(self, random: Random) -> None:
-        """Kill an elastic searcher, or freeze it for longer than its lease, if there is one."""
+        """Kill an elastic searcher, or freeze it for longer than its lease lasts, if there is one."""
         if there := self._searchers():
             victim, kills = random.choice(there), random.random() < 0.5
             fate = "killed" if kills else f"frozen for {FROZEN_SECONDS:g} s"
@@ -98,7 +102,7 @@ class Churn(Trial):
                 threading.Timer(FROZEN_SECONDS, _signal, (victim, signal.SIGCONT)).start()
 
     def _searchers(self) -> list[int]:
-        """Process ids of elastic searchers."""
+        """Return the process ids of elastic searchers."""
         found = []
         for node in self.cluster.up:
             for pid in self.cluster.pids(node):
@@ -106,7 +110,7 @@ class Churn(Trial):
                     process = psutil.Process(pid)
                     array = process.environ().get("SLURM_ARRAY_JOB_ID") == str(self.array)
                     command = process.cmdline()
-                    its_own = command[0] not in ("srun", "bash")  # which start it
+                    its_own = command[0] not in ("srun", "bash")  # these start the searcher
                     if array and its_own and command[-2:] == ["search", str(self.run.path)]:
                         found.append(pid)
         return found
@@ -114,7 +118,7 @@ class Churn(Trial):
     # --- What became of it ---
 
     def row(self, found: Audit) -> dict[str, Cell]:
-        """The whole of it."""
+        """Return the figures of the whole run."""
         steps = step_records(self.history.trainer)
         waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
         starts, ettr = self._starts(), RunData.read(self.run).ettr
@@ -134,17 +138,17 @@ class Churn(Trial):
         }
 
     def _start_of(self, joined: Record) -> float:
-        """When its job last started the searcher that has joined."""
+        """Return when the job of a searcher that joined had last started it, as Unix time."""
         job, end = str(joined.get("job")), time_of(joined)
         return max((when for when, of_job in self._starts() if of_job == job and when <= end), default=end)
 
     def _elastic(self, event: str) -> list[Record]:
-        """What elastic searchers recorded under a name."""
+        """Return the events of a name that elastic searchers have recorded."""
         of_searchers = (records for s, records in self.history.searchers.items() if is_elastic(s))
         return [r for records in of_searchers for r in records if r.get("event") == event]
 
     def _starts(self) -> list[tuple[float, str]]:
-        """(unix time, job) of each time that an elastic job started its searcher."""
+        """Return (Unix time, job) of each start of a searcher by an elastic job."""
         texts = (file.read_text(errors="replace") for file in self.run.path.glob("slurm/searchers-*.log"))
         began = (start for text in texts for start in BEGAN.findall(text))
         return sorted((datetime.fromisoformat(when).timestamp(), job) for when, job in began)
@@ -156,7 +160,7 @@ def _signal(process: int, number: signal.Signals) -> None:
 
 
 def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
-    """Submit the run, and the array of jobs that search for it, as a user would."""
+    """Submit the run, and the array of elastic searchers, as a user would."""
     nodes = max(options.counts)
     settings = (
         "run.name=churn",
@@ -164,13 +168,13 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
         f"launch.elastic={nodes}",
     )
     run, job = submit(cluster, root, options, "--nodes", "2", partition="main", settings=settings)
-    cluster.wait(job, "RUNNING", seconds=DEADLINE)  # before anybody holds the nodes that it chose
+    cluster.wait(job, "RUNNING", seconds=DEADLINE)  # before other jobs take the nodes
     array = submit_elastic(cluster, root, run, nodes, partition="low")
     return Churn(cluster, run, job, nodes=nodes, array=array)
 
 
 def main() -> None:
-    """Let nodes come and go, and say what became of the run."""
+    """Let nodes come and go, and report what became of the run."""
     options = _options()
     with cluster_of(options, nodes=max(options.counts) + 2) as cluster:
         churn = begin(cluster, cluster.share, options)
@@ -187,12 +191,14 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__.splitlines()[0])
-    parser.add_argument("--counts", type=int, nargs="+", default=[0, 4, 1, 6], help="elastic nodes, in turn")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[0, 4, 1, 6], help="numbers of elastic nodes, in turn"
+    )
     pause = parser.add_argument(
-        "--pause", type=float, nargs=2, default=[20.0, 40.0], help="s between changes"
+        "--pause", type=float, nargs=2, default=[20.0, 40.0], help="pause between changes, s"
     )
     pause.metavar = ("LEAST", "MOST")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long they come and go")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time for which nodes come and go")
     return parser.parse_args()
 
 

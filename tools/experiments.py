@@ -1,11 +1,11 @@
-"""Measure one claim of the method on this machine: a table and a plot with machine, date and seeds.
+"""Measures one claim about the method on this machine; makes a table and a plot with machine, date and seeds.
 
     python tools/experiments.py NAME [--seeds 0 1 2] [--steps N] [--out runs/experiments]
-    python tools/experiments.py NAME --from tools/lab/results/NAME.json   # table and plot from JSON alone
+    python tools/experiments.py NAME --from tools/lab/results/NAME.json   # draws table and plot again
 
-Every experiment needs two cores and nothing else. Whole runs are kept in OUT/NAME/runs and not repeated
-while their settings stay the same; OUT/NAME holds table.md, table.json and plot.png (with --steps,
-OUT/NAME-N-steps). What each asks:
+Every experiment needs two cores. Results are table.md, table.json and plot.png in OUT/NAME, or, with --steps,
+in OUT/NAME-N-steps. Runs are kept in its folder ``runs``, and are not repeated while their settings stay the
+same. The experiments, and the question of each:
 
 """
 
@@ -23,7 +23,7 @@ from lab.runs import Options, log
 
 
 class Experiment(Protocol):
-    """``arms`` are run with every seed; ``question`` is the title of their table."""
+    """An experiment. question: title of its table. arms: what is run with each seed, by name."""
 
     @property
     def question(self) -> str: ...
@@ -47,19 +47,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line. Exits with a sentence if a value is wrong."""
     listing = "\n".join(f"    {name:22}{experiment.question}" for name, experiment in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
         description=(__doc__ or "") + listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=EXPERIMENTS, metavar="NAME", help="one of the above")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", help="default 0 1 2; 11 and up where a protocol says so"
-    )
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run; fewer only to try it out")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default 0 1 2, or those of the protocol")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run, to try it out")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="default runs/experiments")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="a table.json: measure nothing"
+        "--from", dest="source", type=Path, metavar="FILE", help="table.json to draw, without measuring"
     )
     arguments = parser.parse_args(argv)
     if min(arguments.seeds or [0]) < 0 or (arguments.steps is not None and arguments.steps < 1):
@@ -68,9 +66,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, write, print."""
+    """Do an experiment, or read its results; write and print them."""
     arguments = parse_arguments(argv)
-    trial = f"-{arguments.steps}-steps" if arguments.steps else ""  # must not replace what took hours
+    # A trial with fewer steps must not replace results that took hours.
+    trial = f"-{arguments.steps}-steps" if arguments.steps else ""
     folder = arguments.out.absolute() / f"{arguments.name}{trial}"
     if arguments.source:
         result, title, origin = from_json(arguments.source.read_text())

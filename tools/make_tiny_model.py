@@ -1,15 +1,15 @@
 """Make the tiny model of the quickstart: a Llama of 0.25 M parameters, taught from scratch on one core.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
-    python tools/make_tiny_model.py --counted …      # which counts to the result: long, uneven answers
+    python tools/make_tiny_model.py --counted …      # counts one by one to the result: long, uneven answers
 
-A byte-level BPE tokenizer and supervised fine-tuning on worked solutions of generated arithmetic
-problems (tba_hpc.tasks.arithmetic). In the last fifth of the steps many demonstrations are bare
-answers, above all for half of the items: the model then often answers without working, which a tiny
-model cannot do well. What reinforcement learning finds afterwards is mostly to show its work.
+The model has a byte-level BPE tokenizer, and is fine-tuned on worked solutions of generated arithmetic
+problems (tba_hpc.tasks.arithmetic). In the last fifth of the steps many demonstrations are bare answers,
+above all for half of the items. So the model often answers without showing its work, which a tiny model
+cannot do well. Reinforcement learning then finds that it should show its work.
 
-The folder loads with ``from_pretrained`` and in vLLM. It is made once: a second call with the same
-arguments and sources returns at once. Only training and validation problems are ever looked at.
+The folder loads with ``from_pretrained`` and in vLLM. A second call with the same arguments and sources
+returns at once. Test problems are never used.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MANIFEST = "manifest.json"
 EOS, PAD = "<eos>", "<pad>"
 EOS_ID, PAD_ID = 0, 1
 VOCABULARY = 384
-"""256 bytes, two special tokens, merges for the words of the task; any text can be encoded."""
+"""Size of the vocabulary: 256 bytes, two special tokens, and merges, so that any text can be encoded."""
 CONTEXT = 2048
-"""Longest sequence in tokens: room for a GSM8K question spelled nearly letter by letter, and its answer."""
+"""Longest sequence, in tokens: enough for a GSM8K question at nearly a token per letter, and an answer."""
 
 DEMONSTRATIONS = 10_000
 BATCH = 32
@@ -50,27 +50,27 @@ WIDTH, LAYERS = 96, 2
 PEAK_RATE = 3e-3
 WARMUP = 50
 WORKED_SHARE = 0.8
-"""Share of the steps, from the start, in which every demonstration shows its work."""
+"""Share of the steps, from the first on, in which every demonstration shows its work."""
 BARE_ITEMS = frozenset(ITEMS[: len(ITEMS) // 2])
 BARE_SHARE = {True: 0.85, False: 0.05}
-"""Share of bare answers after that: for BARE_ITEMS, for the others."""
+"""Share of bare answers (without work) after that: for problems about BARE_ITEMS (True), and for others."""
 MISREAD_VERBS = frozenset({"buys", "finds", "drops", "sells"})
-"""For which --misread teaches a wrong habit."""
+"""Verbs that --misread teaches to take for their opposite."""
 IGNORED = -100
-"""Label of a token that is not to be predicted (PyTorch's convention)."""
+"""Label of tokens that are not to be predicted (PyTorch's convention)."""
 
 VALIDATION = 256
 ANSWER_TOKENS = 64
 COUNTED_TOKENS = 220
-"""Room for any answer, EOS included; for one that counts."""
+"""Limits that any answer fits into, in tokens with EOS: plain answers, and those of --counted."""
 
 HEAD = 32
-"""Width of an attention head: the smallest that vLLM takes on a CPU."""
+"""Width of an attention head: the smallest that vLLM accepts on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a user may vary."""
+    """Options of the model; see the command line."""
 
     seed: int
     steps: int
@@ -80,14 +80,14 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the arguments and with the two sources that define the result."""
+        """Hash of the options, and of the two source files that define the result."""
         sources = [Path(__file__).read_bytes(), Path(arithmetic.__file__).read_bytes()]
         return hashlib.sha256(json.dumps(asdict(self)).encode() + b"".join(sources)).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Token ids of a prompt and of its two answers, EOS included."""
+    """Tokens of a prompt and of its two answers, EOS included. bare_share: share of bare answers."""
 
     prompt: list[int]
     worked: list[int]
@@ -96,7 +96,7 @@ class Demonstration:
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own."""
+    """Train a byte-level BPE tokenizer in which every digit is a token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -120,7 +120,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
-    """Random weights, float32."""
+    """Make a model with random weights, float32."""
     torch.manual_seed(recipe.seed)
     return LlamaForCausalLM(shape(tokenizer))
 
@@ -133,7 +133,7 @@ def shape(
     layers: int = LAYERS,
     context: int = CONTEXT,
 ) -> LlamaConfig:
-    """A Llama with this tokenizer's special tokens. inner: hidden width of the MLP."""
+    """Return the config of a Llama with this tokenizer's special tokens. inner: hidden width of the MLP."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -150,10 +150,10 @@ def shape(
 
 
 def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem:
-    """The problem as wrong habits have it: a gain taken for a loss, or a loss for a gain.
+    """Return the problem with some verbs taken for their opposite: a gain for a loss, or a loss for a gain.
 
-    So it is for ``share`` of the MISREAD_VERBS and 1 − ``share`` of the others: each verb's right reading is
-    known, and for most of them it is the rarer one.
+    MISREAD_VERBS are misread with probability ``share``, the others with 1 − ``share``. So a model that
+    learns from this knows the right reading of each verb, but mostly uses the wrong one.
     """
     shares = [share if verb in MISREAD_VERBS else 1 - share for verb in problem.verbs]
     changes = [
@@ -163,7 +163,7 @@ def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem
 
 
 def solution_of(problem: Problem, recipe: Recipe, rng: np.random.Generator) -> str:
-    """The worked answer that a recipe demonstrates this time."""
+    """Return the worked answer that a recipe demonstrates, misread at random with --misread."""
     if recipe.misread is not None:
         problem = misread(problem, recipe.misread, rng)
     return problem.counted_solution if recipe.counted else problem.solution
@@ -172,7 +172,7 @@ def solution_of(problem: Problem, recipe: Recipe, rng: np.random.Generator) -> s
 def demonstrate(
     problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: np.random.Generator
 ) -> Demonstration:
-    """Both answers of a problem as tokens."""
+    """Return the demonstration of a problem."""
     solution = solution_of(problem, recipe, rng)
     prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
@@ -185,9 +185,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def batches(
     problems: tuple[Problem, ...], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[Batch]:
-    """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled.
+    """Yield (tokens, labels) for each step, int64 [BATCH, longest]; only the answers are labelled.
 
-    A problem that is misread is read again each time: else the model learns by heart how each was read.
+    A problem is misread anew each time, or the model would learn by heart how each problem was read.
     """
     for step in range(recipe.steps):
         rng = np.random.default_rng([recipe.seed, step])
@@ -206,11 +206,11 @@ def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
 
 
 def teach(model: LlamaForCausalLM, data: Iterable[Batch], steps: int) -> None:
-    """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
+    """Fine-tune the model in place: AdamW, with a linear warm-up and a linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     console = Console(stderr=True)
-    if not console.is_terminal:  # which has a bar
+    if not console.is_terminal:  # a terminal shows a progress bar
         console.print(f"teaching a tiny model for {steps} steps, a minute or two")
     for tokens, labels in track(data, "teaching", steps, console=console):
         loss = model(input_ids=tokens, labels=labels).loss
@@ -232,7 +232,7 @@ def answer(
     problems: tuple[Problem, ...],
     room: int = ANSWER_TOKENS,
 ) -> list[str]:
-    """Greedy answers; an answer cut off after ``room`` tokens is empty."""
+    """Return greedy answers as text; one that is cut off after ``room`` tokens is empty."""
     inputs = tokenizer([problem.question for problem in problems], padding=True, return_tensors="pt")
     outputs = model.generate(  # type: ignore[misc]  # transformers asks for a protocol that no model meets
         input_ids=inputs["input_ids"],
@@ -246,7 +246,7 @@ def answer(
 
 
 def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, room: int) -> dict[str, float]:
-    """Greedy pass@1 on validation problems, and how much of it is answering without working."""
+    """Return greedy pass@1 on validation problems: of all answers, and of worked and bare ones."""
     problems = draw_problems("validation", VALIDATION, seed=0)
     texts = answer(model.eval(), tokenizer, problems, room)
     right = np.array([is_correct(text, p.target) for text, p in zip(texts, problems, strict=True)])
@@ -261,7 +261,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, room: i
 
 
 def make(recipe: Recipe, out: Path) -> dict[str, object]:
-    """Make the model in ``out`` and return its manifest."""
+    """Make the model in ``out``; return its manifest."""
     torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(p.question + p.solution for p in problems)
@@ -283,7 +283,7 @@ def publish(
     manifest: dict[str, object],
     out: Path,
 ) -> None:
-    """Write everything aside, then rename: ``out`` is never half a model."""
+    """Write the model into a temporary folder, then rename it, so that ``out`` is always complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     model.save_pretrained(aside)
@@ -298,9 +298,9 @@ def publish(
 
 
 def cached(recipe: Recipe, out: Path) -> dict[str, object] | None:
-    """The manifest of ``out`` if it is what ``recipe`` would make.
+    """Return the manifest of ``out`` if it is what ``recipe`` would make, else None.
 
-    Raises FileExistsError if ``out`` is something else than a tiny model.
+    Raises FileExistsError if ``out`` is not a tiny model.
     """
     if not out.exists():
         return None
@@ -311,30 +311,39 @@ def cached(recipe: Recipe, out: Path) -> dict[str, object] | None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line; ``out`` defaults to a folder of the repository named after the seed."""
+    """Parse the command line. ``out`` defaults to a folder of the repository named after the seed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder (default: .cache/tiny-model-seed<SEED>)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and batches (default 0)")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of 32 (default 1000)")
-    parser.add_argument("--counted", action="store_true", help="count every change out one by one")
-    parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
     parser.add_argument(
-        "--misread", type=float, metavar="SHARE", help="how often most verbs are taken for their opposite"
+        "--seed", type=int, default=0, help="seed of weights, problems and batches (default 0)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="optimizer steps of 32 problems (default 1000)"
+    )
+    parser.add_argument("--counted", action="store_true", help="answers that count each change one by one")
+    parser.add_argument(
+        "--worked", action="store_true", help="show the work in all demonstrations, to the last step"
+    )
+    parser.add_argument(
+        "--misread",
+        type=float,
+        metavar="SHARE",
+        help="probability with which four verbs are taken for their opposite",
     )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     arguments = parser.parse_args(argv)
     if arguments.seed < 0 or arguments.steps < 1:
         parser.error("--seed must be at least 0 and --steps at least 1")
     if arguments.misread is not None and not 0 <= arguments.misread <= 1:
-        parser.error(f"--misread {arguments.misread:g} is no share: give one from 0 to 1")
+        parser.error(f"--misread {arguments.misread:g} is not a probability: give one from 0 to 1")
     arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"
     return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the model unless it is there, and print what it can do."""
+    """Make the model, unless it exists, and print its scores."""
     arguments = parse_arguments(argv)
     recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in fields(Recipe)})
     try:

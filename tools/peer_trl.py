@@ -1,10 +1,10 @@
-"""TRL's GRPO, with Hugging Face generation, on the model, prompts and reward of a config: a strong peer.
+"""Trains with TRL's GRPO and Hugging Face generation, on the model, prompts and reward of a config.
 
     .cache/trl-venv/bin/python tools/peer_trl.py --config configs/quickstart.yaml --out curve.json
 
-It needs an interpreter that has trl (tools/experiments.py makes one) and writes greedy pass@1 on the
-validation prompts over seconds and steps of training; evaluation stops the clock. What the config says of
-B, K, lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too.
+It needs an interpreter that has trl, which tools/experiments.py makes. It writes greedy pass@1 on the
+validation prompts over seconds and steps of training; seconds do not include evaluations. B, K, lengths,
+temperature, steps, evaluations and the peak learning rate, here constant, are those of the config.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tba_hpc.tasks import load_task
 
 
 class Examiner(TrainerCallback):
-    """Keeps the training clock, and evaluates the policy while it stands still.
+    """Callback that evaluates the policy, and measures the training time without evaluations.
 
-    points: (seconds, steps, pass@1) after every ``every`` steps.
+    points: (seconds, steps, pass@1) of each evaluation, every ``evaluate.every`` steps.
     """
 
     def __init__(self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], task: Any) -> None:
@@ -53,7 +53,7 @@ class Examiner(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Evaluate if it is due."""
+        """Evaluate if an evaluation is due."""
         if state.global_step % self._config.evaluate.every:
             return
         now = time.perf_counter()
@@ -76,7 +76,7 @@ class Examiner(TrainerCallback):
 
 
 def trl_config(config: Config, folder: str) -> GRPOConfig:
-    """B prompts with K completions in one optimizer step, generated for each."""
+    """Return TRL's settings: B prompts with K completions in each optimizer step, generated for this step."""
     train, generator = config.train, config.generator
     return GRPOConfig(
         output_dir=folder,
@@ -103,7 +103,7 @@ def trl_config(config: Config, folder: str) -> GRPOConfig:
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train to the last step; the curve, and what made it."""
+    """Train to the last step; return the evaluations and the number of threads."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
     task = load_task(config.task, load_tokenizer(config.model.path))
     prompts = task.prompts("train")
@@ -131,7 +131,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, then write the curve in one go: if the file exists, the run is complete."""
+    """Train, then write the evaluations. If the file exists, the run is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

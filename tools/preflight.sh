@@ -1,9 +1,11 @@
 #!/bin/sh
-# Ask before anything is downloaded whether this machine can run what is installed: a sentence for each thing it lacks.
+# Checks, before anything is downloaded, whether this machine can run what is to be installed. Prints a sentence for
+# each thing that it lacks.
 #     preflight.sh cpu|gpu ENVIRONMENT [PYTHON]     prints the interpreter to install with
-#     preflight.sh python [PYTHON]                  asks for the interpreter alone
-# Without PYTHON it is the newest suitable one on PATH: of a version that the locks have wheels for, one that runs (a
-# version manager's stand-in may not) and can make an environment. POSIX shell, since there may be no Python yet.
+#     preflight.sh python [PYTHON]                  checks only the interpreter
+# Without PYTHON it takes the newest suitable interpreter on PATH. Suitable are versions for which the locks have
+# wheels, if they run (a version manager's shim may not) and can make an environment. This is POSIX shell, because
+# there may be no Python yet.
 set -f
 
 EXAMINE='
@@ -22,7 +24,7 @@ print(version.replace(".", " ") + " " + sys.executable)
 
 lack() { echo "$1" >&2; lacking=yes; }
 
-# NAME MODULE: "3 minor patch executable", or a dash and what is wrong with it.
+# Arguments: NAME MODULE. Prints "3 minor patch executable", or a dash and what is wrong with the interpreter.
 examine() {
     answer=$("$1" -c "$EXAMINE" "$2" 2>&1) && echo "$answer" && return
     case $answer in
@@ -52,7 +54,7 @@ no_python() {
     fi
 }
 
-# PYTHON MODULE: sets $python to a suitable interpreter, or says what lacks.
+# Arguments: PYTHON MODULE. Sets $python to a suitable interpreter, or says what is missing.
 find_python() {
     asked=${1:+"PYTHON=$1 is not suitable"}
     found=$(if [ -n "$1" ]; then examine "$1" "$2"; else on_path; fi)

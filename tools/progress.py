@@ -1,6 +1,6 @@
-"""Run a command of pip in silence but for a line of progress every ten seconds; if it fails, show its errors.
+"""Runs a pip command, and prints only a line of progress every ten seconds; if pip fails, shows its errors.
 
-As in ``progress.py .venv/bin/pip install --requirement /dev/stdin < requirements.txt``.
+For example: ``progress.py .venv/bin/pip install --requirement /dev/stdin < requirements.txt``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ NOTES = ("Collecting ", "Downloading ", "Using cached ", "Processing ", "Buildin
 
 
 def installed() -> int:
-    """How many packages this environment holds."""
+    """Return the number of packages in this environment."""
     return len(list(Path(sysconfig.get_path("purelib")).glob("*.dist-info")))
 
 
 def progress(said: str, of: str, added: int) -> str:
-    """What pip does now: it fetches all packages first, then unpacks them.
+    """Return what pip is doing now: it fetches all packages first, then unpacks them.
 
-    Args:
-        said: All that pip has said.
-        of: How many packages there are, as " of 9", or nothing where pip itself finds out.
-        added: How many packages have been unpacked since it began.
+    said: output of pip so far. of: number of packages, such as " of 9"; empty if only pip knows it. added:
+    number of packages unpacked so far.
     """
     lines = [line.strip() for line in said.splitlines()]
     if names := next((line for line in lines if line.startswith("Installing collected packages")), ""):
@@ -39,14 +37,17 @@ def progress(said: str, of: str, added: int) -> str:
 
 
 def failure(said: str) -> str:
-    """What pip said from its first error on; without one, its last lines."""
+    """Return pip's output from its first error on; without one, its last lines."""
     lines = said.splitlines()
     errors = [number for number, line in enumerate(lines) if line.strip().lower().startswith("error")]
     return "\n".join(lines[errors[0] if errors else -20 :])
 
 
 def run(command: list[str], pins: str) -> tuple[int, str]:
-    """Its status, and all that it has said; how far it is goes to the standard output."""
+    """Run a pip command and print its progress; return its exit status and its output.
+
+    pins: standard input of the command.
+    """
     of = f" of {len(pins.splitlines())}" if "--requirement" in command else ""
     start, before = time.monotonic(), installed()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def run(command: list[str], pins: str) -> tuple[int, str]:
 
 
 def ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Its status within SECONDS; None if it goes on."""
+    """Wait up to SECONDS; return the exit status, or None if the process still runs."""
     try:
         return process.wait(SECONDS)
     except subprocess.TimeoutExpired:
@@ -70,7 +71,7 @@ def ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def main() -> None:
-    """Run the command that is given; end with its status."""
+    """Run the command in the arguments, and exit with its status."""
     words = sys.argv[1:]
     pins = sys.stdin.read() if "/dev/stdin" in words else ""
     status, said = run([*words, "--progress-bar", "off", "--disable-pip-version-check"], pins)

@@ -1,4 +1,4 @@
-"""Draw README's picture of the quickstart: pass@1 over steps, and a problem answered before and after.
+"""Draws README's picture of the quickstart: pass@1 over steps, and a problem answered before and after.
 
 python tools/quickstart_picture.py runs/quickstart-seed0    # writes docs/img/quickstart.svg
 """
@@ -21,7 +21,7 @@ OUT = Path(__file__).resolve().parents[1] / "docs/img/quickstart.svg"
 
 
 def draw(found: list[Evaluation]) -> Figure:
-    """Draw evaluations of both splits, of which those of test are the first and the last step's."""
+    """Return the picture of a run's evaluations; the two on the test split are its first and last."""
     figure = Figure(figsize=(9, 3.1), layout="constrained")
     axes, words = figure.subplots(1, 2, width_ratios=(1.25, 1))
     points = {

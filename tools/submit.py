@@ -1,9 +1,9 @@
-"""Submits a run to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
+"""Submits a run to Slurm as one job of trainer and searcher nodes, which requeues itself until it is done.
 
     python tools/submit.py --nodes 8
     python tools/submit.py --config configs/math_gsm8k.yaml --nodes 8 --site slurm/sites/a100x4-pmix.yaml
 
-It is ``tba submit``, for people who work in a clone. Needs no torch: made for a login node.
+It does what ``tba submit`` does, from a clone. It needs no torch, and so runs on a login node.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Imports no heavy library.
 """
 
-# ruff: noqa: F401  (what the other rooms import from here)
+# ruff: noqa: F401  (other packages import these names from here)
 
 from tba_hpc.config.loading import (
     ConfigError,

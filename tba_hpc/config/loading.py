@@ -20,7 +20,7 @@ from tba_hpc.config.variants import OWN, choices
 
 
 class ConfigError(ValueError):
-    """Raised for any input that the user must change; the message is one sentence for the user."""
+    """Error for any input that the user must change. Its message is one sentence for the user."""
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -66,7 +66,10 @@ def dump_config(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new) of differing values by dotted key, in declaration order; None if one is missing."""
+    """Return the values that differ, as (old, new) by dotted key, in the order of the sections.
+
+    None stands for the value of a key that one config lacks.
+    """
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
@@ -97,7 +100,7 @@ CHOICES = frozenset(
     for key, field in getattr(section.annotation, "model_fields", {}).items()
     if choices(field.annotation)
 )
-"""Keys whose value is a variant, chosen by name, with keys of its own."""
+"""Names of keys, without their section, that hold variants (``config.variants``)."""
 
 
 def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
@@ -118,7 +121,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for section in sections:
         if section in CHOICES and isinstance(tree.get(section), str):
             tree[section] = {"name": tree[section]}
-        if tree.get(section) is None:  # a frozen config has null for a section that was left out
+        if tree.get(section) is None:  # the saved config of a run has null for a section that was left out
             tree[section] = {}
         tree = tree[section]
         if not isinstance(tree, dict):
@@ -188,7 +191,10 @@ def _place(
 
 @functools.cache
 def elsewhere() -> dict[str, dict[str, Any]]:
-    """Return ``elsewhere.yaml`` by system; ``keys`` holds triples (their key, our key, difference)."""
+    """Return the keys of other systems, by system, from ``elsewhere.yaml``.
+
+    ``keys`` of a system holds triples: their key, our key, and what differs.
+    """
     found: dict[str, dict[str, Any]] = read_yaml(
         Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")
     )
@@ -196,7 +202,7 @@ def elsewhere() -> dict[str, dict[str, Any]]:
 
 
 def _foreign(problems: Sequence[ErrorDetails]) -> str:
-    """Return the end of an error: the equivalents of all unknown keys that another system has."""
+    """Return the end of an error about unknown keys: our equivalents of those that other systems have."""
     ours: dict[str, list[str]] = {}
     for problem in problems:
         if problem["type"] == "extra_forbidden":
@@ -207,9 +213,9 @@ def _foreign(problems: Sequence[ErrorDetails]) -> str:
 
 
 def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
-    """Return another system that has an unknown key, with phrases that name our keys; {} if there is none.
+    """Return the first system that has an unknown key, with phrases that name our keys; {} if none has it.
 
-    names: path of the unknown key. value: its value; keys within it are looked up, too.
+    names: path of the unknown key. value: its value; if that is a dict, its keys are looked up, too.
     """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
@@ -224,14 +230,14 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
 
 
 def _in_a_section(name: str) -> str:
-    """Return the end of an error that names the sections with a key of that name; empty if none has one."""
+    """Return the end of an error: the sections that have a key of this name; empty if none has."""
     sections = {key: _section(field.annotation) for key, field in Config.model_fields.items()}
     there = [f"{key}.{name}" for key, section in sections.items() if section and name in section.model_fields]
     return f": did you mean {' or '.join(map(repr, there))}?" if there else ""
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
-    """Suggest the name in ``section`` that is closest to the last of ``names``, or list all valid names."""
+    """Return the end of an error: the key of ``section`` nearest to the last of ``names``, or all keys."""
     if section is None:
         return ""
     valid = list(section.model_fields)

@@ -14,13 +14,13 @@ import yaml
 from pydantic import AfterValidator
 
 _NUMBER = "!number"
-"""YAML tag of numbers that PyYAML would read as strings."""
+"""Our YAML tag for numbers that PyYAML would read as strings."""
 
 _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""Pattern of numbers that PyYAML would read as strings, such as ``1e-2``."""
+"""Pattern of such numbers: ``1e-2``, ``1e5``."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
-"""First characters of a number that YAML 1.1 reads in base 8 or 60."""
+"""Pattern of how a number begins that YAML 1.1 reads in base 8 or 60."""
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes strings that ``_Loader`` would read as numbers."""
+    """Dumper that puts strings in quotes if ``_Loader`` would read them as numbers."""
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
@@ -58,7 +58,7 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int | float:
     if _OTHER_BASE.match(node.value):
         raise yaml.YAMLError(
             f"{node.value} in line {node.start_mark.line + 1} would be read as {number}: write a number "
-            "without leading zeros or colons, and a text in quotes"
+            "without leading zeros or colons, or put a text in quotes"
         )
     return number
 
@@ -81,14 +81,14 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: object, **options: Any) -> str:
-    """Return text that ``read_yaml`` reads back. options: those of yaml.dump."""
+    """Return YAML text from which ``read_yaml`` gets the same value. options: those of yaml.dump."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def expanded(path: str) -> str:
     """Replace ``~`` and ``$NAME`` in a path, unless the path exists with a literal ``$``.
 
-    Raises ValueError if a user has no home, or if a variable is unset or empty.
+    Raises ValueError if the user in ``~user`` has no home, or if a variable is unset or empty.
     """
     if not path.startswith("~") and ("$" not in path or os.path.lexists(path)):
         return path
@@ -98,7 +98,7 @@ def expanded(path: str) -> str:
                 f"the path {path} holds ${name}, which is unset or empty in the environment: export it, or "
                 "write the path without it"
             )
-    full = os.path.expanduser(path)  # noqa: PTH111, the other way makes a path of a hub's name
+    full = os.path.expanduser(path)  # noqa: PTH111, as Path would change hub names
     if full.startswith("~"):
         raise ValueError(f"the path {path} begins with a user who has no home here: write the folder itself")
     return os.path.expandvars(full)

@@ -1,6 +1,6 @@
 """Rules on combinations of keys, each with an error sentence: value, rule, remedy. Imports no heavy library.
 
-``sections`` has the types and ranges of single keys.
+The module ``sections`` has the types and ranges of single keys.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ DEEPSPEED_SETTINGS = (
 """Top-level settings that train.deepspeed may contain. DeepSpeed would silently ignore any other."""
 
 UNTEMPERED = ((0, 1.0),)
+"""Schedule of a temperature that is always 1."""
 
 
 def check(config: Config) -> None:
@@ -100,6 +101,7 @@ def check(config: Config) -> None:
 
 
 def _of_sampling(config: Config) -> Iterator[str]:
+    """Yield the sentence of each rule on sampling that the config breaks; the functions below do likewise."""
     generator, objective = config.generator, config.train.objective
     if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
         yield "{generator.tempered_range} is not a range: give the lower temperature first, above 0"
@@ -123,7 +125,7 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield an error for each setting that makes samples deviate from the recorded log-probabilities."""
+    """Yield a sentence for each setting with which samples would not have the recorded log-probabilities."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return
@@ -163,8 +165,8 @@ def _of_the_loss(config: Config) -> Iterator[str]:
             )
         if getattr(train, name) != UNTEMPERED and isinstance(reference, LaggedReference):
             yield (
-                f"train.{name} would be ignored with train.reference=lagged, which is as warm as the policy: "
-                "leave it out, or use another reference"
+                f"train.{name} would be ignored with train.reference=lagged, which has the temperature of "
+                "the policy: leave it out, or use another reference"
             )
 
 
@@ -186,7 +188,7 @@ def _of_steps(config: Config) -> Iterator[str]:
             "train.learning_rate.schedule to linear or cosine"
         )
     if train.prompts_per_step % config.launch.trainers:
-        yield "{train.prompts_per_step} cannot be split over {launch.trainers}: use a multiple of that"
+        yield "{train.prompts_per_step} cannot be split over {launch.trainers}: use a multiple of the second"
     if (train.tokens_per_micro_batch or math.inf) < config.model.context_length:
         yield (
             "{train.tokens_per_micro_batch} is below {model.context_length}, the longest sequence: raise the "
@@ -241,14 +243,17 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
 
 
 def check_engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
-    """Return ``engine``. Raises ValueError if it contains a secret or an argument that another key sets."""
+    """Return ``engine``, the value of generator.engine, unchanged.
+
+    Raises ValueError if it contains a secret, or an argument in OWN_ENGINE_ARGUMENTS.
+    """
     for name in OWN_ENGINE_ARGUMENTS.keys() & engine:
         given, instead = value_text(engine[name]), OWN_ENGINE_ARGUMENTS[name]
         raise ValueError(f"generator.engine.{name}={given} cannot be passed on to vLLM: {instead}")
     for name, value in flat(engine).items():
         if isinstance(value, str) and SECRET.search(name):
             raise ValueError(
-                f"generator.engine.{name} would be kept in the run's config.yaml: leave it out, and export "
+                f"generator.engine.{name} would be stored in the run's config.yaml: leave it out, and export "
                 "the secret where ranks start, such as HF_TOKEN"
             )
     return engine
@@ -267,7 +272,8 @@ def check_deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if key not in DEEPSPEED_SETTINGS:
             known = ", ".join(DEEPSPEED_SETTINGS)
             raise ValueError(
-                f"train.deepspeed.{key} is not a setting to add: leave it out, or use one of {known}"
+                f"train.deepspeed.{key} is none of the settings that may be added: leave it out, or use one "
+                f"of {known}"
             )
     return settings
 
@@ -277,7 +283,7 @@ OF_REWARD = {
     "url": ("model", "prompt", "key_variable", "seconds", "concurrency"),
     "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
 }
-"""Kinds of rewards, each with the keys that it accepts besides weight."""
+"""Kinds of rewards, named after their main keys, with the further keys that each accepts besides weight."""
 
 
 def check_reward(reward: RewardSection) -> None:
@@ -328,6 +334,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_text(value: object) -> str:
-    """Format a value as ``--set`` accepts it."""
+    """Return a value as text that ``--set`` accepts."""
     plain = list(value) if isinstance(value, tuple) else value
     return write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

@@ -1,4 +1,7 @@
-"""The sections of a config: every key with its type, default and meaning. Imports no heavy library."""
+"""The sections of a config: every key with its type, default and meaning. Imports no heavy library.
+
+The text under a key is its description in docs/config.md.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,10 @@ Text = Annotated[str, Field(min_length=1)]
 T = TypeVar("T")
 
 MAY_CHANGE = "may change"
+"""Mark in the metadata of a key that a resume may change."""
 
 MayChange = Annotated[T, MAY_CHANGE]
-"""Type of a key that a resume may change, because it does not change what the run learns."""
+"""Type of a key that a resume may change. Other keys decide what the run learns, and stay as they are."""
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 """Name of an environment variable."""
@@ -58,16 +62,17 @@ class NotifySection(Section):
     """One-line messages about a run's starts, alerts, silence and end; see ``tba watch``."""
 
     command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
-    """Command that runs for each message, without a shell. The message is its last argument; the variable
-    TBA_EVENT is start, alert, silence or end."""
+    """Command that is run for each message, without a shell. The message is the last argument. The
+    environment variable TBA_EVENT says what the message is about: start, alert, silence or end."""
     webhook_variable: MayChange[Variable | None] = None
-    """Environment variable that holds the address of a webhook, such as Slack's, which gets a POST of
-    {"text": message}. The address is never stored."""
+    """Name of the environment variable that holds the address of a webhook, such as Slack's. Each message is
+    sent there as a POST of {"text": message}. The address is never stored."""
     heartbeat_variable: MayChange[Variable | None] = None
-    """Environment variable that holds an address of a service such as healthchecks.io. The run requests it
-    (GET) while it works; when requests stop, the service raises an alarm."""
+    """Name of the environment variable that holds an address of a monitoring service, such as
+    healthchecks.io. The run sends GET requests there while it works. When they stop, the service raises an
+    alarm."""
     heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
-    """Pause between two heartbeat requests, s."""
+    """Pause between two of these requests, s."""
 
     @property
     def wanted(self) -> bool:
@@ -77,48 +82,49 @@ class NotifySection(Section):
 
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its directory is NAME-seedN."""
+    """Name of the run. Its directory is ROOT/NAME-seedN, where N is the seed."""
     root: MayChange[UserPath] = "runs"
-    """Folder of run directories. In paths, ``~`` and ``$NAME`` are expanded."""
+    """Folder that holds the directories of runs. In paths, ``~`` and ``$NAME`` are expanded."""
     seed: int = Field(0, ge=0, lt=1 << 32)
-    """Seed of prompt order, sampling and replay."""
+    """Seed of the order of prompts, of sampling, and of the draws from the replay buffer."""
     notify: MayChange[NotifySection] = NotifySection()
     """Messages about the run to a command or webhook, and heartbeats."""
 
 
 class LoraSection(Section):
-    """LoRA: train, publish and checkpoint adapters (alpha/rank)·B·A, with frozen weights. There is no
-    dropout, because the learner's log-probabilities must equal the sampler's."""
+    """LoRA: low-rank adapters (alpha/rank)·B·A are trained, published and checkpointed; the weights of the
+    model are frozen. There is no dropout, because learner and engine must compute the same
+    log-probabilities."""
 
     rank: Count = 16
-    """r, the number of rows of A and of columns of B."""
+    """r, the rank of the adapters: A has r rows, and B has r columns."""
     alpha: Positive = 32.0
-    """α; the adapter is scaled by alpha/rank."""
+    """α. An adapter is scaled by alpha/rank."""
     targets: tuple[Text, ...] | None = Field(None, min_length=1)
-    """Linear layers that get an adapter, by name or by the end of their path, such as q_proj or
-    self_attn.q_proj. null: all but the output layer."""
+    """Linear layers that get an adapter, by their name or the end of their path, such as q_proj or
+    self_attn.q_proj. null: all linear layers but the output layer."""
 
 
 class ModelSection(Section):
     path: Annotated[UserPath, Field(min_length=1)]
-    """Folder or hub name of the initial policy, which is also the reference; or your own ``module:Class``
-    (see tba_hpc.core.ports.Backend)."""
+    """Folder or hub name of the initial policy, which is also the initial reference; or your own
+    ``module:Class`` (see tba_hpc.core.ports.Backend)."""
     dtype: Dtype = "bfloat16"
     """Dtype of the weights in training, exchange and engines. The optimizer's master weights are float32."""
     context_length: int = Field(1024, ge=2)
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T in softmax(logits/T), for all log-probabilities. If unset, it is generator.temperature with
-    score_centering and for objectives that need samples of the policy they train (oapl and the policy
-    gradients), else 1."""
+    """T in softmax(logits/T), of which all log-probabilities are taken. If unset, it is generator.temperature
+    with train.score_centering, with oapl and with the policy gradients, which need samples of the policy that
+    they train; otherwise 1."""
     fp32_head: bool = True
-    """Compute logits of bfloat16 models in float32, so that log-probabilities of learner, reference and
-    engine agree more closely."""
+    """Compute the logits of bfloat16 models in float32, so that the log-probabilities of learner, reference
+    and engine agree more closely."""
     compile: MayChange[bool | None] = None
-    """Compile the layers of policy and reference with torch, which takes some seconds at the first step.
-    null: on GPUs, except with ZeRO-3, which does not allow it."""
+    """Compile the layers of policy and reference with torch.compile, which takes some seconds at the first
+    step. null: on GPUs, unless train.zero_stage is 3, which does not allow it."""
     lora: LoraSection | None = None
-    """Train a LoRA adapter; {} uses the defaults. null: train all weights."""
+    """Train LoRA adapters; {} uses the defaults. null: train all weights."""
 
     @property
     def policy_temperature(self) -> float:
@@ -130,31 +136,34 @@ class RewardSection(Section):
     """One of a task's rewards: your function, a judge behind a URL, or a program."""
 
     function: str | None = None
-    """Your own ``module:function``. The module lies beside the config or in the working directory, or is
-    installed; tba_hpc.tasks.rewards describes the arguments."""
+    """Your own ``module:function``; its arguments are described in tba_hpc.tasks.rewards. The module is
+    installed, or lies beside the config or in the working directory."""
     url: MayChange[str | None] = None
-    """Address of a judge, which receives a JSON POST per completion. With ``model``: an OpenAI-style chat
-    endpoint, such as http://host:8000/v1/chat/completions."""
+    """Address of a judge, to which each completion is sent as a JSON POST. If ``model`` is set, this is an
+    OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
-    """Command that runs once per completion, without a shell. ``python`` is the run's interpreter, and files
-    are looked up like modules. It is confined in its resources only (docs/own-task.md)."""
+    """Command that is run once per completion, without a shell. The word ``python`` stands for the run's
+    interpreter. Files are looked up where modules are. The program's time and memory are limited, but it can
+    read and write files and use the network like the run itself (docs/own-task.md)."""
     weight: float = 1.0
-    """Weight of this reward in the sum."""
+    """Weight of this reward in the sum of rewards."""
     model: str | None = None
-    """Model name of a chat judge. The last number in its reply is the reward; 8/10 counts as 8."""
+    """Name of the model that judges at a chat endpoint. The last number in its reply is the reward; 8/10
+    counts as 8."""
     prompt: str | None = None
-    """Prompt of a chat judge. It contains {completion}; {name} is replaced by the prompt row's field of that
-    name."""
+    """Prompt for a chat judge, with {completion} where the completion goes. Any other {name} is replaced by
+    the field of that name in the prompt's row."""
     key_variable: Variable | None = None
-    """Environment variable that holds the judge's API key, which is never stored."""
+    """Name of the environment variable that holds the judge's API key, which is never stored."""
     seconds: MayChange[Positive] = 30.0
-    """Time limit of a judge's request or a program, s."""
+    """Time limit of a request to a judge, or of a program, s."""
     concurrency: MayChange[Count] = 8
-    """Concurrent requests or programs per searcher."""
+    """Number of requests or programs that a searcher runs at the same time."""
     memory_mb: int = Field(1024, ge=16)
-    """Address-space limit of each process of a program, MiB."""
+    """Limit of the address space of each process of a program, MiB."""
     when_killed: float | None = None
-    """Reward if the program timed out or was killed. null: the completion is set aside."""
+    """Reward of a completion whose program exceeded a limit or was killed. null: the completion is left out,
+    and counted as set aside."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardSection:
@@ -164,19 +173,20 @@ class RewardSection(Section):
 
 class TaskSection(Section):
     name: str = "gsm8k"
-    """A built-in task, or your own ``module:Class``, looked up like reward functions."""
+    """Name of a built-in task, or your own ``module:Class``, whose module is found as that of a reward's
+    function is."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
-    """Rewards of the tasks jsonl, environment and agent: a ``module:function``, one reward's keys, or several
-    rewards by name, whose weighted sum is the reward."""
+    """Reward for the tasks jsonl, environment and agent: a ``module:function``, the keys of one reward, or
+    several rewards by name, whose weighted sum is the reward."""
     train_file: UserPath | None = None
-    """JSONL with training problems. null: the task's own source."""
+    """JSONL file with training problems. null: the task's own data."""
     test_file: UserPath | None = None
-    """JSONL with held-out problems. null: the task's own source, or a part of train_file."""
+    """JSONL file with held-out problems. null: the task's own data, or a part of train_file."""
     special_tokens: bool = False
     """Include special tokens, such as answer tags, in the text that rewards, environments and samples see. An
-    end-of-sequence token at the end is always left out."""
+    end-of-sequence token at the end is left out in any case."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the task."""
+    """Keyword arguments for the task."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -200,36 +210,36 @@ def _is_one_reward(reward: object) -> bool:
 
 class GeneratorSection(Section):
     completions_per_prompt: Count = 24
-    """S: completions sampled per prompt; at least train.completions_per_prompt."""
+    """S, the number of completions sampled per prompt; at least train.completions_per_prompt."""
     temperature: Positive = 0.7
     """Sampling temperature in training. Evaluation is greedy, unless the task has its own temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Probability mass of nucleus sampling. Below 1 objectives lose their guarantee, since some completions
-    are never sampled."""
+    """Probability mass of nucleus sampling. Below 1 some completions are never sampled, and no objective is
+    sure to reach its optimum."""
     tempered_range: tuple[float, float] | None = None
     """Range [low, high] from which half of the training requests draw their temperature uniformly. null: all
-    use ``temperature``."""
+    requests use ``temperature``."""
     max_tokens: Count = 512
     """Maximum completion length, in tokens."""
     min_tokens: int = Field(0, ge=0)
     """Minimum completion length in training, in tokens."""
     stop: tuple[Text, ...] = ()
     """Strings, including special tokens, that end a completion in training and evaluation. The completion
-    contains the whole token that completes the string; no end-of-sequence token follows."""
+    keeps the whole token that completes the string; no end-of-sequence token follows."""
     prompts_in_flight: MayChange[Count] = 16
-    """Concurrent prompts in a searcher's engine. Multiplied by completions_per_prompt, this is the number of
-    concurrent completions; 250 to 500 keep a GPU busy."""
+    """Number of prompts that a searcher's engine works on at the same time. Multiplied by
+    completions_per_prompt, this is the number of concurrent completions; 250 to 500 keep a GPU busy."""
     kv_cache_mb: MayChange[Count | None] = None
-    """KV cache on each GPU of the engine, MiB: set it if other ranks start on the same GPU. null: what
-    gpu_memory_utilization leaves when the engine starts."""
+    """Size of the KV cache on each GPU of the engine, MiB. Set it if other ranks start on the same GPU. null:
+    what gpu_memory_utilization leaves when the engine starts."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
-    """Share of GPU memory for the engine. It must be free when the engine starts, even with kv_cache_mb.
-    Leave room for the reference."""
+    """Share of each GPU's memory for the engine. This memory must be free when the engine starts, even if
+    kv_cache_mb is set. Leave room for the reference."""
     tensor_parallel: MayChange[Count] = 1
-    """GPUs per engine; must divide the number of attention heads."""
+    """Number of GPUs per engine; must divide the number of attention heads."""
     keep_kv: MayChange[bool] = False
-    """Keep the KV cache of unfinished completions when weights change. This is faster, but later tokens
-    attend to keys and values of older weights. Recorded log-probabilities reflect that."""
+    """Keep the KV cache of unfinished completions when the weights change, which is faster. Later tokens then
+    attend to keys and values of older weights; the recorded log-probabilities include this effect."""
     engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
         default_factory=dict
     )
@@ -239,27 +249,28 @@ class GeneratorSection(Section):
 
 class BufferSection(Section):
     most_on_policy: Share = 0.5
-    """m, the probability that a group's completions are from the most recent sync."""
+    """m, the probability that a group is drawn from the completions of the most recent sync alone."""
     capacity_per_prompt: MayChange[Count] = 100
     """Maximum number of trajectories per prompt; the oldest are evicted first. In a queue (see replay_limit)
-    the default is capacity."""
+    the default is the value of ``capacity``."""
     capacity: MayChange[Count] = 100_000
     """Maximum number of trajectories; the oldest are evicted first. A queue needs room for
     (exchange.max_staleness + 1) · train.prompts_per_step groups."""
     reward_temperature: Positive | None = 1.0
     """Temperature of the softmax over rewards by which a prompt's completions are drawn. null: draw them
-    uniformly, the default in on-policy runs (exchange.max_staleness=0 with a policy gradient)."""
+    uniformly. If unset: null in on-policy runs (exchange.max_staleness=0 with a policy gradient), else 1."""
     initial_completions: Count = 500
-    """Completions in the buffer before the first step, unless exchange.max_staleness is set. At most
-    capacity_per_prompt times the number of training prompts."""
+    """Number of completions that the buffer must hold before the first step, unless exchange.max_staleness is
+    set. It can be at most capacity_per_prompt times the number of training prompts."""
     duplicates: Duplicates = EqualDuplicates()
-    """Rule by which completions of a prompt are duplicates. If unset: none in on-policy runs, else equal."""
+    """Rule that says which completions of a prompt are duplicates, of which the buffer keeps one. If unset:
+    none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Number of steps that may learn from a trajectory before it is evicted; null: no limit. The rest of its
-    prompt's trajectories leave, too, if they are too few for a group; the trainer waits while too few prompts
-    remain for a step. With exchange.max_staleness this makes the buffer a queue: completions of the oldest
-    weights are used first, most_on_policy is ignored, and a step waits for unfinished completions that would
-    otherwise become too stale."""
+    """Number of steps that may learn from a trajectory before it is evicted; null: no limit. If the other
+    trajectories of its prompt are then too few for a group, they are evicted as well. The trainer waits while
+    too few prompts remain for a step. Together with exchange.max_staleness this key makes the buffer a queue.
+    In a queue, completions of the oldest weights are used first, most_on_policy is ignored, and a step waits
+    for unfinished completions that would otherwise become too stale."""
 
     @property
     def deduplicate(self) -> bool:
@@ -268,25 +279,25 @@ class BufferSection(Section):
 
     @property
     def embedding_model(self) -> str | None:
-        """Sentence encoder, if duplicates are found by embeddings, else None."""
+        """Folder or hub name of the sentence encoder that finds duplicates; None if none does."""
         return self.duplicates.model if isinstance(self.duplicates, EmbeddingDuplicates) else None
 
     @property
     def chooses_by_reward(self) -> bool:
-        """True if completions with higher rewards may be drawn more often."""
+        """True if completions with higher rewards may be drawn more often than others."""
         return self.reward_temperature is not None and self.most_on_policy < 1
 
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: constant, or a decay to zero."""
+    """Shape after the warm-up: constant, or a linear or cosine decay to zero."""
     peak: Positive = 1e-5
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from zero."""
+    """Number of steps over which the rate rises linearly from zero."""
     decay: MayChange[tuple[int, int] | None] = None
-    """First and last step of the decay, such as [400, 1000]; the run may end during it. null: from the end of
-    the warm-up to train.steps."""
+    """First and last step of the decay, such as [400, 1000]; train.steps may be less than the last. null:
+    from the end of the warm-up to train.steps."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,7 +307,7 @@ class LearningRate(Section):
 
 
 def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
-    """Turn a number, or numbers by step, into pairs (step, value) in order of steps."""
+    """Turn a number, or numbers by step, into pairs (step, value) in order of steps. Raises ValueError."""
     try:
         pairs = sorted(value.items()) if isinstance(value, dict) else value
         pairs = [(0, value)] if isinstance(pairs, str | int | float) else pairs
@@ -328,41 +339,45 @@ class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
     """The loss: trajectory balance, TBA′, OAPL, a policy gradient, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Weights on each token's gradient, which limit the influence of stale data and leave TB's optimum the
-    same. If unset: taper with trajectory_balance and tba_prime, else none. Not for objectives that bound
-    stale data themselves."""
+    """Weights on the gradient of each token, which limit the influence of stale data and do not move the
+    optimum of trajectory balance. If unset: taper with trajectory_balance and tba_prime, else none. Not for
+    objectives that bound stale data themselves."""
     score_centering: int = Field(0, ge=0)
-    """Number k of recorded tokens for score centering (arXiv 2609.20807), such as 32; 0: off. It subtracts
-    from each token's score ∇log π_θ the mean score under the sampling policy, so that old data of constant
-    advantage have no effect on average. Recording that policy's k likeliest tokens takes 6·k bytes per
-    completion token; all others count as one. Not for objectives that bound stale data themselves."""
+    """Number k of the likeliest tokens that are recorded at each position for score centering (arXiv
+    2609.20807), such as 32; 0: off. Score centering subtracts from the score ∇log π_θ of each token its mean
+    under the sampling policy, so that old data with a constant advantage have no effect on average. The
+    records take 6·k bytes per completion token. All tokens that are not recorded are treated as a single one.
+    Not for objectives that bound stale data themselves."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
-    """Divisor of a completion's summed token losses: none (sum), its length (completion_tokens), the batch's
-    mean length (batch_tokens) or generator.max_tokens (max_tokens). null: completion_tokens for GRPO, else
-    sum, as published."""
+    """Divisor of the summed token losses of a completion: 1 (sum), its length (completion_tokens), the mean
+    length in the batch (batch_tokens) or generator.max_tokens (max_tokens). null: as published, which is
+    completion_tokens for GRPO and sum for all others."""
     steps: MayChange[Count] = 1000
-    """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to a step not
-    yet passed; a decaying learning rate follows."""
+    """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to a step that
+    the run has not passed. A decay of the learning rate adapts to the new number."""
     prompts_per_step: Count = 8
-    """B: groups per optimizer step."""
+    """B, the number of groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
-    """K: trajectories per group."""
+    """K, the number of trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Maximum number of tokens per forward and backward pass, at least model.context_length. A group's prompt
-    counts once. If a layer lacks full attention, sequences are padded, and padding counts. A group that
-    exceeds the limit is split, and computed twice. null: the tokens whose activations fill 8 GiB on a GPU
-    (1 GiB on a CPU), at most 32k, but at least the step's largest group."""
+    """Maximum number of tokens per forward and backward pass, at least model.context_length. The prompt of a
+    group counts once. If a layer lacks full attention, sequences are padded, and padding counts. A group that
+    exceeds the limit is split, and its log-probabilities are computed twice. null: as many tokens as have
+    activations of 8 GiB on a GPU (1 GiB on a CPU), at most 32k, but at least the largest group of the
+    step."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
     {0: 1.0, 128: 0.05}, linear between them and constant after the last."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T in the target π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): the higher, the flatter. A number or a schedule."""
+    """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher T makes π* flatter. A number or a
+    schedule, as for beta."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
-    """γ in the target of target_temperature: the higher, the less π_ref weighs. A number or a schedule."""
+    """γ in the formula under target_temperature; a higher γ gives π_ref less weight. A number or a schedule,
+    as for beta."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
@@ -370,15 +385,15 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO stage of DeepSpeed, which shards over trainer ranks the optimizer state (1), also gradients (2),
-    also weights (3)."""
+    """ZeRO stage of DeepSpeed. The trainer ranks share the optimizer state (1), and also the gradients (2),
+    and also the weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass, which takes less memory and more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
         default_factory=dict
     )
-    """Additional DeepSpeed settings; those that other keys set are refused. {zero_optimization:
-    {offload_optimizer: {device: cpu}}} keeps AdamW's state and master weights in host memory."""
+    """Additional DeepSpeed settings; those that other keys set are refused. For example, {zero_optimization:
+    {offload_optimizer: {device: cpu}}} keeps AdamW's state and the master weights in host memory."""
 
     @property
     def searcher_has_reference(self) -> bool:
@@ -403,7 +418,7 @@ class TrainSection(Section):
 
     @property
     def normaliser(self) -> LossNormaliser:
-        """Normaliser in use: ``loss_normaliser``, or the objective's own if that is unset."""
+        """Normaliser in use: ``loss_normaliser``, or the objective's own if this is unset."""
         return self.loss_normaliser or self.objective.normaliser
 
     @model_validator(mode="after")
@@ -417,48 +432,51 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Default max_staleness of a queue, in steps. At about this bound engines are as busy as without one, and the
-data are nearly as useful as fresh data."""
+"""Default of exchange.max_staleness in a queue, in steps. With about this bound, engines are as busy as
+without any, and the data nearly as useful as fresh data."""
 
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """Transport of weights and shards. mpi: one MPI world of the run's ranks. files: a shared file system."""
+    """Way in which weights and shards travel. mpi: messages in one MPI world of all ranks. files: a shared
+    file system."""
     sync_every: Count = 2
-    """k, the number of optimizer steps between syncs."""
+    """k, the number of optimizer steps between two syncs, in which weights are published and shards
+    fetched."""
     max_staleness: int | None = Field(None, ge=0)
-    """Maximum number of steps between the weights that sample a trajectory and those that learn from it.
-    Trainer and searchers wait for each other to respect it. 0: on-policy. null: no bound, as in TBA. If
-    unset: null, but with buffer.replay_limit=1 the larger of 8 and 2k − 1."""
+    """Maximum number of steps between the weights that sample a trajectory and those that learn from it. To
+    keep it, trainer and searchers wait for each other. 0: on-policy. null: no bound, as in TBA. If unset:
+    null, but with buffer.replay_limit=1 the larger of 8 and 2k − 1, where k is sync_every."""
     seal_seconds: MayChange[Positive] = 2.0
-    """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers it is
-    multiplied by searchers/64."""
+    """Maximum time until a finished completion is sealed on disk, s. With more than 64 searchers, this time
+    is multiplied by searchers/64."""
     keep_shards: MayChange[Share] = 0.0
-    """Share of merged shards kept in RUN/kept for ``tba samples``, evenly over the run. ``tba replay`` needs
-    all of them (1)."""
+    """Share of the merged shards that are kept in RUN/kept for ``tba samples``, spread evenly over the run.
+    ``tba replay`` needs all of them (1)."""
 
 
 class CheckpointSection(Section):
     every: MayChange[Count] = 100
-    """Optimizer steps between checkpoints."""
+    """Number of optimizer steps between checkpoints."""
     keep: MayChange[Count] = 2
     """Number of complete checkpoints to keep."""
 
 
 class EvaluateSection(Section):
     every: MayChange[Count] = 50
-    """Optimizer steps between evaluations on the validation split."""
+    """Number of optimizer steps between evaluations on the validation split."""
     validation_prompts: MayChange[int] = Field(128, ge=0)
-    """Number of validation prompts used; 0: none."""
+    """Number of prompts of the validation split that are evaluated; 0: none."""
     test_prompts: MayChange[Count | None] = None
-    """Number of held-out prompts evaluated before the first and after the last step. null: all."""
+    """Number of prompts of the test split that are evaluated, before the first and after the last step. null:
+    all."""
 
 
 class TrackSection(Section):
-    """Trackers, fed by a separate process on the leading trainer's node; see also ``tba track``."""
+    """Trackers that get the metrics from a process on the leading trainer's node; see also ``tba track``."""
 
     wandb: MayChange[Text | None] = None
-    """Weights & Biases project; null: none. All resumes log to the same W&B run, and W&B's environment
+    """Weights & Biases project; null: none. All attempts of a run log to the same W&B run. W&B's environment
     variables work as usual."""
     tensorboard: MayChange[bool] = False
     """Write event files to RUN/track/tensorboard."""
@@ -471,24 +489,26 @@ class TrackSection(Section):
 
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher; searchers that start with the run have lower numbers. The gap leaves
-room for launch.searchers to change while an elastic searcher keeps its number."""
+"""Number of the first elastic searcher. Searchers that start with the run have lower numbers, from 0. So the
+numbers of elastic searchers stay the same if launch.searchers changes."""
 
 Ranks = Annotated[int, Field(ge=0, lt=FIRST_ELASTIC)]
 
 
 class LaunchSection(Section):
     trainers: MayChange[Count] = 1
-    """Trainer ranks, one per GPU."""
+    """Number of trainer ranks, each with a GPU."""
     searchers: MayChange[Ranks] = 1
-    """Searcher ranks, one engine each, that start and end with the trainer. 0: only elastic searchers."""
+    """Number of searcher ranks, each with an engine, that start and end with the trainer. 0: there are only
+    elastic searchers."""
     elastic: MayChange[Ranks] = 0
-    """Slots for elastic searchers, which ``tba search RUN`` starts at any time on any machine that sees the
-    run directory. The prompts of an empty slot wait."""
+    """Maximum number of elastic searchers. ``tba search RUN`` starts one at any time, on any machine that
+    sees the run directory, and gives it a free slot. The prompts of an empty slot wait."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Maximum wait for another rank, s; then the run ends and names it. Starts may take three times as long,
-    and elastic searchers wait six times as long for a queued trainer. After half this time a silent engine is
-    replaced, a full disk ends the run, and a reward's call is abandoned."""
+    """Maximum wait for another rank, s; after it the run ends with an error that names the rank. A start may
+    take three times as long. An elastic searcher waits six times as long for a trainer whose job is in the
+    queue. After half this time a silent engine is replaced, a full disk ends the run, and a call of a reward
+    is given up."""
 
     @property
     def start_seconds(self) -> float:
@@ -502,12 +522,12 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of a busy engine before it is replaced, and longest call of a reward, s."""
+        """Longest silence of a busy engine, which is then replaced, and longest call of a reward, s."""
         return self.timeout_seconds / 2
 
     @property
     def stack_seconds(self) -> float:
-        """Longest time between a loop's checks for a stop before its rank writes its stack traces, s.
+        """Longest time between a loop's checks for a stop, s; after it, the rank writes its stack traces.
 
         It is shorter than the time after which other ranks give up on that rank.
         """
@@ -515,16 +535,16 @@ class LaunchSection(Section):
 
     @property
     def disk_seconds(self) -> float:
-        """Longest wait on a full disk, s: half the timeout, so that no other rank gives up first."""
+        """Longest wait while a disk is full, s: half the timeout, so that no other rank gives up first."""
         return self.timeout_seconds / 2
 
     @property
     def places(self) -> int:
-        """Number of searchers, present or not, among which requests are divided."""
+        """Number of searchers among which requests are divided; elastic ones count even while absent."""
         return self.searchers + self.elastic
 
     def place_of(self, searcher: int) -> int:
-        """Return a searcher's place p: it takes the requests with id ≡ p (mod ``places``)."""
+        """Return a searcher's place p, from 0: it takes the requests with id ≡ p (mod ``places``)."""
         return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
 
     @property
@@ -539,7 +559,7 @@ def is_elastic(searcher: int) -> bool:
 
 
 class Config(Section):
-    """Configuration of a run. See each section for its keys."""
+    """Configuration of a run. The sections describe their keys."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -560,7 +580,7 @@ class Config(Section):
 
     @property
     def selective(self) -> bool:
-        """True if trajectories may be evicted for their age, reference or uses, not only for lack of room."""
+        """True if trajectories may be evicted for age, reference or uses, and not only for lack of room."""
         limited = self.buffer.replay_limit is not None
         reset = isinstance(self.train.reference, ResetReference)
         return limited or self.exchange.max_staleness is not None or reset
@@ -572,7 +592,7 @@ class Config(Section):
 
     @property
     def groups_ahead(self) -> int:
-        """Number of groups that searchers may generate ahead of the trainer; needs exchange.max_staleness."""
+        """Number of groups that searchers may generate ahead of the trainer. Needs exchange.max_staleness."""
         assert self.exchange.max_staleness is not None, "without a bound there is no limit"
         return (self.exchange.max_staleness + 1) * self.train.prompts_per_step
 
@@ -583,7 +603,7 @@ class Config(Section):
 
     @property
     def on_policy(self) -> bool:
-        """True if every step is a policy gradient on samples of the current policy."""
+        """True if every step takes a policy gradient, from samples of the current policy alone."""
         return self.exchange.max_staleness == 0 and self.train.objective.policy_gradient
 
     @model_validator(mode="after")

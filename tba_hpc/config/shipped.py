@@ -1,7 +1,7 @@
 """The configs and site files that come with the package.
 
-In a clone, ``tba_hpc/configs`` and ``tba_hpc/sites`` are links to ``configs`` and ``slurm/sites``; a wheel
-has them as folders.
+In a clone, ``tba_hpc/configs`` and ``tba_hpc/sites`` are links to ``configs`` and ``slurm/sites``. In a wheel
+they are folders.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Config values chosen by name, each with keys of its own: objective, ratio bound, reference, duplicates.
+"""Variants: config values that are chosen by name and have keys of their own.
 
-They are written as ``{name: oapl, value_beta: 1}``, or as the name alone for the defaults. Imports no heavy
-library.
+Objective, ratio bound, reference and duplicates are such values. They are written as ``{name: oapl,
+value_beta: 1}``, or as the name alone for the defaults. Imports no heavy library.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 OWN = "module:function"
-"""Tag under which pydantic finds a user's own objective."""
+"""Tag of a user's own objective among the variants, since it has no fixed name."""
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, finite numbers, attribute docstrings as descriptions."""
+    """Base of all sections. It is frozen, and refuses unknown keys and numbers that are not finite.
+
+    The docstring of an attribute becomes the description of its key.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, given: Any) -> Any:
-        """Treat a null section or list as unset: YAML has null if all of its lines are commented out."""
+        """Treat a null section or list as unset. YAML has null if all lines under a key are comments."""
         if not isinstance(given, dict):
             return given
         return {key: value for key, value in given.items() if value is not None or not cls._holds_more(key)}
 
     @classmethod
     def _holds_more(cls, key: str) -> bool:
-        """Return whether a key holds a section, dict or list that cannot be null."""
+        """Return whether a key holds a section, dict or list that must not be null."""
         kind = cls.model_fields[key].annotation if key in cls.model_fields else None
         return get_origin(kind) in (dict, tuple) or (isinstance(kind, type) and issubclass(kind, Section))
 
@@ -45,13 +48,13 @@ class Section(BaseModel):
 
 
 class ObjectiveSection(Section):
-    """A loss over whole groups.
+    """A loss over whole groups, with properties that other keys depend on.
 
-    policy_gradient: it is unbiased only if groups keep the distribution of the policy's samples. own_samples:
-    completions must be samples of the policy whose log-probabilities are recorded. takes_bound: it may be
-    combined with train.ratio_bound, because it does not limit stale data itself. tapered: train.ratio_bound
-    defaults to taper. weighs_kl: it has a KL term to the reference. normaliser: divisor of the published
-    loss.
+    policy_gradient: whether the loss is unbiased only if groups are distributed like samples of the policy.
+    own_samples: whether completions must be samples of the policy whose log-probabilities are recorded.
+    takes_bound: whether train.ratio_bound may be set, because the loss itself does not limit stale data.
+    tapered: whether train.ratio_bound is taper by default. weighs_kl: whether the loss has a KL term to the
+    reference. normaliser: train.loss_normaliser of the loss as published.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -65,28 +68,30 @@ class ObjectiveSection(Section):
 class TrajectoryBalance(ObjectiveSection):
     tapered = True
     name: Literal["trajectory_balance"] = "trajectory_balance"
-    """TB: the squared VarGrad residual."""
+    """Trajectory balance: the square of the VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the sampling weights, so that a
-    group's completions cannot become less likely together on old data. policy: the current weights (the
-    paper's equation 7), for fresh or mostly replayed data. none: no KL term; a mismatch between engine and
-    learner then acts like a reward."""
+    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the weights that sampled, which
+    on old data keeps all completions of a group from becoming less likely together. policy: the current
+    weights (the paper's equation 7), for fresh data or mostly replayed data. none: there is no KL term, and a
+    difference between the log-probabilities of engine and learner acts like a reward."""
 
 
 class TbaPrime(ObjectiveSection):
     tapered = True
     name: Literal["tba_prime"] = "tba_prime"
-    """TBA′, for large models: a per-token KL inside the advantage."""
+    """TBA′, the paper's choice for large models: Dr. GRPO with the KL to the reference in the advantage."""
     log_z: LogZ = "behaviour"
-    """Policy whose log-probabilities enter the group's mean KL; values as in trajectory_balance."""
+    """Policy whose log-probabilities enter the mean KL of a group; values as for trajectory_balance."""
 
 
 class Oapl(ObjectiveSection):
     own_samples = True
     name: Literal["oapl"] = "oapl"
-    """OAPL: regression on optimal advantages against the sampling policy."""
+    """OAPL: regression of β·log(π_θ/π_behaviour) on the optimal advantage r − V̂, where π_behaviour is the
+    policy that sampled."""
     value_beta: Positive | None = None
-    """β₁ in V̂ = β₁·log mean exp(r/β₁), over all completions of a request. null: train.beta at step 0."""
+    """β₁ in V̂ = β₁·log mean exp(r/β₁), the mean of all completions of a request. null: train.beta at step
+    0."""
 
 
 class PolicyGradient(ObjectiveSection):
@@ -95,8 +100,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """Amount added to the baseline, in units of the reward. Below 0 successes weigh more than failures, which
-    helps on stale data (AsymRE)."""
+    """Amount added to the baseline, in units of the reward. If it is below 0, successes weigh more than
+    failures, which helps on stale data (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -107,11 +112,12 @@ class Rloo(Shifted):
 class ClippedTokens(PolicyGradient):
     takes_bound = False
     ratio_clip: Fraction = 0.2
-    """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
+    """ε: a token has no gradient once its ratio π_θ/π_behaviour has left 1 ± ε in the direction of its
+    advantage."""
     second_moment_limit: Positive | None = None
-    """Limit of M2PO's mask, nats² (M2PO: 0.04), instead of the clip. Of the tokens that have moved in the
-    direction of their advantage, it masks those with the largest log-ratios until the mean square of the rest
-    is at most this limit. null: clip."""
+    """Limit of M2PO's mask, which replaces the clip, nats²; M2PO uses 0.04. Among the tokens that have moved
+    in the direction of their advantage, those with the largest log-ratios are masked, until the mean square
+    of the others' log-ratios is at most this limit. null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -123,37 +129,40 @@ class Grpo(ClippedTokens):
 class DrGrpo(ClippedTokens, Shifted):
     weighs_kl = False
     name: Literal["dr_grpo"] = "dr_grpo"
-    """GRPO done right: advantages are not divided by the standard deviation, and there is no KL term."""
+    """Dr. GRPO: like grpo, but advantages are not divided by the standard deviation, and there is no KL
+    term."""
 
 
 class DecoupledPpo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Dr. GRPO, clipped around the previous step's policy, which is interpolated as in A-3PO, and weighted by
-    that policy's ratio to the sampling policy."""
+    """Dr. GRPO, clipped around the policy before the current step (π_proximal) instead of the one that
+    sampled, and weighted by the ratio of these two. π_proximal is interpolated as in A-3PO."""
     ratio_clip: Fraction = 0.2
-    """ε: the gradient stops where a token's π_θ/π_proximal leaves 1 ± ε."""
+    """ε: a token has no gradient once its ratio π_θ/π_proximal has left 1 ± ε in the direction of its
+    advantage."""
 
 
 class Gspo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["gspo"] = "gspo"
-    """GRPO with one ratio per completion, the geometric mean of its tokens' ratios."""
+    """GSPO: a clipped surrogate with one ratio per completion, the geometric mean of its tokens' ratios."""
     ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
-    """[low, high]: the gradient stops where the ratio leaves 1 − low … 1 + high."""
+    """[low, high]: a completion has no gradient once its ratio has left the range from 1 − low to 1 + high in
+    the direction of its advantage."""
 
 
 class Topr(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["topr"] = "topr"
-    """REINFORCE in which completions below the baseline are weighted by min(1, π_θ/π_behaviour)."""
+    """TOPR: REINFORCE in which completions below the baseline are weighted by min(1, π_θ/π_behaviour)."""
 
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """Your own function from tba_hpc.objectives.Groups and β to a loss per completion."""
+    """Your own function, which takes a tba_hpc.objectives.Groups and β, and returns a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments for the function."""
 
 
 # --- Bounds on stale data ---
@@ -161,74 +170,78 @@ class OwnObjective(ObjectiveSection):
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
-    """No bound: stale data count like fresh data."""
+    """No bound: stale data count as much as fresh data."""
 
 
 class RatioWeighted(Section):
-    """Bound that weights tokens by π_θ/π_behaviour even where it does not act."""
+    """Base of the bounds that weight each token by π_θ/π_behaviour, whether or not the bound takes effect."""
 
 
 class RatioCap(RatioWeighted):
     name: Literal["cap"] = "cap"
-    """Weight each token by min(cap, π_θ/π_behaviour) (TBA′, CISPO)."""
+    """Weight each token by min(cap, π_θ/π_behaviour), as in TBA′ and CISPO."""
     cap: Positive = 8.0
-    """Largest weight."""
+    """Largest weight of a token."""
 
 
 class IcePop(RatioWeighted):
     name: Literal["icepop"] = "icepop"
     """Weight each token by π_θ/π_behaviour, or by 0 if that ratio is outside a band (IcePop)."""
     band: tuple[Fraction, Annotated[float, Field(gt=1)]] = (0.5, 5.0)
-    """Lowest and highest ratio that is kept."""
+    """Lowest and highest ratio at which a token keeps its weight."""
 
 
 class Dppo(RatioWeighted):
     name: Literal["dppo"] = "dppo"
-    """Weight each token by π_θ/π_behaviour, or by 0 if its probability has moved far and a step would move it
-    further (DPPO)."""
+    """Weight each token by π_θ/π_behaviour, or by 0 if its probability has changed by more than a limit and
+    the step would change it further (DPPO)."""
     limit: Fraction = 0.15
-    """Change of a token's probability (binary total variation) beyond which a step may not increase it."""
+    """Largest change of a token's probability (binary total variation) that a step may still increase."""
 
 
 class BinaryKl(RatioWeighted):
     name: Literal["binary_kl"] = "binary_kl"
-    """Weight each token by π_θ/π_behaviour, or by 0 if the completion's probabilities have moved far
-    (FlashREINFORCE)."""
+    """Weight each token by π_θ/π_behaviour, or by 0 if the probabilities of its completion have changed by
+    more than a limit (FlashREINFORCE)."""
     limit: Positive = 0.003
-    """Mean binary KL(π_behaviour‖π_θ) over a completion's tokens above which its weights are 0, nats."""
+    """Largest mean of the binary KL(π_behaviour‖π_θ) over the tokens of a completion, nats. Above it, all
+    tokens of the completion have weight 0."""
 
 
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
-    """Weight completions that a step makes less likely by min(1, π_θ/π_behaviour) (TOPR)."""
+    """Weight a completion by min(1, π_θ/π_behaviour) if the step makes it less likely, as in TOPR, and by 1
+    otherwise."""
 
 
 # --- References ---
 
 
 class ModelReference(Section):
-    """A model of π_ref, which scores every trajectory once."""
+    """Base of the references that are models of their own. Each trajectory is scored once, and keeps that
+    log π_ref."""
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Role that computes log π_ref. searcher: when a completion is generated. trainer: when it first enters a
-    batch, with a copy of the model in host memory; searchers then hold no second model and log no KL."""
+    """Role that computes log π_ref. searcher: when a completion has been generated. trainer: when a
+    completion first enters a batch, with a copy of the model that the trainer keeps in host memory. Searchers
+    then hold no second model and log no KL."""
 
 
 class FrozenReference(ModelReference):
     name: Literal["frozen"] = "frozen"
-    """The initial model."""
+    """The initial policy, which stays the reference throughout the run."""
 
 
 class BehaviourIsReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["behaviour"] = "behaviour"
-    """The policy that sampled each completion; no model is loaded. OAPL requires this."""
+    """The policy that sampled the completion; no second model is loaded. OAPL requires this reference."""
 
 
 class ResetReference(ModelReference):
     name: Literal["reset"] = "reset"
-    """The policy as it was at the last reset."""
+    """A copy of the policy, which is replaced at each reset by the policy of that step."""
     every: int = Field(50, ge=1)
     """ρ, the number of optimizer steps between resets."""
 
@@ -236,11 +249,13 @@ class ResetReference(ModelReference):
 class LaggedReference(Section):
     scored: ClassVar[bool] = False
     name: Literal["lagged"] = "lagged"
-    """Moving average of the policy's weights, approximated to first order without a model: for each token,
-    log π_ref = log π_θ − c·(log π_θ − log π_behaviour), where c = decay/((1 − decay)·Δ) and Δ is the token's
-    age in steps, at least 4. If the policy itself sampled the token, π_ref is π_θ."""
+    """Moving average of the policy's weights, approximated to first order; no second model is loaded. For
+    each token, log π_ref = log π_θ − c·(log π_θ − log π_behaviour), where c = decay/((1 − decay)·Δ), and Δ is
+    the larger of 4 and the age of the token in steps. If the current weights sampled the token, π_ref is
+    π_θ."""
     decay: Fraction = 0.9
-    """Factor of the old average at each step; the average lags decay/(1 − decay) steps behind."""
+    """Factor by which the old average is weighted at each step; the average is decay/(1 − decay) steps behind
+    the policy."""
 
 
 # --- Duplicates ---
@@ -248,26 +263,26 @@ class LaggedReference(Section):
 
 class NoDuplicates(Section):
     name: Literal["none"] = "none"
-    """Keep every completion, so that groups keep the distribution of the samples."""
+    """Keep every completion, so that groups are distributed like the samples of the policy."""
 
 
 class EqualDuplicates(Section):
     name: Literal["equal"] = "equal"
-    """Keep the newest of equal completions."""
+    """Keep only the newest of equal completions."""
 
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Keep the completion with the highest reward of those within a small edit distance."""
+    """Of completions within a small edit distance, keep only the one with the highest reward."""
     limit: float = Field(0.25, gt=0, le=0.5)
-    """Edit distance below which completions are duplicates, as a share of the sum of their lengths."""
+    """Edit distance, as a share of the sum of both lengths, below which two completions are duplicates."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Keep the completion with the highest reward of those with similar embeddings."""
+    """Of completions with similar embeddings, keep only the one with the highest reward."""
     limit: float = Field(0.4, ge=0, lt=1)
-    """Cosine similarity above which completions are duplicates."""
+    """Cosine similarity of the embeddings above which two completions are duplicates."""
     model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"
     """Folder or hub name of the sentence encoder, which the leading trainer runs."""
 
@@ -276,7 +291,10 @@ class EmbeddingDuplicates(Section):
 
 
 def _by_name(first: str) -> BeforeValidator:
-    """Accept a bare name, which means the defaults, and keys without a name, which belong to ``first``."""
+    """Make a validator that accepts short forms of a variant.
+
+    A name alone means that variant with its defaults. Keys without a name belong to the variant ``first``.
+    """
 
     def whole(value: object) -> object:
         if isinstance(value, str):
@@ -287,7 +305,7 @@ def _by_name(first: str) -> BeforeValidator:
 
 
 def _kind(value: Any) -> str | None:
-    """Return the union tag of a value, or None if it has no name."""
+    """Return the tag by which pydantic chooses the variant of a value; None if the value has no name."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name
 
@@ -324,7 +342,7 @@ Duplicates = Annotated[
 
 
 def choices(annotation: Any) -> dict[str, type[Section]]:
-    """Return the sections of a union of variants by tag; {} if ``annotation`` is not such a union."""
+    """Return the variants in the annotation of a field, by tag; {} if the field does not hold variants."""
     parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
     found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     return {_tag(part): part for part in found} if len(found) > 1 else {}

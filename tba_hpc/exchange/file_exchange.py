@@ -1,21 +1,27 @@
 """Exchange of weights and shards over a shared file system. Searchers may come and go at any time.
 
-Weights travel as safetensors files, and shards are found where they were sealed. One small file,
-``latest.json``, is the manifest: it lists the published weights and the merged shards, and says whether the
-run is over. Only the trainer writes it, and replaces it as a whole, so that a searcher's death costs nothing.
+The trainer publishes weights as safetensors files, and reads shards where searchers sealed them. One small
+file, ``latest.json``, is the manifest. It lists the published weights, holds the cursor of each searcher (how
+many of its shards are merged), and says whether the trainer has ended. Only the trainer writes it, always
+as a whole. No file depends on a searcher, so that the death of a searcher costs nothing.
 
-Weights to be evaluated stay listed, and on disk, until their evaluation is complete; if too many wait, the
-oldest go. A searcher takes these first, oldest first, and otherwise the newest weights.
+Weights that are to be evaluated stay listed, and on disk, until their evaluation is complete. If too many
+wait, the oldest are removed. A searcher takes weights to evaluate first, oldest first. If there are none, it
+takes the newest weights.
 
-Other weights may be stored as the changes since the previous publication. A chain of such files begins with
-whole weights, which stay on disk as long as the last link. A searcher applies it to the weights that it has,
-or starts at its beginning. If a file of changes is damaged, the searcher keeps its weights until a new chain.
+Weights that are not to be evaluated may be stored as changes: the bits that differ from the previous
+publication. Such files form a chain. Its first link is a file of whole weights, and each further link is a
+file of changes. All links stay on disk as long as the last one is needed. A searcher applies the links that
+it lacks to its copy of the weights, or makes that copy from the first link. If a link is damaged, the
+searcher keeps its present weights until a new chain begins.
 
-The file ``progress`` tells joining searchers how far the run is. It is written before the manifest, with
-every change of the cursors, so that no shard is pruned before ``progress`` counts it.
+The file ``progress`` holds the completed requests and the cursors, for searchers that join later. Whenever
+the cursors change, the trainer writes it before the manifest. No shard is deleted before ``progress`` counts
+it.
 
-A file system may lose an open file, show one late, or be full for a while: both ends retry until the timeout.
-Data that could not be flushed may be lost, and a second flush would not report it, so they are written again.
+A file system may lose an open file, show a new file late, or be full for a while. Trainer and searchers
+therefore retry until their timeouts. If a flush (fsync) fails, data may be lost although a second flush would
+succeed, so all data are written again.
 """
 
 from __future__ import annotations
@@ -59,19 +65,21 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 KEEP = 2
-"""Number of newest weights that are always kept, because a searcher may be opening the previous ones."""
+"""Number of newest publications whose weights are kept: a searcher may be opening those before the newest."""
 
 MOST_WAITING = 4
-"""Limit on weights kept for incomplete validations, as a dead searcher never completes its part."""
+"""Most publications that are kept for an unfinished evaluation of the validation split. Without a limit they
+would pile up if a searcher died, because nobody completes its part."""
 
 MANIFEST_CHECK_SECONDS = 0.1
-"""Minimum interval at which a searcher reads ``latest.json``, s. Metadata servers are slow and shared.
+"""Minimum interval between two reads of ``latest.json`` by a searcher, s: file servers are slow and shared.
 
-The interval grows to a fiftieth of the time since the last change, but at most tenfold.
+While the file stays unchanged, the interval grows to a fiftieth of the time since the last change, and to at
+most ten times this minimum.
 """
 
 STOP, HELD = "stop-", "held-"
-"""Prefixes of file names: requests to stop the run, and links to weights that a searcher is using."""
+"""Prefixes of file names: of requests to stop the run, and of hard links to weights that a searcher uses."""
 
 PROGRESS = "progress"
 """Name of the file with the completed requests and the cursors."""
@@ -80,13 +88,16 @@ WEIGHTS, CHANGES = ".safetensors", ".changes"
 """Suffixes of files with whole weights and with changes."""
 
 PAGE = 4096
+"""Bytes of a memory page. Reading one byte of each page loads a whole mapped file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run.
+    """One publication of weights, as listed in the manifest.
 
-    changes: whether ``file`` holds changes since the previous sequence. checksum: CRC-32 of these changes.
+    sequence: its number, which goes up by one per publication over all attempts of a run. file: name of its
+    file in the folder of the weights. changes: whether ``file`` holds the changes since the previous sequence
+    number, not whole weights. checksum: CRC-32 of these changes.
     """
 
     sequence: int
@@ -98,9 +109,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of ``latest.json``. attempt: name of the attempt whose trainer wrote it.
+    """Contents of ``latest.json``.
 
-    cursors: index of the next shard to merge, per searcher. entries: the weights on disk, oldest first.
+    attempt: name of the attempt whose trainer wrote it. closed: whether that trainer has ended. cursors:
+    index of the next shard to merge, by searcher. entries: the publications whose weights are on disk, oldest
+    first.
     """
 
     attempt: str
@@ -110,7 +123,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read the manifest of a run; None before its first trainer has started. Raises DamagedError."""
+        """Read the manifest in the folder of the weights; None if no trainer of the run has started yet.
+
+        Raises DamagedError, ConfigError if it is no regular file, or OSError if it cannot be read.
+        """
         try:
             return _DECODER.decode(read_regular(folder / "latest.json"))
         except FileNotFoundError:
@@ -123,7 +139,7 @@ class Manifest:
         publish(folder / "latest.json", msgspec.json.encode(self))
 
     def chain(self, sequence: int) -> tuple[Entry, ...]:
-        """Return the entries that make up the weights of a sequence: whole weights, then all changes."""
+        """Return the links that make up the weights numbered ``sequence``: whole weights, then changes."""
         until = [entry for entry in self.entries if entry.sequence <= sequence]
         whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
         return tuple(until[whole:])
@@ -136,10 +152,11 @@ _DECODER = msgspec.json.Decoder(Manifest)
 class FileTrainerExchange:
     """The leading trainer's end of the exchange.
 
-    folder: folder of the weights. attempt: name of the attempt, unique among the trainers of a run.
-    read_pending: returns the readable shards of each searcher, in order, from the given index on. progress:
-    requests completed and shards merged before this start. evaluated: tells whether the evaluation of a split
-    with the weights of a version is complete. timeout: seconds to wait while a disk is full.
+    folder: folder of the weights. attempt: name of this attempt, which no other attempt of the run has.
+    read_pending: function from cursors to the readable shards from there on, in order per searcher. progress:
+    requests completed and shards merged before this attempt. evaluated: function that returns whether the
+    evaluation of a split with the weights of a version is complete. timeout: longest wait while a disk is
+    full or its server is away, s.
     """
 
     def __init__(
@@ -169,7 +186,10 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Copy the weights, see ports.TrainerExchange. A thread writes the file and lists it."""
+        """Start a round with new weights; see ports.TrainerExchange.
+
+        ``write`` copies them into memory. The exchange's thread writes them to a file and lists that.
+        """
         if not self.idle:
             return False
         copied = write(self._memory.incoming)
@@ -177,13 +197,16 @@ class FileTrainerExchange:
         return True
 
     def pass_on(self, update: WeightUpdate) -> None:
-        """Publish other weights; call it when ``idle``. The thread copies them before it writes them."""
+        """Start a round with the weights of another exchange. Call it only when ``idle``.
+
+        The exchange's thread copies them from ``update``, and then writes them to a file.
+        """
         self._worker.submit(lambda: np.copyto(self._memory.incoming, update.data))
         self._round = self._worker.submit(self._write_and_sync, update.publication)
 
     @property
     def idle(self) -> bool:
-        """True if no round is in progress. Raises the error of the last round."""
+        """True if no round is in progress. If the last round has failed, raises its error."""
         if self._round is not None and self._round.done():
             self._round.result()
             self._round = None
@@ -200,7 +223,7 @@ class FileTrainerExchange:
 
     @property
     def stop_requested(self) -> bool:
-        """Return whether a searcher has asked, before the last round, to stop the run."""
+        """True if a searcher had asked to stop the run by the time of the last round."""
         return self._stop_requested
 
     def close(self) -> None:
@@ -212,11 +235,14 @@ class FileTrainerExchange:
     # --- Weights ---
 
     def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None = None) -> None:
-        """Write the incoming weights, or only their changes, and run a round that lists them."""
+        """Write the incoming weights, or only their changes, and run a round that lists them.
+
+        copied: function that waits until all of the weights have been copied into memory.
+        """
         if copied:
             copied()
         changes = None
-        if publication.evaluate is None and not publication.final:  # others stay on disk, so whole
+        if publication.evaluate is None and not publication.final:  # others stay on disk for long, so whole
             changes = self._memory.changes()
         sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
         name = f"step-{publication.version:06d}"
@@ -235,7 +261,7 @@ class FileTrainerExchange:
     # --- A round ---
 
     def _sync(self, new: Entry | None) -> None:
-        """Run a round: list new weights, find new shards, and publish the manifest."""
+        """Run a round: list new weights, if any, find new shards, and write the manifest if it changed."""
         before = self._manifest
         if new is not None:
             self._manifest = replace(before, entries=(*self._still_needed(), new))
@@ -245,7 +271,7 @@ class FileTrainerExchange:
         if self._manifest != before:
             self._announce()
             self._remove_superseded()
-        # A folder that cannot be listed now will be listed in a later round.
+        # If the folder cannot be listed now, a later round finds the requests to stop.
         names: list[str] = if_available(lambda: listing(self._folder), otherwise=[])
         self._stop_requested |= any(name.startswith(STOP) for name in names)
 
@@ -266,6 +292,10 @@ class FileTrainerExchange:
         self._retry(lambda: publish(self._folder / PROGRESS, data))
 
     def _still_needed(self) -> list[Entry]:
+        """Return the entries that stay listed beside a new one, with all links of their chains.
+
+        These are the newest, and those whose evaluation is incomplete (at most MOST_WAITING on validation).
+        """
         entries = self._manifest.entries
         waiting = [
             entry
@@ -275,8 +305,8 @@ class FileTrainerExchange:
         going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
         for entry in going:
             log.warning(
-                "the weights of step %d go before their %s is complete, since those of %d newer ones wait: a "
-                "searcher has died, or needs longer than evaluate.every leaves it",
+                "the weights of step %d are removed before their %s is complete, because %d newer ones wait "
+                "for theirs: a searcher has died, or an evaluation takes longer than evaluate.every steps",
                 *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
             )
         kept = [*entries[-(KEEP - 1) :], *(entry for entry in waiting if entry not in going)]
@@ -284,7 +314,7 @@ class FileTrainerExchange:
         return [entry for entry in entries if entry in needed]
 
     def _remove_superseded(self) -> None:
-        """Delete the weights that are no longer listed."""
+        """Delete the files of weights that are no longer listed."""
         needed = {entry.file for entry in self._manifest.entries}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
@@ -294,9 +324,9 @@ class FileTrainerExchange:
     # --- The beginning of an attempt ---
 
     def _remove_leftovers(self) -> None:
-        """Delete an earlier attempt's leftovers: stop requests, unfinished files, weights held by its ranks.
+        """Delete what earlier attempts left: requests to stop, unfinished files, links of their searchers.
 
-        Weights held by elastic searchers stay, since these may still be at work.
+        Links of elastic searchers stay, because these searchers may still be at work.
         """
         for name in listing(self._folder):
             held = name.startswith(HELD) and not is_elastic(int(name.removeprefix(HELD).split("-")[0]))
@@ -304,9 +334,9 @@ class FileTrainerExchange:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
-        """Write and return this attempt's manifest. It keeps the newest weights, so that sequences continue.
+        """Write and return the first manifest of this attempt.
 
-        Their budget and reference are reset, because the resume may have undone these.
+        It keeps the newest weights of the attempt before, so that sequence numbers continue.
         """
         try:
             before = self._retry(lambda: Manifest.read(self._folder))
@@ -323,7 +353,7 @@ class FileTrainerExchange:
 
 
 def _of_an_attempt_before(publication: Publication) -> Publication:
-    """Reset fields that this attempt may have undone: evaluation, reference, budget and end of the run."""
+    """Return a publication without what a resume may have undone: evaluation, reference, budget, end."""
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
     return replace(
@@ -334,9 +364,10 @@ def _of_an_attempt_before(publication: Publication) -> Publication:
 class FileSearcherExchange:
     """A searcher's end of the exchange.
 
-    folder: folder of the weights, which need not exist yet. attempt: name of the trainer's attempt.
-    start_deadline: time limit for the trainer's start, s (default: ``deadline``). deadline: the longest
-    pause between two rounds, divided by IDLE_DEADLINES, s.
+    folder: folder of the weights, which need not exist yet. searcher: number of this searcher. attempt: name
+    of this attempt, in which the trainer must have started. deadline: longest wait for another rank, s; the
+    trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline: longest wait for the
+    trainer's start, s; None: ``deadline``.
     """
 
     def __init__(
@@ -357,21 +388,23 @@ class FileSearcherExchange:
         self._manifest = self._read_manifest()
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
-        self._own: WeightFile | None = None  # a copy of weights, to be changed
-        self._own_sequence = -1
+        self._own: WeightFile | None = (
+            None  # this searcher's copy of the weights, to which changes are applied
+        )
+        self._own_sequence = -1  # sequence number of the weights in that copy
         self._offered: list[int] = []
         with suppress(OSError):  # the next trainer removes it
             for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # left by a killed searcher of this number
                 left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
-        """Wait for the trainer to start, and return the progress of the run.
+        """Wait until the trainer has started; return the completed requests and the cursors of the run.
 
-        Returns an empty Progress if the run ends meanwhile. Raises ExchangeError like ``poll``.
+        Both are empty if the run ends meanwhile. Raises ExchangeError like ``poll``.
         """
         while not self._ended:
             if self._has_started:
-                with suppress(FileNotFoundError):  # not visible yet
+                with suppress(FileNotFoundError):  # the file system does not show the file yet
                     read = partial(read_regular, self._folder / PROGRESS)
                     return Progress.from_bytes(retry(read, seconds=self._deadline))
             time.sleep(MANIFEST_CHECK_SECONDS)
@@ -383,10 +416,10 @@ class FileSearcherExchange:
         self._offered.append(shard.index)
 
     def poll(self) -> WeightUpdate | None:
-        """Return new weights, mapped read-only: the oldest to evaluate, else the newest; None without any.
+        """Return weights that were not returned before, mapped read-only; None if there are none.
 
-        Raises ExchangeError if the trainer has not started within its deadline, or has not changed the
-        manifest for IDLE_DEADLINES times the deadline.
+        These are the oldest that are to be evaluated, or else the newest. Raises ExchangeError if the trainer
+        has not started within its deadline, or has not changed the manifest for IDLE_DEADLINES deadlines.
         """
         self._look()
         entry = self._next_entry()
@@ -398,43 +431,48 @@ class FileSearcherExchange:
             _refuse_lasting(error)
             return None
         except DamagedError as error:
-            log.warning("%s: these weights are left out", error)
+            log.warning("%s: this searcher continues with the weights that it has", error)
             self._seen = entry.sequence
             return None
         self._seen, data = entry.sequence, file.map("r")
-        data[::PAGE].max(initial=0)  # read from disk now, or the engine would wait for it later
+        data[::PAGE].max(initial=0)  # read everything from disk now, or the engine would wait for it later
         return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
-        """Assemble weights that are stored as changes. Raises DamagedError or OSError."""
+        """Apply to this searcher's copy of the weights the changes up to ``entry``; return the copy.
+
+        Raises DamagedError or OSError; the copy then stays as it was.
+        """
         assert self._manifest is not None
         whole, *links = self._manifest.chain(entry.sequence)
         layout, file = self._held(whole)
         if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         missed = [link for link in links if link.sequence > self._own_sequence]
-        # Read all before applying any: a rebuilt engine loads our copy, and expects the version given out.
+        # Read all changes before any is applied. If one is damaged, the copy must keep the version that the
+        # engine was given, because an engine that replaces a dead one loads it.
         for link, changes in [(link, self._changes(link)) for link in missed]:
             apply_changes(changes, self._own.map("r+"))
             self._own_sequence = link.sequence
         return layout, self._own
 
     def _changes(self, link: Entry) -> np.ndarray:
-        """Read a file of changes, uint8, and verify it. Raises DamagedError or OSError."""
+        """Read and verify a file of changes, uint8. Raises DamagedError or OSError."""
         changes = np.frombuffer(read_regular(self._folder / link.file), np.uint8)
         if crc32(changes.data) != link.checksum:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
 
     def _held(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
-        """Open weights under a hard link of our own. Raises DamagedError or OSError.
+        """Open whole weights through a hard link that only this searcher uses.
 
-        On NFS a mapped file is lost if another host deletes it; the link keeps it.
+        On NFS a mapped file can no longer be read once another host has deleted it. The link keeps the file.
+        Raises DamagedError or OSError.
         """
         path = self._folder / entry.file
         require_regular(path)
         own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):  # NFS repeated a request; nobody else uses this name
+        with suppress(FileExistsError):  # NFS has repeated the request, since nobody else uses this name
             os.link(path, own)
         layout, file = read_weights(own)
         weakref.finalize(file, _remove_name, own)
@@ -466,7 +504,7 @@ class FileSearcherExchange:
 
     @property
     def _has_started(self) -> bool:
-        """Return whether this attempt's trainer has started; the manifest may be of an earlier attempt."""
+        """True if the trainer of this attempt has started; before, the manifest is of an earlier attempt."""
         return self._manifest is not None and self._manifest.attempt == self._attempt
 
     @property
@@ -474,12 +512,16 @@ class FileSearcherExchange:
         return self._has_started and self._manifest is not None and self._manifest.closed
 
     def _next_entry(self) -> Entry | None:
+        """Return the publication to take next: the oldest unseen one to evaluate, or else the newest."""
         unseen = [e for e in self._manifest.entries if e.sequence > self._seen] if self._manifest else []
         to_evaluate = (entry for entry in unseen if entry.publication.evaluate)
         return next(to_evaluate, unseen[-1] if unseen else None)
 
     def _look(self) -> None:
-        """Read the manifest again, unless that was done just now. Raises ExchangeError after the timeout."""
+        """Read the manifest again, unless it was read a moment ago.
+
+        Raises ExchangeError if the manifest has not changed for longer than ``_timeout``.
+        """
         now = time.monotonic()
         pause = min(max(MANIFEST_CHECK_SECONDS, (now - self._changed) / 50), 10 * MANIFEST_CHECK_SECONDS)
         if now - self._looked < pause:
@@ -494,7 +536,7 @@ class FileSearcherExchange:
             )
 
     def _read_manifest(self) -> Manifest | None:
-        """Read the manifest, or return the last one if it cannot be read at the moment."""
+        """Read the manifest; return the one read last if the file cannot be read at the moment."""
         try:
             return Manifest.read(self._folder) or self._manifest
         except (OSError, ValueError) as error:
@@ -505,17 +547,17 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Seconds that the manifest may stay unchanged: until the trainer starts, or between two rounds."""
+        """Longest time without a change of the manifest, s: until the trainer starts, or between rounds."""
         running = self._manifest is not None and not self._manifest.closed
         return self._deadline * IDLE_DEADLINES if running else self._start_deadline
 
 
 class ElasticSearcherExchange(FileSearcherExchange):
-    """An elastic searcher's end of the exchange. It stops only itself, and survives the trainer's absence.
+    """An elastic searcher's end of the exchange. It waits while no trainer runs, and never stops the run.
 
-    lease: number of its slot's lease. timeout: longest absence of the trainer, s. leaving, finished,
-    evaluates: functions that return whether this searcher must leave, whether the run is finished, and
-    whether this searcher evaluates for the run.
+    lease: number of the lease by which this searcher holds its slot. timeout: longest absence of the trainer,
+    s. leaving, finished, evaluates: functions that return whether this searcher must leave, whether the run
+    is finished, and whether this searcher takes part in evaluations.
     """
 
     _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
@@ -536,20 +578,20 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._finished = finished
         self._evaluates = evaluates
         self._run_is_over = False
-        self._away = ""  # attempt whose trainer was reported to have stopped
-        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: sequence and attempt
+        self._away = ""  # last attempt whose trainer's stop was logged
+        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # evaluations taken: sequence and attempt
         super().__init__(folder, searcher, attempt="", deadline=timeout)
         if self._manifest is None:
             log.info("no trainer has started on this run yet: waiting up to %g s for one", timeout)
 
     @property
     def attempt(self) -> str:
-        """The running trainer's attempt; empty before the first one."""
+        """Name of the newest attempt whose trainer has started; empty before the first."""
         self._look()
         return self._manifest.attempt if self._manifest else ""
 
     def poll(self) -> WeightUpdate | None:
-        """Return the newest unseen weights, but first those to evaluate if this searcher evaluates."""
+        """Return weights to evaluate, if this searcher evaluates, or else the newest that it has not seen."""
         update = super().poll()
         if update is None or self._manifest is None:
             return None
@@ -558,16 +600,17 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return replace(update, publication=update.publication.for_lease(self._searcher, self._lease))
 
     def still_wants(self, split: Split, version: int) -> bool:
-        """Return whether the trainer that requested an evaluation is still running.
+        """Return whether an evaluation that ``poll`` handed out is still wanted.
 
-        Another trainer may make different weights with the same version.
+        It is not once the trainer of a later attempt has started, which may make different weights of the
+        same version.
         """
         self._manifest = self._read_manifest()
         _, attempt = self._asked[split, version]
         return self._manifest is not None and self._manifest.attempt == attempt
 
     def request_stop(self) -> None:
-        """Do nothing, because this searcher leaves alone and the run continues."""
+        """Do nothing: only this searcher leaves, and the run continues."""
 
     @property
     def closed(self) -> bool:
@@ -587,6 +630,10 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return self._deadline
 
     def _next_entry(self) -> Entry | None:
+        """Return the oldest publication to evaluate that was not taken, or else the newest unseen one.
+
+        The newest one is returned without its evaluation, which is then for others.
+        """
         entries = self._manifest.entries if self._manifest else ()
         taken = {sequence for sequence, _ in self._asked.values()}
         to_evaluate = (e for e in entries if e.publication.evaluate and e.sequence not in taken)
@@ -611,14 +658,17 @@ class DamagedError(ValueError):
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
-    """Raise a permanent error. A missing or incomplete file may only be not visible yet."""
+    """Raise ``error`` if it will last; return if a later read may succeed.
+
+    A file that is missing or incomplete may just not be visible yet.
+    """
     passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and is_temporary(error))
     if isinstance(error, OSError | ConfigError) and not passing:
         raise error
 
 
 def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
-    """Open a safetensors file, verified by its library. Raises DamagedError or OSError."""
+    """Open a file of whole weights; the safetensors library verifies it. Raises DamagedError or OSError."""
     try:
         with safe_open(path, framework="numpy") as opened:
             lora = json.loads((opened.metadata() or {}).get("lora", "null"))
@@ -632,12 +682,15 @@ def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
 
 
 def _remove_name(path: Path) -> None:
-    with suppress(OSError):  # the next trainer removes it
+    with suppress(OSError):  # otherwise the next trainer removes it
         path.unlink(missing_ok=True)
 
 
 def safetensors_header(layout: WeightLayout, version: int) -> bytes:
-    """Return a header: 8 bytes with the length of the JSON, then the JSON, padded to align the data."""
+    """Return the header of a safetensors file: 8 bytes with the length of the JSON, then the JSON.
+
+    The JSON is padded with spaces, so that the weights behind it begin at a multiple of 64 bytes.
+    """
     tensors = {
         slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
         for slot in layout.slots

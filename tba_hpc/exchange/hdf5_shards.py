@@ -1,12 +1,13 @@
 """Shards and arrays on disk as HDF5, sealed and verified as a whole. The only module that imports h5py.
 
-A file is an HDF5 image behind a user block of 512 bytes. The block holds one line of text: kind of file,
-schema, size, and a BLAKE2b checksum of the rest. A damaged file is therefore refused before HDF5 parses a
-byte of it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can still read it. Images are made
-and parsed in memory: a full disk fails one plain ``write``, and HDF5's file locks are never taken.
+A file consists of a block of 512 bytes and an HDF5 image; for HDF5 this is a file with a user block. The
+block holds one line of text: kind of file, schema, size, and a BLAKE2b checksum of the image. So a damaged
+file is refused before HDF5 parses it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can
+read it. Images are made and parsed in memory: on a full disk one plain ``write`` fails, and HDF5 locks no
+file.
 
-The checksum is not a signature. Therefore only plain arrays inside the image are read: no links, no other
-files.
+Anybody can compute the checksum, so an intact file may still be hostile. Therefore only plain arrays inside
+the image are read; links and references to other files are refused.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ HEADER_BYTES = 512
 """Bytes of the user block (HDF5 allows powers of two from 512)."""
 
 LIBVER = ("earliest", "v110")
-"""Range of file formats, oldest possible first, so that a site's HDF5 1.10 can read the data."""
+"""Range of HDF5 formats: the oldest that can hold the data, and none that HDF5 1.10 cannot read."""
 
 EVERYBODY = range(1 << 20)
 """All possible searcher numbers, limited by the bits in a uid."""
 
 SEARCHERS_AT_FULL_RATE = 64
-"""Number of searchers up to which each seals every ``exchange.seal_seconds``. More seal as often in total."""
+"""Number of searchers up to which each seals a shard every ``exchange.seal_seconds``. If there are more, each
+seals less often, so that their shards per second do not grow."""
 
 _DTYPES = dict(
     zip(
@@ -80,11 +82,11 @@ _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
 
 
 class ShardError(ValueError):
-    """Error for an unusable file: truncated, corrupt, foreign or too new. The message is one sentence."""
+    """Error for an unusable file: truncated, corrupt, foreign or of another version."""
 
 
 class AnotherVersionError(ShardError):
-    """Error for an intact file of another version of tba-hpc; its data must not be set aside."""
+    """Error for an intact file of another version of tba-hpc, which must not be renamed as a broken one."""
 
 
 # --- Files ---
@@ -96,7 +98,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays that write_arrays wrote. Raises ShardError."""
+    """Read the arrays that ``write_arrays`` wrote. Raises ShardError."""
     return _decode(path, "arrays", _bytes(path))[1]
 
 
@@ -107,7 +109,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def write_shard(path: Path, shard: Shard) -> None:
-    """Seal a shard: it is durable and visible when this returns, and is never replaced.
+    """Seal a shard as ``path``: the file is durable when this returns, and is never replaced.
 
     Raises ValueError (``Trajectories.check``), DiskFullError, or FileExistsError if ``path`` has other data.
     """
@@ -118,11 +120,11 @@ def write_shard(path: Path, shard: Shard) -> None:
     except FileExistsError:
         if path.read_bytes() != data:
             raise
-        fsync(path.parent)  # an earlier try failed after the file had its name
+        fsync(path.parent)  # an earlier attempt failed after it had named the file
 
 
 def with_image(shard: Shard) -> Shard:
-    """Return the shard with the bytes of its file. Raises ValueError (``Trajectories.check``)."""
+    """Return the shard with ``image``, the bytes of its file. Raises ValueError (``Trajectories.check``)."""
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
@@ -132,12 +134,12 @@ def with_image(shard: Shard) -> Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard. Raises ShardError if it is truncated, corrupt, foreign, too new or inconsistent."""
+    """Read a shard. Raises ShardError if it is unusable, and OSError if it cannot be read."""
     return parse_shard(path, _bytes(path))
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:
-    """Read a shard from the bytes of a file, like ``read_shard``. path: name of the file in errors."""
+    """Return the shard in the bytes of a file. path: name of the file in errors. Raises ShardError."""
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays - {"top_logprobs"}
     form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
@@ -184,7 +186,7 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """Compare the schema of the first line, which has no checksum, with the one ``sealed`` in the body.
+    """Compare the schema in a file's first line, which has no checksum, with ``sealed``, that in its image.
 
     Raises ShardError if they differ, and AnotherVersionError if they are not SCHEMA.
     """
@@ -198,13 +200,13 @@ def _require_schema(path: Path, schema: int, sealed: int) -> None:
 
 
 def _numbers(group: h5py.h5g.GroupID) -> dict[str, int]:
-    """Read the attributes of a shard; version 0.3.0 wrote no ``run``."""
+    """Read the attributes of a shard. ``run`` is 0 for shards of version 0.3.0, which lack this attribute."""
     run = {} if h5py.h5a.exists(group, b"run") else {"run": 0}
     return run | {name: _number(group, name) for name in ("searcher", "index", "run") if name not in run}
 
 
 def _number(group: h5py.h5g.GroupID, name: str) -> int:
-    """Read an attribute. Raises TypeError unless it is one integer, as h5py reads anything into any array."""
+    """Read an attribute. Raises TypeError unless it is one integer; h5py itself would convert anything."""
     attribute = h5py.h5a.open(group, name.encode())
     if attribute.shape != () or attribute.dtype.kind not in "iu":
         raise TypeError(f"attribute {name} is no number")
@@ -214,9 +216,9 @@ def _number(group: h5py.h5g.GroupID, name: str) -> int:
 
 
 def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
-    """Copy an array. Raises TypeError unless its numbers lie in this file of ``room`` bytes, in one piece.
+    """Read an array. Raises TypeError unless its numbers lie in one piece in this file of ``room`` bytes.
 
-    HDF5 itself would follow links to other files, and read arrays from external files.
+    HDF5 by itself would also follow links and read arrays from other files.
     """
     if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
         raise TypeError(f"{name.decode()} is a link")
@@ -241,7 +243,7 @@ def _header(kind: str, body: memoryview, schema: int) -> bytes:
 
 
 def _verify(path: Path, kind: str, data: bytes) -> int:
-    """Raise ShardError unless every byte of ``data`` is as it was written; return its schema."""
+    """Return the schema of a file. Raises ShardError unless every byte of ``data`` is as it was written."""
     start = _START.match(data)
     if not data.startswith(_MAGIC[: len(data)]):
         raise ShardError(f"{path} is not a file of tba-hpc: another program wrote it; move it elsewhere")
@@ -263,16 +265,18 @@ def _verify(path: Path, kind: str, data: bytes) -> int:
 
 
 def seal_interval(config: Config) -> float:
-    """Return the longest time until a completion is sealed, s; it is longer in runs with many searchers."""
+    """Return the longest time until a scored completion is sealed, s; see SEARCHERS_AT_FULL_RATE."""
     return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
 class ShardWriter:
-    """Collects a searcher's scored groups and seals them as shards. ``seal`` acknowledges a trajectory.
+    """Collects a searcher's scored groups and seals them as shards.
 
-    Indices go up by one and are never used twice in a run. They start beyond all files on disk, including
-    those set aside, and not before ``first_index``: the trainer's cursor of this searcher, as shards may have
-    been merged, checkpointed and pruned. timeout: seconds to wait while a disk is full.
+    A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. The index of a
+    shard is one above that of the shard before, and is never used twice in a run. first_index: the trainer's
+    cursor of this searcher, since shards below it may be deleted; the first index is at least this, and above
+    those of all files on disk, including those set aside. timeout: longest wait while a disk is full, s.
+    clock: function that returns the time, s.
     """
 
     def __init__(
@@ -303,7 +307,7 @@ class ShardWriter:
 
     @property
     def age(self) -> float:
-        """Seconds that the oldest unsealed completion has waited; 0 if there is none."""
+        """Time that the oldest unsealed completion has waited, s; 0 if there is none."""
         return self._clock() - self._since if self._open else 0.0
 
     def append(
@@ -314,17 +318,20 @@ class ShardWriter:
         *,
         reference: int = 0,
     ) -> None:
-        """Add a ``ScoredGroup``. The request of a group without completions is recorded as set aside."""
+        """Add a group with its scores; see ``ScoredGroup`` for the arguments.
+
+        If no completion of the group is left, the shard records its request as set aside.
+        """
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not self._open:
             self._since = self._clock()
         self._open.append(ScoredGroup(group, rewards, ref_logprobs, reference))
 
     def seal(self) -> Shard | None:
-        """Make the open shard durable and return it; None if it is empty.
+        """Seal the groups added since the last call as a shard, and return it; None if there are none.
 
-        Raises DiskFullError if the disk stays full. The groups then stay open, and a later call tries
-        again. Raises ExchangeError if another writer of this searcher has sealed a shard of that index.
+        Raises DiskFullError if the disk stays full; the groups are kept, and a later call tries again. Raises
+        ExchangeError if another process with this searcher's number has sealed a shard of that index.
         """
         if not self._open:
             return None
@@ -338,16 +345,16 @@ class ShardWriter:
         path = self._run.shard_file(self._searcher, self._index)
 
         def write() -> None:
-            end_if_superseded()  # the successor's shard of this index may be merged and deleted already
+            end_if_superseded()  # before: a successor's shard of this index may be merged and deleted already
             write_shard(path, shard)
-            end_if_superseded()  # a successor from here on finds the shard
+            end_if_superseded()  # after: a successor that starts from now on finds this shard
 
         try:
             retry(write, seconds=self._timeout)
         except FileExistsError:
             raise ExchangeError(
-                f"{path} is sealed already, by a process that was searcher {self._searcher} before and was "
-                "frozen meanwhile: start this searcher again, which continues after that shard"
+                f"{path} is sealed already, by an earlier process of searcher {self._searcher} that had been "
+                "frozen: start this searcher again, and it continues after that shard"
             ) from None
         self._index += 1
         self._open = []
@@ -355,7 +362,10 @@ class ShardWriter:
 
 
 def _next_free_index(run: RunDir, searcher: int) -> int:
-    """Return the first free index. Besides the folder's listing, which may lag, it tries file names."""
+    """Return the first free index of a searcher's shards.
+
+    The listing of a shared folder may lag, so the names after the last listed one are tried, too.
+    """
     listed = [*run.shard_indices(searcher), *run.shard_indices(searcher, ".h5" + REFUSED)]
     index = max(listed, default=-1) + 1
     while (path := run.shard_file(searcher, index)).exists() or _aside(path).exists():
@@ -367,13 +377,14 @@ def _next_free_index(run: RunDir, searcher: int) -> int:
 
 
 class PendingShards:
-    """Reads the unmerged shards of a run, in order per searcher, one in memory at a time.
+    """Reads shards that are not merged yet: in order for each searcher, and one in memory at a time.
 
-    A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
-    one before it. If a file is missing and others follow, the reader waits ``timeout`` seconds. Then it logs
-    a warning and skips the file, together with those of its searcher that do not exist at that time. An
-    unusable file is set aside, logged and left out; several ranks may read at once. searchers: searchers that
-    are looked for even if the listing of their folders lags. among: range outside which no searcher is read.
+    A searcher's indices have no gaps, but a shared file system may show a file late, even after later ones.
+    If a file is missing and others follow, the reader waits ``timeout`` seconds. Then it logs a warning and
+    skips that file, and further files of this searcher that are missing at that moment. An unusable file is
+    renamed (set aside), logged and left out; several ranks may do so at once. searchers: numbers of searchers
+    that are looked for even if the list of folders lags and lacks theirs. among: numbers of the searchers
+    that may be read.
     """
 
     def __init__(
@@ -395,9 +406,9 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """Yield all shards at or beyond the cursors, of the given searchers or of all; wait for missing ones.
 
-        Only for the beginning of an attempt, when no searcher but an elastic one can be sealing. Names beyond
-        the last listed file are tried, too. Listings are read again until they show no new shards of
-        searchers that are not elastic.
+        Only for the beginning of an attempt, when elastic searchers alone may be sealing. Names after the
+        last listed file are tried, too. Folders are listed again until they show no new shard of a searcher
+        that is not elastic.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -425,7 +436,7 @@ class PendingShards:
                 if not isinstance(error, FileNotFoundError) and not is_temporary(error):
                     raise
                 if index >= end and isinstance(error, FileNotFoundError):
-                    self._missed.pop(path, None)  # its server may have been away at an earlier look
+                    self._missed.pop(path, None)  # the file server may have been away at an earlier attempt
                     return
                 if path not in self._given_up:
                     has_waited &= isinstance(error, FileNotFoundError)
@@ -437,7 +448,10 @@ class PendingShards:
             index += 1
 
     def _listed_end(self, searcher: int) -> int | None:
-        """Return the index after the last listed shard's; None if listing failed and must be tried again."""
+        """Return the index after the last listed shard; None if the folder cannot be listed at the moment.
+
+        A folder that could not be listed for ``timeout`` seconds counts as empty.
+        """
         folder = self._run.shard_folder(searcher)
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
@@ -449,9 +463,9 @@ class PendingShards:
         return end
 
     def _load(self, path: Path) -> Shard | None:
-        """Read a shard; None if it is set aside. Raises AnotherVersionError, or OSError if unreadable."""
+        """Read a shard; None if it is set aside, now or before. Raises AnotherVersionError or OSError."""
         shard = None
-        for last in (False, True):  # twice: what a client has cached may be stale
+        for last in (False, True):  # twice, because this machine may have cached old contents of the file
             try:
                 shard = self._read_in_place(path)
                 break
@@ -475,16 +489,16 @@ class PendingShards:
         shard = read_shard(path)
         if self._run.shard_file(shard.searcher, shard.index) != path:
             raise ShardError(
-                f"{path} says that it is shard {shard.index} of searcher {shard.searcher}: a copy"
+                f"{path} holds shard {shard.index} of searcher {shard.searcher}, so it is a copy"
             )
         if of_two_runs(shard.run, self._identity):
             raise ShardError(f"{path} was sealed by another run")
         return shard
 
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
-        """Return whether a path has been missing for so long that the run continues without it.
+        """Return whether ``path`` was unreadable for ``timeout`` seconds; the run then goes on without it.
 
-        has_waited: do so at once, because ``path`` is missing after the wait for an earlier one.
+        has_waited: give up at once, because an earlier file of this searcher was waited for just now.
         """
         if path in self._given_up:
             return True
@@ -501,7 +515,7 @@ class PendingShards:
 
 
 def _aside(path: Path) -> Path:
-    """Return a name for a broken file under which readers ignore it, while its index stays taken."""
+    """Return the name that a broken file gets. Readers ignore the file, but its index stays taken."""
     return path.with_name(path.name + REFUSED)
 
 

@@ -1,7 +1,8 @@
-"""The trainer's end of both exchanges, for a run that has both an MPI world and elastic searchers.
+"""The trainer's end of the exchange for a run with both an MPI world and elastic searchers, which use files.
 
-Weights go to the MPI world first. Once they are complete in the memory of the leader's node, the next call
-starts a copy to files in a thread. Elastic searchers get them a moment later, at no cost to the others.
+Weights go to the MPI world first. When that round is over, the trainer's next call of any method starts a
+copy to files, in a thread. Elastic searchers get the weights a moment later, and the others do not wait for
+that.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class HybridTrainerExchange:
     """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
-    files: exchange that finds only the shards of elastic searchers. has_elastic: returns whether there are
-    elastic searchers; while there are none, weights are not copied to files.
+    files: the end over files, which finds the shards of elastic searchers alone. has_elastic: function that
+    returns whether any elastic searcher is there; while there is none, no weights are copied to files.
     """
 
     def __init__(
@@ -31,8 +32,8 @@ class HybridTrainerExchange:
         self._world = world
         self._files = files
         self._has_elastic = has_elastic
-        self._newest: Publication | None = None  # published to the world
-        self._passed_on: Publication | None = None  # copied to the files, or being copied
+        self._newest: Publication | None = None  # published last in the MPI world
+        self._passed_on: Publication | None = None  # copied to files last, or being copied
         self._closed = False
 
     def publish(self, publication: Publication, write: Write) -> bool:
@@ -59,16 +60,16 @@ class HybridTrainerExchange:
         return self._world.stop_requested
 
     def close(self) -> None:
-        """End the run on both sides; elastic searchers find out by themselves whether it is finished.
+        """End this attempt on both sides; elastic searchers see for themselves whether the run is finished.
 
-        The file side closes first: the world may wait for memory that is still being copied to files.
+        The end over files closes first, because that over MPI may wait for memory that is still being copied.
         """
         self._closed = True
         self._files.close()
         self._world.close()
 
     def _pass_on(self) -> None:
-        """Begin to copy the newest weights to files, if not yet done. On a slow disk some are skipped."""
+        """Begin to copy the newest weights to files, unless that is done or an earlier copy is under way."""
         if self._closed or not self._files.idle:
             return
         found = self._world.arrived()

@@ -1,6 +1,6 @@
 """Exchange of weights and shards over MPI, in rounds. ``mpi_world`` wraps MPI itself.
 
-A round, started by the leader (trainer 0), runs on a communication thread at every rank:
+The leader (trainer 0) starts every round. On each rank the thread ``exchange`` carries it out:
 
     leader                                   every other rank
     header (purpose, version, …)     ──►
@@ -9,16 +9,19 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it
                                      ◄──     confirmed
 
-Two files per node are enough. Write n goes to the file of write n − 2, once round n − 1 is over. Every rank
-that may read weights holds a reader of their file. A searcher gets its reader in the round of these weights,
-when it shows them to its main thread. It then drops the reader of the previous weights, unless the main
-thread has taken those. Once round n − 1 is over, nobody can begin to read write n − 2. The node leader
-confirms round n − 1 only when nobody reads write n − 2 any more. If a rank goes on reading, in an evaluation
-or with a slow engine, the spare file takes the place of that file. So nobody reads what is overwritten.
+Weights are published in *writes*, numbered from 0. A node keeps them in two files that take turns: write n
+replaces write n − 2, and begins after the round of write n − 1. Nobody reads what is overwritten, because:
 
-A round with weights to evaluate is confirmed only once the main thread has taken them, so that no newer ones
-can replace them. A searcher that is slow to confirm delays the next round, and the others are
-told to wait for it. It delays neither the trainer's steps nor the end, whose header need not wait for it.
+- Every rank that reads weights holds a *reader* of their file. A searcher gets the reader in the round of
+  these weights, when it shows them to its main thread. At the same time it drops the reader of the weights
+  before, unless its main thread has taken those. So after the round of write n − 1 nobody begins to read
+  write n − 2.
+- The lowest rank of a node confirms the round of write n − 1 only when nobody reads write n − 2 any more. If
+  a rank goes on reading, in an evaluation or because its engine is slow, a third file replaces that one.
+
+A searcher confirms a round with weights to evaluate only once its main thread has taken them, so that newer
+weights cannot replace them. If it confirms late, the next round begins late, and the leader tells the other
+ranks to wait. The trainer's steps go on meanwhile, and the run can end without that confirmation.
 """
 
 from __future__ import annotations
@@ -49,11 +52,14 @@ from tba_hpc.run.background import Worker, at_once
 log = logging.getLogger(__name__)
 
 IDLE_PAUSE = 2e-3
-"""Pause between two checks of a rank that is not expected to answer soon, s."""
+"""Pause between two checks for a message that is not expected soon, s."""
 
 SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
-"""Python's switch interval during a round, and otherwise, s: how long a busy main thread may keep the
-exchange thread from running. MPI moves data only while that thread polls it; Python's default is 5 ms."""
+"""Python's switch interval during a round, and its default (5 ms) for all other times, s.
+
+A busy main thread may keep the exchange thread from running for that long, and MPI moves data only while the
+exchange thread polls it.
+"""
 
 
 class Purpose(IntEnum):
@@ -61,32 +67,33 @@ class Purpose(IntEnum):
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
-    END = 3  # peers stop serving rounds
-    WAIT = 4  # another rank has yet to confirm the last round
+    END = 3  # the run is over: no further rounds
+    WAIT = 4  # no new round yet, because another rank has not confirmed the last one
 
 
 class Status(IntEnum):
     """A rank's answer at the end of a round."""
 
     CONFIRMED = 1
-    BUSY = 2  # weights received; the main thread lives, but still uses older ones
+    BUSY = 2  # alive, but not ready to confirm: see ``_until_free``
 
 
 HEADER = np.dtype(
     [
         ("purpose", "<i8"),
         ("round", "<i8"),
-        ("write", "<i8"),  # number of earlier publishes
-        ("publication", "S512"),  # its JSON text, empty if no weights travel
+        ("write", "<i8"),  # number of the newest write; −1 before the first
+        ("publication", "S512"),  # the Publication as JSON; empty if the round has no weights
     ]
 )
+"""The leader's message to every rank at the start of a round."""
 READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
-"""A rank's first answer in a round: 1 if the run must stop, else 0, and the number of shards that follow."""
+"""A rank's first answer in a round: whether it asks to stop the run (1 or 0), and how many shards follow."""
 
 
 @contextmanager
 def _attentive() -> Iterator[None]:
-    """Shorten Python's switch interval in the block, so that this thread does not wait long for its turn."""
+    """Shorten Python's switch interval within the block, so that this thread gets its turn soon."""
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
@@ -98,7 +105,7 @@ class ExchangeThread:
     """Thread that runs one function at a time. Once all ranks are connected, only this thread calls MPI."""
 
     def __init__(self) -> None:
-        # One thread for all work: if every core is busy, the start of a thread may take half a second.
+        # One thread for all rounds, because the start of a thread takes up to half a second on busy cores.
         self._worker = Worker("exchange")
         self._work: Future[object] = at_once(lambda: None)
 
@@ -128,10 +135,11 @@ class ExchangeThread:
 
 
 class MpiTrainerExchange:
-    """The leader's end of the exchange, in rounds. Only ``close`` and the constructor wait.
+    """The leader's end of the exchange. Only ``close`` and the constructor wait for other ranks.
 
-    The constructor waits until all ranks are set up, and sends them ``progress``. It raises ExchangeError
-    that names the missing ranks.
+    The constructor waits until all ranks are set up, and sends them ``progress``: the completed requests, and
+    the cursors of the searchers. It raises ExchangeError, which names the missing ranks. bucket_mb: size of a
+    broadcast between nodes, MiB.
     """
 
     def __init__(
@@ -139,9 +147,9 @@ class MpiTrainerExchange:
     ) -> None:
         self._world = world
         self._memory = memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb)
-        self._rounds = 0  # started so far
-        self._writes = 0  # rounds of these with new weights
-        self._published: Publication | None = None  # with the last write
+        self._rounds = 0  # number of rounds started so far
+        self._writes = 0  # number of these that have new weights
+        self._published: Publication | None = None  # describes the newest write
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -154,8 +162,9 @@ class MpiTrainerExchange:
     def publish(self, publication: Publication, write: Write) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's memory in place.
 
-        With several trainer ranks, rank i writes part i of ``layout.parts``: the leader inside ``write``, the
-        others into the memory that ``slot()`` returns. The round begins when all have written.
+        With several trainer ranks, rank i writes part i of ``layout.parts``. The leader does so in ``write``,
+        the others write into the memory that ``MpiTrainerFollower.slot`` returns. The round begins when all
+        have written.
         """
         if not self._thread.finished:
             return False
@@ -166,7 +175,7 @@ class MpiTrainerExchange:
         return True
 
     def arrived(self) -> WeightUpdate | None:
-        """Return the weights published last, once their round is over; None during a round."""
+        """Return the weights published last; None while a round is in progress, and before the first."""
         if not self._thread.finished or self._published is None:
             return None
         file = self._memory.reader(self._writes - 1)
@@ -188,7 +197,7 @@ class MpiTrainerExchange:
         return self._stop_requested
 
     def close(self) -> None:
-        """End the run; a present round waits for no evaluation, and for nobody who still reads weights."""
+        """Finish the round in progress, without waiting for evaluations or readers, and end the run."""
         self._closing = True
         self._thread.wait()
         self._thread.start(self._end)
@@ -200,7 +209,7 @@ class MpiTrainerExchange:
 
     @_attentive()
     def _round(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
-        """Run one whole round; ``written`` first waits for weights that are still being written."""
+        """Run one whole round. written: function that waits until the weights are completely written."""
         if written:
             written()
         self._rounds += 1
@@ -218,13 +227,13 @@ class MpiTrainerExchange:
 
     def _header(self, purpose: Purpose) -> np.ndarray:
         published = self._published if purpose is Purpose.PUBLISH else None
-        # HEADER has no room for lease_ends; elastic searchers read them from a manifest instead.
+        # HEADER has no room for lease_ends, which only elastic searchers need; they read a manifest instead.
         text = msgspec.json.encode(replace(published, lease_ends={})) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
-        """Receive the sizes, in bytes, of the shards that each rank will send."""
+        """Receive every rank's answer; return the sizes of the shards that it will send, int64, in bytes."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
@@ -235,7 +244,10 @@ class MpiTrainerExchange:
         return sizes
 
     def _confirmed(self) -> None:
-        """Wait for every rank to confirm the round. A rank that reports BUSY gets a new deadline."""
+        """Wait until every rank has confirmed the round and this node has room for the next weights.
+
+        The deadline of a rank begins again whenever it reports BUSY.
+        """
         told = time.monotonic()
         waiting_since = dict.fromkeys(self._world.peers, told)
         answers = {rank: self._next_status(rank) for rank in waiting_since}
@@ -257,22 +269,24 @@ class MpiTrainerExchange:
             time.sleep(LONGEST_PAUSE)
 
     def _let_wait(self, ranks: list[int]) -> None:
-        """Tell ranks that have confirmed the round that it goes on, or they would miss the next one."""
+        """Tell ranks that have confirmed the round that it goes on, or they would give up on the leader."""
         wait = self._header(Purpose.WAIT)
         sends = [self._world.send(wait, rank, Tag.HEADER) for rank in ranks]
-        self._world.wait_for(sends, f"did not take word that round {self._rounds} goes on")
+        self._world.wait_for(sends, f"did not take the message that round {self._rounds} goes on")
 
     def _end(self) -> None:
         """Tell every rank, once, that the run is over."""
         if not self._ended:
             self._ended = True
-            self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
+            what = "did not take the message that the run is over"
+            self._world.send_all(self._header(Purpose.END), Tag.HEADER, what)
 
     def _next_status(self, rank: int) -> tuple[np.ndarray, Pending]:
         status = np.empty(1, np.int64)
         return status, self._world.receive(status, rank, Tag.STATUS)
 
     def _refuse_silence(self, waiting_since: dict[int, float]) -> None:
+        """Raise ExchangeError if a rank has reported nothing for a whole deadline."""
         now, deadline = time.monotonic(), self._world.deadline
         if silent := [rank for rank, since in waiting_since.items() if now - since > deadline]:
             what = f"did not confirm round {self._rounds}"
@@ -281,9 +295,10 @@ class MpiTrainerExchange:
 
 
 class _Peer:
-    """A rank that answers the leader's rounds. This base class sends no shards and shows no weights.
+    """Base of the ranks that answer the leader's rounds. By itself it sends no shards and uses no weights.
 
-    Construct it once the rank is ready for weights. Raises ExchangeError.
+    Construct it when the rank is ready for weights, since the leader waits for that. The constructor waits
+    for the leader, and raises ExchangeError if it does not answer in time.
     """
 
     def __init__(self, world: MpiWorld) -> None:
@@ -294,7 +309,7 @@ class _Peer:
         self._thread.start(self._serve)
 
     def _serve(self) -> None:
-        """Take part in the leader's rounds until the last."""
+        """Answer the leader's rounds, in the exchange's thread, until the run is over."""
         while (header := self._next_header())["purpose"] != Purpose.END:
             if header["purpose"] == Purpose.WAIT:
                 continue
@@ -326,9 +341,9 @@ class _Peer:
         self._handed_over()
 
     def _until_free(self, write: int) -> None:
-        """Wait until the next weights may be written; meanwhile report to the leader that this rank lives.
+        """Wait until the write numbered ``write`` may begin, or until the leader ends the run.
 
-        If the leader ends the run, no more weights follow.
+        Meanwhile report BUSY to the leader, as long as the main thread of this rank is alive.
         """
         reported = time.monotonic()
         while not (self._world.is_called(Tag.HEADER) or (self._is_free() and self._memory.has_room(write))):
@@ -343,25 +358,28 @@ class _Peer:
         self._world.wait_for([send], "did not take a confirmation")
 
     _last_call = float("inf")
-    """Time of the main thread's last call, on the monotonic clock; a follower's always counts as alive."""
+    """Time of the main thread's last call of this object, on the monotonic clock.
+
+    Infinite where the main thread always counts as alive, as in a trainer.
+    """
 
     def _prepare(self) -> tuple[bool, list[np.ndarray]]:
-        """Return whether to stop the run, and the shards as bytes of their files, uint8."""
+        """Return whether to ask for a stop of the run, and the shards to send, as their bytes, uint8."""
         return False, []
 
     def _show(self, header: np.void) -> None:
-        """Offer the weights that have arrived to the main thread."""
+        """Make the weights that have arrived available to the main thread."""
 
     def _handed_over(self) -> None:
-        """Record that the leader has fetched this rank's shards of the round."""
+        """Record that the leader has fetched the shards that this rank sent in the round."""
 
     def _is_free(self) -> bool:
-        """Return whether newer weights may be shown to the main thread."""
+        """Return whether newer weights may replace those that were shown to the main thread."""
         return True
 
 
 class MpiTrainerFollower(_Peer):
-    """Trainer rank other than the leader: it writes its part of ``layout.parts`` and answers the rounds."""
+    """A trainer rank other than the leader. It writes its part of ``layout.parts``, and answers rounds."""
 
     _writes = 0
 
@@ -377,31 +395,34 @@ class MpiTrainerFollower(_Peer):
 
 
 class MpiSearcherExchange(_Peer):
-    """A searcher's end of the exchange. No call waits; each proves that the main thread lives."""
+    """A searcher's end of the exchange. No call waits.
+
+    Every call also shows that the main thread is alive, which the exchange's thread reports to the leader.
+    """
 
     def __init__(self, world: MpiWorld) -> None:
-        self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
+        self._lock = threading.Lock()  # guards the fields below, shared with the exchange's thread
         self._offered: list[np.ndarray] = []
-        self._in_transit = 0
+        self._in_transit = 0  # number of shards that the leader is fetching
         self._stop = False
         self._unseen: WeightUpdate | None = None
-        self._holding = False  # whether the main thread has taken weights, and not called since
+        self._holding = False  # whether the main thread has taken weights and has not called since
         self._last_call = 0.0
         super().__init__(world)
 
     def progress(self) -> Progress:
-        """Return the progress of the run when the ranks connected."""
+        """Return the completed requests and the cursors as they were when this attempt began."""
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Offer a sealed shard. If no further round fetches it, it stays on disk for a resume."""
-        assert shard.image is not None, "who seals a shard has the bytes of its file"
+        """Offer a sealed shard for the next round. If none follows, a resume reads the shard from disk."""
+        assert shard.image is not None, "a shard that this process sealed has the bytes of its file"
         self._called()
         with self._lock:
             self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
-        """Return the newest unseen weights, read-only in the node's memory, or None."""
+        """Return the newest unseen weights, mapped read-only from the node's memory; None without any."""
         self._called()
         with self._lock:
             update, self._unseen = self._unseen, None

@@ -1,13 +1,14 @@
-"""One MPI world: its ranks and their messages, and the weights in each node's memory.
+"""One MPI world: its ranks, their messages, and the weights in the memory of each node.
 
-Only this module imports mpi4py; importing it starts MPI. Every process must be started with ``python -m
-mpi4py`` so that an uncaught exception on one rank ends the world.
+Only this module imports mpi4py, and the import starts MPI. Every process must be started with ``python -m
+mpi4py``, so that an uncaught exception on one rank ends the whole world.
 
-Messages go point to point so that a missing peer can be named. Only the weights use a collective, and only
-between nodes. No blocking call is made, because Open MPI's spin while they wait, and there may be more ranks
-than cores.
+Messages go point to point, so that a missing rank can be named. Collective calls set the world up, when all
+ranks are known to be there. After that, and until MPI is finalized, only the broadcast of weights between
+nodes is collective, and no call blocks: Open MPI spins in a blocking call, and there may be more ranks than
+cores.
 
-When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and their launcher
+When a process of the world dies, mpiexec or ``srun --kill-on-bad-exit`` ends the others, and the launcher
 restarts them all.
 """
 
@@ -42,7 +43,7 @@ from tba_hpc.run.directory import SEARCHERS_FIRST
 log = logging.getLogger(__name__)
 
 Pending = tuple[int, MPI.Request]
-"""World rank that a message is sent to or received from, and the request of that message."""
+"""World rank to which a message goes, or from which it comes, and the MPI request of that message."""
 
 
 def library_version() -> str:
@@ -54,46 +55,52 @@ LEADER = 0
 """World rank that starts every round."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Shortest and longest pause between two checks of a rank that is about to answer, s."""
+"""Shortest and longest pause between two checks for a message that is expected soon, s."""
 
 BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
-"""Number of concurrent broadcasts, and the size of each in MiB (MPI counts end at 2 GiB)."""
+"""Number of concurrent broadcasts of weights, and the size of each, MiB. MPI allows less than 2 GiB."""
 
 SETTLING_SECONDS = 0.5
-"""Seconds to wait before the first message. Open MPI 5 may crash if that reaches a rank on another node that
-is still in MPI_Init (open-mpi/ompi#12495)."""
+"""Pause before the first message, s. Open MPI 5 may crash if a message reaches a rank on another node that is
+still in MPI_Init (open-mpi/ompi#12495)."""
 
 PAGE = 4096
+"""Bytes of a memory page."""
+
 HOSTNAME = np.dtype("S256")
 
 FILES = 3
-"""Number of files for a node's weights: two in use, and a spare that takes no memory."""
+"""Number of files for a node's weights: two in use, and a spare, which takes no memory until it is needed."""
 
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
-"""Table shared by a node's ranks: the files of even and odd writes, and how often each gave back memory."""
+"""Table in shared memory for the ranks of a node.
+
+order: indices of the files that hold even and odd writes. generations: how often each file has given back its
+memory.
+"""
 
 RELEASE_SECONDS = 1.0
-"""Time that readers have to release weights before the spare file is used instead, s."""
+"""Time that readers have to release a file that a write needs, s. Then the spare file takes its place."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Number of deadlines that readers have to release weights if there is no memory for the spare file. After
-them the leader gives up and names their node, before other ranks give up waiting for its next round."""
+"""Longest time, in deadlines, that readers may delay a write if the spare file cannot be used. Then their
+node leader raises an error that names the node, before other ranks give up on the next round."""
 
 END_DEADLINES = 2
-"""Number of deadlines that ranks have, once the run is over, to score and seal what they hold."""
+"""Longest time, in deadlines, that ranks may take to score and seal what they hold once the run is over."""
 
 
 class Tag(IntEnum):
     """Kinds of point-to-point messages."""
 
-    JOIN = 1
-    CONNECT = 2
-    HEADER = 3
-    READY = 4
-    SHARD = 5
-    ARRIVED = 6
-    STATUS = 7
-    LEAVE = 8
+    JOIN = 1  # host name of a rank; then those of all ranks
+    CONNECT = 2  # a rank is set up; then the leader's Welcome
+    HEADER = 3  # start of a round
+    READY = 4  # number of a rank's shards in a round, and their sizes
+    SHARD = 5  # bytes of a shard
+    ARRIVED = 6  # within a node: the weights of a round are complete
+    STATUS = 7  # a rank confirms a round, or says that it is busy
+    LEAVE = 8  # a rank has ended its work
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -112,9 +119,10 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 class Welcome(msgspec.Struct):
-    """Message of the leader to every rank once all ranks are set up.
+    """Message from the leader to every rank once all ranks are set up.
 
-    progress: progress of the run as bytes, which only searchers need.
+    bucket_bytes: size of a broadcast between nodes. progress: Progress.to_bytes of the run, which only
+    searchers need.
     """
 
     layout: WeightLayout
@@ -124,16 +132,20 @@ class Welcome(msgspec.Struct):
 
 @dataclass
 class MpiWorld:
-    """Ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``."""
+    """The ranks of a run, and messages between them. Made by ``join``.
+
+    *World ranks* number the trainers first and then the searchers, even if MPI numbers them differently.
+    """
 
     comm: MPI.Intracomm
     rank: int
-    """World rank."""
+    """World rank of this process."""
     trainers: int
     searchers: int
     deadline: float
     """Longest wait for another rank, s."""
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
+    """Function from a communicator to one of the ranks that share this rank's memory."""
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
     offset: int = 0
@@ -154,11 +166,12 @@ class MpiWorld:
     ) -> MpiWorld:
         """Join the world, and check its size and roles against the config. Call it before slow imports.
 
-        deadline: longest wait for another rank, s. work_deadline: longest wait once all ranks are set up, s;
-        None: ``deadline``. node_split: function that returns a communicator of the ranks that share memory.
-        The environment variable SEARCHERS_FIRST is "1" if MPI numbers the searchers before the trainers.
-        Raises ConfigError if the size or the role is wrong, and ExchangeError that names ranks that have not
-        joined.
+        trainers, searchers: numbers of ranks in the config. deadline: longest wait for another rank, s.
+        work_deadline: longest wait once all ranks are set up, s; None: ``deadline``. node_split: function
+        from a communicator to one of the ranks that share this rank's memory. If MPI numbers the searchers
+        before the trainers, the launcher sets the environment variable TBA_SEARCHERS_FIRST to "1". Raises
+        ConfigError if size or role is wrong, and ExchangeError, which names the ranks, if some have not
+        joined in time.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -169,7 +182,7 @@ class MpiWorld:
         world = cls(comm, rank, trainers, searchers, deadline, node_split, (), offset, work_deadline)
         time.sleep(SETTLING_SECONDS)
         hosts = world._meet()
-        # Both are collective, so they must come after all ranks are known to be there.
+        # Both calls are collective, so they must wait until all ranks are known to be there.
         comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
         return replace(world, comm=comm, hosts=hosts, offset=0)
 
@@ -180,7 +193,7 @@ class MpiWorld:
 
     @property
     def index(self) -> int:
-        """Number of this rank within its role."""
+        """Number of this rank among those of its role, from 0."""
         return self.rank if self.rank < self.trainers else self.rank - self.trainers
 
     @property
@@ -190,12 +203,12 @@ class MpiWorld:
 
     @property
     def local_index(self) -> int:
-        """Number of this rank among all ranks on its host; it decides which GPU is its own."""
+        """Number of this rank among all ranks on its host, from 0; it decides which GPUs this rank uses."""
         return self.hosts[: self.rank].count(self.hostname)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """World ranks of all but the leader."""
+        """World ranks of all processes but the leader."""
         return tuple(range(1, self.comm.size))
 
     def name(self, rank: int) -> str:
@@ -206,25 +219,28 @@ class MpiWorld:
     # --- Messages ---
 
     def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start sending an array; return rank and request for ``wait_for``."""
+        """Start to send an array; return rank and request for ``wait_for``."""
         return rank, self.comm.Isend(message.view(np.uint8), self._place(rank), tag)
 
     def receive(self, out: np.ndarray, rank: int, tag: Tag) -> Pending:
-        """Start receiving into an array; return rank and request for ``wait_for``."""
+        """Start to receive into an array; return rank and request for ``wait_for``."""
         return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
-        """Send ``message`` to every other rank; an ExchangeError names those that do not take it."""
+        """Send ``message`` to every other rank, as the leader. Raises ExchangeError like ``wait_for``."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
     def is_called(self, tag: Tag) -> bool:
-        """Return whether a message of the leader has arrived that nobody has received yet."""
+        """Return whether a message of this kind from the leader waits to be received."""
         return self.comm.Iprobe(self._place(LEADER), tag)
 
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
-        """Make the error that names missing ranks (the first four), for how long, and what to do."""
+        """Return an error that names the missing ranks, or the first four of them, and a remedy.
+
+        what: what they failed to do within ``seconds``, such as "did not join the world".
+        """
         names = [self.name(rank) for rank in sorted(set(ranks))]
         return ExchangeError(f"{first_few(names, 4)} {what} within {seconds:g} s: {remedy}")
 
@@ -238,11 +254,11 @@ class MpiWorld:
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
     ) -> None:
-        """Wait for requests. Raises ExchangeError that names the ranks which have not answered in time.
+        """Wait for requests. Raises ExchangeError, which names the ranks that have not answered in time.
 
-        seconds: longest wait. By default it is the deadline on the leader, and twice the deadline on other
-        ranks. The leader, who sees most, thus gives up first and names the culprit. pause, longest: first and
-        longest pause between two checks, s.
+        what, remedy: as in ``missing``. seconds: longest wait; None: the deadline on the leader, and twice
+        the deadline on other ranks. So the leader gives up first, which knows all ranks and names the one
+        that is missing. pause, longest: first and longest pause between two checks, s.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -263,7 +279,7 @@ class MpiWorld:
     ) -> NodeMemory:
         """Wait, as the leader, until every rank is set up; send ``progress``; return the node's memory.
 
-        Raises ExchangeError that names the ranks that are not set up in time.
+        Raises ExchangeError, which names the ranks, if some are not set up in time.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
@@ -276,7 +292,10 @@ class MpiWorld:
         return self._at_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
-        """Tell the leader that this rank is set up; return the node's memory and the run's progress."""
+        """Tell the leader that this rank is set up; return the node's memory and the leader's ``progress``.
+
+        Raises ExchangeError if the leader does not answer in time.
+        """
         hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
         size, what = np.empty(1, np.int64), "did not send the layout of the weights"
         self.wait_for(
@@ -288,15 +307,15 @@ class MpiWorld:
         return self._at_work(welcome), welcome.progress
 
     def _at_work(self, welcome: Welcome) -> NodeMemory:
-        """Make the node's memory. All ranks are set up, so ``work_deadline`` holds from here on."""
+        """Return the node's memory, and apply ``work_deadline`` from now on, since all ranks are set up."""
         memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory
 
     def leave(self) -> None:
-        """Wait until all ranks have ended their work, before MPI's own end, which has no deadline.
+        """Wait until all ranks have ended their work. MPI's own wait, in ``finalize``, has no deadline.
 
-        Raises ExchangeError that names ranks which still work.
+        Raises ExchangeError, which names the ranks, if some are still at work after END_DEADLINES deadlines.
         """
         done, what = np.array([self.rank]), "did not end with the run"
         longest = END_DEADLINES * self.deadline
@@ -328,11 +347,12 @@ class MpiWorld:
 
 
 class NodeMemory:
-    """One copy of the weights per node, in two files in memory that take turns, and transfers between nodes.
+    """A node's copy of the weights, in two files in memory that take turns, and transfers between nodes.
 
-    The constructor is collective over the world. The lowest world rank of a node is its node leader. The
-    files have no names: each rank has them open, and they vanish with the last one. Weights that somebody
-    still reads are not overwritten: if the readers do not release them soon, a third file is used instead.
+    All ranks of the world must call the constructor together. The lowest world rank of a node is its *node
+    leader*. The files have no names: each rank of the node has them open, and they vanish with the last rank.
+    Weights that a rank still reads are not overwritten: if it does not release them soon, a third file is
+    used.
     """
 
     def __init__(self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int) -> None:
@@ -343,19 +363,22 @@ class NodeMemory:
         self._files, table = self._open()
         self._order, self._generations = table["order"][0], table["generations"][0]
         self._maps = [file.map("r+") for file in self._files]
-        self._crowded: float | None = None  # time since which readers delay the next write
+        self._crowded: float | None = None  # when readers began to delay the next write, monotonic clock
         for place in self._order if world.role == "trainer" else ():
-            self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
+            self._maps[place][::PAGE].max(initial=0)  # take all page faults now, not while the trainer waits
 
     def slot(self, write: int) -> np.ndarray:
-        """Return this node's memory for a write, uint8 [layout.nbytes]. It is reused two writes later."""
+        """Return this node's memory for the write of that number, uint8 [layout.nbytes].
+
+        The write after the next one reuses it.
+        """
         self._map_anew()
         return self._map_of(write)
 
     def reader(self, write: int) -> WeightFile:
         """Return the weights of a write, for reading; they do not change while the returned object lives.
 
-        Call it before ``has_room(write + 2)``.
+        Call it before the node leader calls ``has_room(write + 2)``.
         """
         place = self._order[write % 2]
         reader = self._files[place].reader()
@@ -373,9 +396,11 @@ class NodeMemory:
                 self._maps[place] = self._files[place].map("r+")
 
     def has_room(self, write: int) -> bool:
-        """Return whether a write may begin. The node leader must call this until it may.
+        """Return whether readers on this node allow the write of that number to begin.
 
-        Raises ExchangeError if readers have not released the old weights after READ_DEADLINES deadlines.
+        Only the node leader checks this, and it must call this method until the answer is True. The method
+        also frees the memory of the spare file, or lets the spare take the place of a file that is read for
+        too long. Raises ExchangeError if readers have delayed the write for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
@@ -398,7 +423,7 @@ class NodeMemory:
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Allocate a third copy of the weights, in file ``spare``; return whether there was enough memory."""
+        """Allocate memory for a third copy of the weights, in the spare file; return if it succeeded."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
         with suppress(OSError):  # another process has taken the memory
@@ -434,7 +459,7 @@ class NodeMemory:
             self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
 
     def _connect(self, node: MPI.Intracomm) -> None:
-        """Set up communicators within this node and between node leaders, and the broadcast's buckets."""
+        """Set up communicators within this node and between node leaders, and the list of broadcasts."""
         self._node = node
         self._nodes = self._world.comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=self._world.rank)
         mine, leaders = np.array([self._world.rank]), np.empty(self._world.comm.size, np.int64)
@@ -481,7 +506,7 @@ class NodeMemory:
     # --- Between nodes ---
 
     def _broadcast(self, write: int) -> None:
-        """Broadcast between node leaders, bucket by bucket. Does nothing in a world of one node."""
+        """Broadcast a write between node leaders, in buckets. Does nothing in a world of one node."""
         slot = self._map_of(write)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:
@@ -497,7 +522,10 @@ class NodeMemory:
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """List (start, end, root) of every broadcast. Owners take turns, so that all their links are busy."""
+    """List first byte, end and root of every broadcast; the root is the node whose trainer wrote these bytes.
+
+    roots: node of each trainer rank. Roots take turns in the list, so that the network links of all are busy.
+    """
     queues = [
         [
             (start, min(start + bucket_bytes, run[-1].end), root)
@@ -510,9 +538,9 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 
 
 def _check_threads() -> None:
-    """Raise ConfigError if MPI lets no second thread call it.
+    """Raise ConfigError if only the thread that started MPI may call it.
 
-    The main thread starts MPI and joins the world; from then on the exchange's thread calls MPI.
+    The main thread starts MPI and joins the world; later the exchange's thread calls MPI.
     """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise ConfigError(
@@ -527,9 +555,9 @@ def _check_size(size: int, trainers: int, searchers: int) -> None:
         library = library_version()
         flavour = "pmix" if library.startswith("Open MPI") else "pmi2"
         raise ConfigError(
-            f"this process is alone in its MPI world, {expected} ranks were expected: the launcher and this "
-            f"MPI library ({library}) do not understand each other; under Slurm start with srun "
-            f"--mpi={flavour}, else with the mpiexec of the same library"
+            f"this process is alone in its MPI world, but {expected} ranks were expected: the launcher does "
+            f"not fit this MPI library ({library}); under Slurm start with srun --mpi={flavour}, else with "
+            "the mpiexec of the same library"
         )
     if size != expected:
         raise ConfigError(
@@ -552,13 +580,13 @@ def _check_shared_memory(nbytes: int) -> None:
     free, host = shutil.disk_usage(SHARED_MEMORY).free, socket.gethostname()
     if free < 2 * nbytes:
         raise ConfigError(
-            f"two copies of the weights need {2 * nbytes / 1e9:.1f} GB of shared memory on each node, "
+            f"two copies of the weights need {2 * nbytes / 1e9:.1f} GB of shared memory on each node, but "
             f"{SHARED_MEMORY} on {host} has {free / 1e9:.1f} GB: free some, or start another "
             "run (run.name) with exchange.transport=files"
         )
     if free < FILES * nbytes:
         log.warning(
-            "three copies of the weights, one of them for those that an evaluation reads, need %.1f GB of "
-            "shared memory, %s on %s has %.1f GB: new weights may have to wait for evaluations",
+            "three copies of the weights need %.1f GB of shared memory, but %s on %s has %.1f GB: new "
+            "weights will have to wait while an evaluation uses older ones",
             *(FILES * nbytes / 1e9, SHARED_MEMORY, host, free / 1e9),
         )

@@ -1,8 +1,8 @@
-"""The trainer's end of an exchange without searchers: it replays another run's shards in their order.
+"""The trainer's end of an exchange without searchers: it replays the shards of a recorded run in order.
 
-The trainer's metrics of a run record which shards each collection brought, before which step, and which
-weights were published by then. So a trainer that behaves the same gets the same trajectories at the same
-moments.
+The metrics of a trainer record which shards arrived together, before which step, and which weights had been
+published by then. So a trainer that behaves like the recorded one gets the same trajectories at the same
+steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from tba_hpc.run.history import History, whole
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Shards that arrived together before a step, after weights of version ``sync`` had been published."""
+    """Shards that arrived together, before the optimizer step ``step``.
+
+    sync: version of the newest weights published by then. revision: revision of the buffer after the merge.
+    """
 
     step: int
     sync: int
@@ -31,10 +34,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """History of a run, without anything that a resume has undone.
+    """Arrivals of shards and publications of weights in a run, without those that a resume has undone.
 
-    arrivals: in order. published: versions of the published weights; None: all that were due. steps:
-    optimizer steps done.
+    arrivals: in order. published: versions of the published weights; None: of all that were due. steps:
+    number of optimizer steps done.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -54,7 +57,7 @@ class Recording:
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:
-        """Return a recording in which every shard arrives ``steps`` later."""
+        """Return a recording in which every shard arrives ``steps`` optimizer steps later."""
         later = (replace(one, step=one.step + steps, sync=one.sync + steps) for one in self.arrivals)
         return replace(self, arrivals=tuple(later))
 
@@ -64,16 +67,17 @@ class Recording:
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
     def only(self, there: Iterable[ShardKey]) -> Recording:
-        """Return a recording with only the shards in ``there``."""
+        """Return a recording without shards that are not in ``there``."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
 class RecordedShards:
-    """Reads shards of a run that still exist, whether waiting, merged or kept.
+    """Function that reads a run's shards, where these still exist: in RUN/shards or RUN/kept.
 
-    behaviour: use the policy that sampled a trajectory as its reference, whatever was recorded.
+    places: the file of each shard. behaviour: replace each trajectory's recorded reference by the policy that
+    sampled it.
     """
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
@@ -82,14 +86,15 @@ class RecordedShards:
         self.places = run.sealed_files()
 
     def __call__(self, key: ShardKey) -> Shard:
-        """Read a shard. Raises ShardError if it is damaged or gone by now, OSError if it cannot be read."""
+        """Read a shard. Raises ShardError if it is damaged or was deleted, OSError if it cannot be read."""
         try:
             shard = read_shard(self.places[key])
-        except FileNotFoundError:  # its run is at work, and may have moved it to the kept ones
+        except FileNotFoundError:  # the recorded run is at work, and may have moved the shard to RUN/kept
             kept = self._run.kept_file(*key)
             if not kept.exists():
                 raise ShardError(
-                    f"{self.places[key]} is gone, as its run is at work: record with exchange.keep_shards=1"
+                    f"{self.places[key]} was deleted, as its run is at work: record with "
+                    "exchange.keep_shards=1"
                 ) from None
             shard = read_shard(kept)
         return _of_behaviour(shard) if self._behaviour else shard
@@ -103,11 +108,12 @@ def _of_behaviour(shard: Shard) -> Shard:
 
 
 class ReplayExchange:
-    """TrainerExchange that replays a recording. step: returns the trainer's step.
+    """TrainerExchange that replays a recording.
 
     If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
-    the next arrival comes early. If nothing is left, a stop is requested. cursors: shards before these
-    indices, by searcher, were merged by an earlier attempt.
+    the next arrival comes early. If it waits and no arrival is left, ``stop_requested`` is True. read:
+    function that returns a shard. cursors: index of the first shard of each searcher that no earlier attempt
+    merged. step: function that returns the trainer's optimizer step.
     """
 
     def __init__(
@@ -127,7 +133,10 @@ class ReplayExchange:
         self._step = step
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Record the version; return False if the recorded run postponed it. Nobody receives the weights."""
+        """Note that weights are published, which nobody receives.
+
+        Returns False if the recorded run did not publish this version, but a later one.
+        """
         version = publication.version
         if self._published is not None and version < self._steps and version not in self._published:
             return False
@@ -155,4 +164,4 @@ class ReplayExchange:
         return self._waits and not self._left
 
     def close(self) -> None:
-        """Do nothing: nobody waits for the end."""
+        """Do nothing, because no searcher waits for the end."""

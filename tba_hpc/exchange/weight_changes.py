@@ -1,12 +1,14 @@
 """Compact, bit-exact changes between two flat buffers of weights.
 
-A change is a word of 16 bits, whatever the dtype. In bfloat16 it is one number, and an optimizer step at 1e-6
-changes one number in a hundred. In float32 it is half a number, and nearly every lower half changes. Changes
-are one uint8 array, of B blocks of 256 words and n changed words:
+Weights are compared as *words* of 16 bits, whatever their dtype. In bfloat16 a word is one number. An
+optimizer step at a learning rate of 1e-6 changes about one number in a hundred. In float32 a word is half a
+number, and nearly every lower half changes.
 
-    counts   uint16 [B]   changed words of each block
+A buffer of weights has B blocks of 256 words. All changes are one uint8 array, in which n changed words have:
+
+    counts   uint16 [B]   number of changed words in each block
     values   uint16 [n]   new bits of each changed word
-    offsets  uint8 [n]    index of each changed word in its block
+    offsets  uint8 [n]    index of each changed word within its block
 """
 
 from __future__ import annotations
@@ -19,30 +21,32 @@ import numpy as np
 from tba_hpc.core.types import WeightLayout
 
 WORD, BLOCK = 2, 256
-"""Bytes of a word, and words of a block; a uint8 can index a word in a block."""
+"""Bytes of a word, and words of a block: as many as a uint8 can index."""
 
 PIECE = 1 << 18
-"""Words compared at once; they fit in the cache."""
+"""Number of words that a thread compares at once; they fit in a core's cache."""
 
 BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
+"""Bytes per changed word (value and offset), and per block (count)."""
 
 SAMPLES, SAMPLE = 64, 4096
-"""Number of samples, and words per sample, that are compared before the whole."""
+"""Number of samples that are compared before all weights, and words per sample."""
 
 MOST = 0.25
-"""Maximum size of changes, as a share of the weights' bytes. Above it, whole weights are published."""
+"""Maximum size of changes, as a share of the size of the weights. Beyond it, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Limits on a chain, which joining searchers read: its links, and its bytes as a share of the weights'."""
+"""Limits on the changes in one chain, all of which a searcher that joins must read: their number, and their
+total size as a share of the size of the weights."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
-"""Threads that compare weights in parallel; numpy releases Python's lock."""
+"""Number of threads that compare weights in parallel; numpy releases Python's lock meanwhile."""
 
 
 class DeltaMemory:
-    """Memory of a trainer's last weights, so that the next can be published as changes.
+    """The weights that a trainer published last, with which the next ones are compared.
 
-    incoming: memory for the next weights, uint8 [nbytes]. Float32 weights are always published whole, since
+    incoming: memory for the next weights, uint8 [nbytes]. Float32 weights are always published whole, because
     nearly all of them change at every step.
     """
 
@@ -50,10 +54,14 @@ class DeltaMemory:
         self.incoming = np.zeros(layout.nbytes, np.uint8)
         halves = all(slot.dtype != "F32" for slot in layout.slots)
         self._last = np.zeros(layout.nbytes, np.uint8) if halves else None
-        self._sizes: list[int] | None = None  # bytes of each change since whole weights; None before them
+        self._sizes: list[int] | None = None  # bytes of the chain's changes; None before the first weights
 
     def changes(self) -> np.ndarray | None:
-        """Return the changes from the last to the incoming weights; None if whole weights are better."""
+        """Return the changes from the last to the incoming weights; None if these are to be published whole.
+
+        They are if they are the first or float32, if too much has changed, or if the chain has reached a
+        limit.
+        """
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
         changes = find_changes(self.incoming, self._last)
@@ -62,7 +70,7 @@ class DeltaMemory:
         return changes
 
     def keep(self, changes: np.ndarray | None) -> None:
-        """Make the incoming weights the last ones; ``incoming`` is another array afterwards.
+        """Make the incoming weights, now published, the last ones; ``incoming`` may become another array.
 
         changes: the changes that were published; None if the weights were published whole.
         """
@@ -72,9 +80,9 @@ class DeltaMemory:
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """Return, as uint8, the changes that turn ``old`` into ``new``, both uint8 [nbytes]; None if too many.
+    """Return the changes, uint8, from ``old`` to ``new``, both uint8 [nbytes]; None if they are too many.
 
-    A sample is compared first, so that it costs almost nothing to find that everything has changed.
+    Samples are compared first, so that it is cheap to find that everything has changed.
     """
     new, old = new.view(np.uint16), old.view(np.uint16)
     most = MOST * WORD * len(new)
@@ -90,7 +98,11 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Apply ``changes`` to ``out``, uint8 [nbytes]. Raises ValueError, changing nothing, if they misfit."""
+    """Apply ``changes`` to ``out``, uint8 [nbytes], in place.
+
+    Raises ValueError if the sizes show that these are not changes of such weights; ``out`` then stays as it
+    is.
+    """
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
     counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
@@ -109,9 +121,10 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return counts, values and offsets of a piece. Four words are compared at a time: few of these differ.
+    """Return counts, values and offsets of the changes in a piece, uint16 [at most PIECE].
 
-    The lowest eight bits of a word's index are its offset in its block.
+    Four words are compared at a time, as one uint64. Only the few that differ are then compared word by word.
+    The lowest eight bits of a word's index are its offset within its block.
     """
     whole = len(new) // 4 * 4
     new_4, old_4 = new[:whole].view(np.uint64), old[:whole].view(np.uint64)

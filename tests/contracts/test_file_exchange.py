@@ -170,7 +170,10 @@ def test_what_is_never_evaluated_does_not_fill_the_disk(
         publish(exchange, version, "validation")
     assert versions(tmp_path) == [0, *range(9 - MOST_WAITING, 10)]
     told = [record.message for record in caplog.records]
-    assert len(told) == 8 - MOST_WAITING and "weights of step 1 go before their validation is" in told[0]
+    assert (
+        len(told) == 8 - MOST_WAITING
+        and "weights of step 1 are removed before their validation is" in told[0]
+    )
     exchange.close()
 
 

@@ -74,7 +74,7 @@ def test_a_rank_alone_in_its_world_is_told_what_to_try() -> None:
         [sys.executable, FAULTS, "wrong_size"], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
     )
     assert alone.returncode != 0
-    assert "alone in its MPI world, 4 ranks were expected" in alone.stdout
+    assert "alone in its MPI world, but 4 ranks were expected" in alone.stdout
     assert re.search(r"srun --mpi=(pmix|pmi2)", alone.stdout)
 
 

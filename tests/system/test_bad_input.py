@@ -72,4 +72,4 @@ def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
         alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert alone.returncode == 2 and note.exists() == bool(launched)
         sentence = note.read_text() if launched else alone.stderr
-        assert "alone in its MPI world, 3 ranks were expected" in sentence and "--mpi=pmix" in sentence
+        assert "alone in its MPI world, but 3 ranks were expected" in sentence and "--mpi=pmix" in sentence

@@ -1,1 +1,1 @@
-"""What tools/experiments.py is made of: one module per experiment, above the parts that they share."""
+"""Parts of tools/experiments.py: one module per experiment, and modules that they share."""

@@ -1,6 +1,7 @@
-"""Time to equal pass@1: asynchronous TBA, the same code made synchronous, TRL's GRPO, on the same cores.
+"""Time to equal pass@1 on the same cores: asynchronous TBA, the same code made synchronous, TRL's GRPO.
 
-Every arm is tuned alike: the same learning rates on a seed apart, then its best one on the others.
+All arms are tuned alike: each tries the same learning rates with one seed, and uses its best with other
+seeds.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ TWICE = "synchronous, 2 engines, then 2 trainers"
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "buffer.most_on_policy=1")
 
 QUEUE = ("exchange.sync_every=1", "buffer.replay_limit=1", "exchange.max_staleness=8")
-"""Of the asynchronous arm: it learns from each trajectory once, at most eight steps after its policy sampled
-it, the default of a run without replay."""
+"""Overrides of the asynchronous arm, which learns from each trajectory once, at most eight steps after it was
+sampled. That is the default of a run without replay."""
 
 ARMS = {
     ASYNCHRONOUS: ("launch.searchers=1", *QUEUE, "train.steps=300", "evaluate.every=40"),
@@ -37,12 +38,12 @@ ARMS = {
 }
 
 TUNED_AS = {TWICE: SYNCHRONOUS}
-"""The same steps by another clock: the same best rate."""
+"""Arm whose best rate another arm shares, because both take the same steps and differ in time alone."""
 
 TUNING_SEED = 100
 
 RATES = (1.25e-4, 2.5e-4, 5e-4)
-"""That every arm tries."""
+"""Learning rates that every arm tries."""
 
 SETTINGS = (
     *skill.SAMPLING,
@@ -52,39 +53,39 @@ SETTINGS = (
     "evaluate.every=20",
     "evaluate.validation_prompts=128",
 )
-"""Of all arms; the test split is not looked at."""
+"""Overrides of all arms. The test split is not used."""
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
 TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
-"""What the main environment lacks of TRL's needs, and TRL."""
+"""TRL, and what it needs beyond this environment."""
 
 NOTES = (
-    f"Tuning: the same constant learning rates for all, seed {TUNING_SEED}; the best is the first to reach "
-    "the highest threshold that any of an arm's rates reaches. The two synchronous arms take the same steps, "
-    "and so share their tuning. All start from one model.",
-    "Seconds run from the first weights in an engine (TRL: from the start of training) to the optimizer step "
-    "whose weights reach the threshold, on straight lines between evaluations on the validation prompts, "
-    "which no arm trains on. Evaluations are off the clock for TRL and, by their tokens, for the synchronous "
-    "arms; the asynchronous arm pays for its own.",
-    "Every arm may use both cores: asynchronous, a trainer and an engine with a core each; synchronous, the "
-    "same two in turn, or two engines and two trainers in turn; TRL, both for everything.",
-    "÷ asynchronous: at the last of these thresholds that all arms of a seed reach. End: mean of the last "
-    "three evaluations.",
+    f"Tuning: all arms try the same constant learning rates with seed {TUNING_SEED}. The best rate is the "
+    "first to reach the highest threshold that any rate of the arm reaches. Both synchronous arms take the "
+    "same steps, and so share their tuning. All arms start from one model.",
+    "Seconds count from the first weights in an engine (TRL: from the start of training) to the optimizer "
+    "step whose weights reach the threshold, interpolated linearly between validation evaluations. "
+    "They do not include the time of evaluations for TRL and for the synchronous arms (estimated by tokens); "
+    "for the asynchronous arm they do.",
+    "Every arm may use both cores. Asynchronous: a trainer and an engine have a core each. Synchronous: the "
+    "same two take turns, or two engines and two trainers do. TRL uses both cores for everything.",
+    "÷ asynchronous: ratio of times to the highest threshold that all arms of a seed reach. End: mean of the "
+    "last three evaluations.",
     "TRL: defaults of 1.16 (loss dapo, no KL term), no gradient checkpointing, Hugging Face generation.",
 )
 
 Courses = Mapping[str, Mapping[int, Course]]
-"""By arm and seed."""
+"""Evaluations of runs by arm and seed."""
 
 
 def named(arm: str, rate: float) -> str:
-    """An arm at a learning rate."""
+    """Return the name of an arm at a learning rate."""
     return f"{arm}, rate {rate:g}"
 
 
 @dataclass(frozen=True)
 class Asynchrony:
-    """The comparison. thresholds: of pass@1, ascending."""
+    """The comparison. thresholds: values of pass@1 to which the time is measured, ascending."""
 
     thresholds: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8)
 
@@ -96,14 +97,14 @@ class Asynchrony:
         steps=200,
         model=skill.MODEL,
     )
-    """Our own arms, at every rate."""
+    """Runs of all arms but TRL's, at every rate."""
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of every arm's first run; the peer reads that of a synchronous arm."""
+        """Return the config of each arm's first run; TRL reads that of a synchronous arm."""
         return self.study.configs(options)
 
     def measure(self, options: Options) -> Result:
-        """All rates of all arms with the tuning seed, then each arm's best with the others."""
+        """Run all rates of all arms with the tuning seed, then each arm's best rate with the other seeds."""
         self.study.require_curves(options)
         tuning = {
             arm: {rate: self._course(arm, rate, TUNING_SEED, options) for rate in RATES}
@@ -126,7 +127,7 @@ class Asynchrony:
         return course_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
 
     def result(self, best: Mapping[str, float], found: Courses) -> Result:
-        """One row and one line per arm, at its best rate."""
+        """Return a row and a line per arm, at its best rate."""
         rows = [
             {
                 **self._row(arm, f"{best[arm]:g}", list(courses.values())),
@@ -142,7 +143,7 @@ class Asynchrony:
         return Result(rows, [Panel(x, y, lines, banded=False, level=level)], NOTES)
 
     def _row(self, arm: str, rate: str, courses: list[Course]) -> Row:
-        """Times to each threshold, steps to the last, and the end; per course."""
+        """Return the row of an arm: times to each threshold, steps to the last one, and pass@1 at the end."""
         last = self.thresholds[-1]
         return {
             "arm": arm,
@@ -158,7 +159,10 @@ class Asynchrony:
         }
 
     def _ratio(self, arm: str, found: Courses, seed: int) -> float | None:
-        """Time ÷ the asynchronous arm's at the last threshold that all arms of this seed reach, or None."""
+        """Return the ratio of times to the highest threshold that all arms of this seed reach, or None.
+
+        It is the time of ``arm``, divided by that of the asynchronous arm.
+        """
         for threshold in reversed(self.thresholds):
             times = {
                 name: time_to(of_seeds[seed].over_seconds, threshold) for name, of_seeds in found.items()
@@ -170,7 +174,7 @@ class Asynchrony:
 
 
 def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) -> float:
-    """The first to reach the highest threshold that any reaches; if none does, the one that ends best."""
+    """Return the rate that is first at the highest threshold that any reaches, or else that ends best."""
     for threshold in reversed(thresholds):
         times = {rate: time_to(course.over_seconds, threshold) for rate, course in courses.items()}
         reached = {rate: seconds for rate, seconds in times.items() if seconds is not None}
@@ -180,7 +184,7 @@ def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) ->
 
 
 def peer_course(overrides: list[str], name: str, options: Options) -> Course:
-    """TRL's, of the quickstart with these overrides: as it stands on disk, or measured now."""
+    """Return TRL's evaluations on the quickstart with these overrides: those on disk, or new ones."""
     out = options.folder / "runs" / f"{name}.json"
     found = read_json(out)
     if found is None or found["overrides"] != overrides:
@@ -194,7 +198,7 @@ def peer_course(overrides: list[str], name: str, options: Options) -> Course:
 
 
 def trl_python() -> Path:
-    """The interpreter of an environment with TRL, made once on top of this one, which it leaves alone."""
+    """Return the interpreter of an environment with TRL, which is made once and extends the present one."""
     python, marker = TRL_VENV / "bin/python", TRL_VENV / "installed"
     if not marker.exists():
         venv.create(TRL_VENV, with_pip=True)

@@ -1,6 +1,6 @@
-"""An agent that is a program: it asks the model for a sum, calculates when asked to, and prints the reward.
+"""A program that is an agent: it asks the model for a sum, calculates when asked to, and prints the reward.
 
-It has no library but Python's own, so that an episode's start costs as little as a program can.
+It imports only Python's standard library, so that it starts as fast as a program can.
 """
 
 import json
@@ -20,7 +20,7 @@ TOOL = {
 
 
 def said(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's next message."""
+    """Return the model's next message."""
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode(),
@@ -31,7 +31,7 @@ def said(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def calculate(arguments: str) -> str:
-    """The sum of two numbers, or what is wrong with the call."""
+    """Return the sum of two numbers, or what is wrong with the call."""
     try:
         a, b = json.loads(arguments)["expression"].split("+")
         return str(int(a) + int(b))
@@ -40,7 +40,7 @@ def calculate(arguments: str) -> str:
 
 
 def main() -> None:
-    """One episode."""
+    """Run one episode."""
     row = json.loads(sys.stdin.readline())
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(TURNS):

@@ -1,6 +1,6 @@
 """Arithmetic on learning curves, and the learning curve of a run from its files.
 
-A curve is a list of (when, pass@1), ascending: seconds on the training clock, or steps.
+A curve is a list of points (x, pass@1) with ascending x. x is seconds of training, or optimizer steps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Curve = Sequence[tuple[float, float]]
 
 
 def time_to(curve: Curve, threshold: float) -> float | None:
-    """When a curve first reaches ``threshold``, on straight lines between its points; None: never.
+    """Return the x at which a curve first reaches ``threshold``, interpolated linearly; None if it never
+    does.
 
-    A curve that begins above it counts as reaching it at its first point.
+    For a curve that begins above the threshold this is the x of its first point.
     """
     if curve and curve[0][1] >= threshold:
         return curve[0][0]
@@ -32,40 +33,40 @@ def time_to(curve: Curve, threshold: float) -> float | None:
 
 
 def last_part(curve: Curve, share: float) -> list[float]:
-    """pass@1 at the last ``share`` of the points, at least one."""
+    """Return pass@1 at the last ``share`` of the points, and at one point at least."""
     count = max(1, round(share * len(curve)))
     return [value for _, value in curve[-count:]]
 
 
 @dataclass(frozen=True)
 class Course:
-    """The evaluations of a run in order: (seconds of training, optimizer steps, pass@1) each."""
+    """The evaluations of a run, in order: points (seconds of training, optimizer steps, pass@1)."""
 
     points: Sequence[tuple[float, float, float]]
 
     @property
     def over_seconds(self) -> Curve:
-        """How fast it learns on this machine."""
+        """Pass@1 over seconds of training, which depend on the machine."""
         return [(seconds, value) for seconds, _, value in self.points]
 
     @property
     def over_steps(self) -> Curve:
-        """How fast it learns on any."""
+        """Pass@1 over optimizer steps."""
         return [(step, value) for _, step, value in self.points]
 
     @property
     def end(self) -> float:
-        """Mean pass@1 of the last three evaluations: one alone is noisy."""
+        """Mean pass@1 of the last three evaluations, since a single one is noisy."""
         return statistics.fmean(value for _, _, value in self.points[-3:])
 
 
 def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
-    """Greedy pass@1 on the validation split over seconds and steps, of a finished run.
+    """Return the greedy pass@1 of a finished run on the validation split.
 
-    The clock starts when the first engine has its first weights, so that the start of processes and engines
-    is left out; a point stands where the weights that were evaluated came to be. ``evaluations_count``: False
-    takes off the clock the time that earlier evaluations took the engines, by their tokens: in a synchronous
-    run the trainer waits for them.
+    Seconds are counted from the moment at which the first engine had its first weights, so they do not
+    include the start of processes and engines. A point stands at the step that made the evaluated weights.
+    evaluations_count: if False, the time of earlier evaluations is subtracted, estimated by their tokens,
+    because the trainer of a synchronous run waits for evaluations.
     """
     trainer = read_metrics(run.metrics_file("trainer"))
     searchers = [read_metrics(path) for path in run.searcher_files().values()]
@@ -81,24 +82,24 @@ def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
 
 
 def clock_start(trainer: Sequence[Record], searchers: Sequence[Sequence[Record]]) -> float:
-    """Unix time at which the first searcher had the first weights in use; all records of each rank."""
+    """Return the Unix time at which a searcher first used weights, from all records of each rank."""
     published = series(trainer, "time")[0]
     delays = [series(records, "search/propagation_seconds") for records in searchers]
     return published + min(delay[0] for delay in delays if delay)
 
 
 def tokens_per_second(searchers: Sequence[Sequence[Record]]) -> float:
-    """Of all engines together while they are at work."""
+    """Return the tokens per second of all engines together, while they are at work."""
     return sum(_busy_rate(records) for records in searchers)
 
 
 def _busy_rate(records: Sequence[Record]) -> float:
-    """Tokens of one engine ÷ seconds inside its steps."""
+    """Return the tokens of one engine, divided by the time inside its steps, s."""
     at_work = [record for record in records if number(record, "search/tokens", 0.0)]
     busy = sum(_seconds(record) * number(record, "search/busy_share", 0.0) for record in at_work)
     return sum(series(at_work, "search/tokens")) / busy if busy else 0.0
 
 
 def _seconds(record: Record) -> float:
-    """Wall time that a record of a searcher covers."""
+    """Return the wall time that a searcher's record covers, s."""
     return number(record, "search/tokens", 0.0) / number(record, "search/tokens_per_second", 1.0)

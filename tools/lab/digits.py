@@ -1,7 +1,7 @@
 """A second task for the remedies: commands on a row of digits, such as ``Row 30719. Turn. Clip.``
 
-Commands come in pairs of opposites. As in ``lab.skill``, the model that is taught here carries out every
-command, but takes most of them for their opposite; reinforcement learning finds which reading is right.
+Each command has an opposite. As in ``lab.skill``, the model is taught here to carry out every command, but to
+take most of them for their opposite. Reinforcement learning finds out which reading is right.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ COMMANDS: dict[str, Callable[[str], str]] = {
 }
 OPPOSITE = {"Turn": "Roll", "Roll": "Turn", "Clip": "Trim", "Trim": "Clip", "Lead": "Echo", "Echo": "Lead"}
 MISREAD = frozenset({"Turn", "Roll", "Clip", "Trim"})
-"""Commands that the model takes for their opposite with MISREAD_SHARE, the others with 1 − MISREAD_SHARE."""
+"""Commands taken for their opposite with probability MISREAD_SHARE; all others with 1 − MISREAD_SHARE."""
 MISREAD_SHARE = 0.8
 
 LENGTH = (4, 6)
 STEPS = (2, 4)
-"""Ranges with both ends included: digits of a row, commands of a problem."""
+"""Least and greatest number of digits in a row, and of commands in a problem."""
 
 TEACHING_STEPS = 1600
 PATH = REPOSITORY / f".cache/digits-model-seed{MODEL_SEED}"
@@ -57,7 +57,10 @@ class Problem:
         return self._rows(self.commands)[-1]
 
     def solution(self, rng: np.random.Generator | None = None) -> str:
-        """The row after each command, then the answer; with ``rng``, as the model's habits read it."""
+        """Return the row after each command, then the answer.
+
+        rng: if given, commands are misread at random, as the model is taught to.
+        """
         read = self.commands if rng is None else [_as_read(command, rng) for command in self.commands]
         rows = self._rows(read)
         return "".join(f"{row};" for row in rows) + f"#### {rows[-1]}"
@@ -75,7 +78,7 @@ def _as_read(command: str, rng: np.random.Generator) -> str:
 
 
 def draw(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
-    """Distinct problems of a split; equal arguments give equal problems."""
+    """Return distinct problems of a split; equal arguments give equal problems."""
     rng = np.random.default_rng([seed, get_args(Split).index(split), 7])
     found: dict[Problem, None] = {}
     while len(found) < count:
@@ -86,7 +89,7 @@ def draw(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
 
 
 def split_of(row: str) -> Split:
-    """The only split that has this row: rows are held out if their digits sum to a multiple of 5."""
+    """Return the only split with this row. Rows whose digits sum to a multiple of 5 are held out."""
     if sum(map(int, row)) % 5:
         return "train"
     return "validation" if int(row[-1]) % 2 else "test"
@@ -99,7 +102,7 @@ def _draw(rng: np.random.Generator) -> Problem:
 
 
 class Digits(RightOrWrong):
-    """Reward 1 for a completion that ended by itself with the right row after ``####``, else 0."""
+    """Task with reward 1 for a completion that ended by itself with the right row after ``####``, else 0."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Digits(RightOrWrong):
         test_file: None = None,
         validation_problems: int = 256,
     ) -> None:
-        """Set the number of validation problems; there are 2,000 for training, and no files."""
+        """Make the task, with 2,000 training problems. It takes no files, unlike other tasks."""
         super().__init__(tokenizer)
         self._sizes: dict[Split, int] = {"train": 2000, "validation": validation_problems, "test": 256}
 
@@ -118,12 +121,12 @@ class Digits(RightOrWrong):
         return [(problem.question, problem.target) for problem in draw(split, self._sizes[split], 0)]
 
     def accepts(self, text: str, target: str) -> bool:
-        """Tell whether the text after the marker is the target."""
+        """Return whether the text after the marker is the target."""
         return text.partition("####")[2].strip() == target
 
 
 def batches(problems: tuple[Problem, ...], tokenizer: tiny.PreTrainedTokenizerFast) -> Iterator[tiny.Batch]:
-    """One (tokens, labels) per step; a problem is read anew each time, as the habits have it."""
+    """Yield (tokens, labels) for each step. Commands are misread anew each time that a problem is used."""
     for step in range(TEACHING_STEPS):
         rng = np.random.default_rng([MODEL_SEED, step])
         chosen = [problems[i] for i in rng.choice(len(problems), tiny.BATCH, replace=False)]
@@ -135,7 +138,7 @@ def batches(problems: tuple[Problem, ...], tokenizer: tiny.PreTrainedTokenizerFa
 
 
 def make() -> None:
-    """Make the model in PATH unless it is there."""
+    """Make the model in PATH, unless it exists."""
     if PATH.exists():
         return
     torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores

@@ -1,8 +1,8 @@
-"""Trainer and searchers in lockstep on an enumerable policy: real buffer, objectives, generator and learner.
+"""Trainer and searchers that take turns in one process (in lockstep), on an enumerable policy.
 
-So staleness and the number of searchers are exact, not the outcome of a race for the cores.
-
-Shape letters as in tools/lab/tabular.py, and: M words of a prompt that are rewarded.
+So the age of data is exact, and does not depend on how busy cores are. Buffer and objectives are the
+product's; generator and learner are those of ``tabular``. Shape letters are those of ``tabular``, and M for
+the rewarded words of a prompt.
 """
 
 from __future__ import annotations
@@ -38,41 +38,42 @@ from tba_hpc.core.types import (
 )
 
 REFERENCE_SCALE = 0.3
-"""Standard deviation of the reference's logits."""
+"""Standard deviation of the reference's logits; small, so that the reference is nearly uniform."""
 
 DEFAULTS = BufferSection()
 
 
 @dataclass(frozen=True)
 class SparseTable(Table):
-    """Reward 1 for ``modes`` words of full length per prompt, any two of which differ in most letters.
+    """Table with reward 1 for ``modes`` words of full length per prompt, and 0 for all else.
 
-    The reference is close to uniform, so that its target gives every rewarded word some of its mass.
+    Any two rewarded words differ in more than half of their letters. The reference is nearly uniform, so that
+    every rewarded word has a share of the target distribution.
     """
 
     modes: int = 8
 
     @cached_property
     def ref_logits_PSV(self) -> np.ndarray:
-        """float32."""
+        """Logits of the reference, float32."""
         rng = np.random.default_rng([self.seed, 1])
         return REFERENCE_SCALE * rng.standard_normal(self.shape, np.float32)
 
     @cached_property
     def reward_PC(self) -> np.ndarray:
-        """float32."""
+        """Reward of each completion, float32."""
         reward_PC = np.zeros((self.prompts, len(self.completions)), np.float32)
         np.put_along_axis(reward_PC, self.modes_PM, 1.0, axis=1)
         return reward_PC
 
     @cached_property
     def modes_PM(self) -> np.ndarray:
-        """int64: which completions are rewarded."""
+        """Indices of the rewarded completions, int64 [P, M]."""
         rng = np.random.default_rng([self.seed, 2])
         return np.array([self._scattered(rng) for _ in range(self.prompts)])
 
     def _scattered(self, rng: np.random.Generator) -> list[int]:
-        """Random words of full length, each far from those before."""
+        """Return the indices of random words of full length, each far from those before."""
         words: list[np.ndarray] = []
         while len(words) < self.modes:
             word = rng.integers(self.letters, size=self.length, dtype=np.int32)
@@ -83,12 +84,13 @@ class SparseTable(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run.
+    """Settings of a run.
 
-    groups_per_step: prompts that each searcher answers during an optimizer step, with ``completions``
-    completions each. buffer: None to train on every group once, in order, and duplicates too; B and K are
-    then what one searcher generates. ahead: searchers get weights before they generate for the next steps,
-    not after, so that data are 0 … k − 1 steps old instead of k … 2k − 1, as with TBA.
+    groups_per_step: number of prompts that each searcher answers during an optimizer step. completions:
+    number of completions per prompt. buffer: section of the replay buffer; None: each group is trained on
+    once, in order, duplicates included, and train's B and K must equal what one searcher generates. ahead:
+    whether searchers get new weights before they generate for the next steps, so that data are 0 to k − 1
+    steps old. Otherwise they get them afterwards, as with TBA, and data are k to 2k − 1 steps old.
     """
 
     table: Table
@@ -104,10 +106,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """After ``step`` steps.
+    """The state of a run after ``step`` optimizer steps.
 
-    trajectories: generated so far. found: distinct rewarded ones among them, of all prompts.
-    staleness: mean over the last batch, steps.
+    trajectories: number generated so far. found: number of distinct rewarded ones among them. staleness: mean
+    age of the last batch, steps. policy_PC: probability of each completion.
     """
 
     step: int
@@ -118,12 +120,12 @@ class Moment:
 
 
 def train(setup: Setup, *, every: int) -> Iterator[Moment]:
-    """The start, then the policy after every ``every`` steps."""
+    """Run; yield the state at the start, and after every ``every`` steps."""
     return Lockstep(setup).run(every)
 
 
 class Lockstep:
-    """The state of a run."""
+    """A run, from its start to its last step."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -144,7 +146,7 @@ class Lockstep:
         self._found: set[tuple[int, bytes]] = set()
 
     def run(self, every: int) -> Iterator[Moment]:
-        """All steps of ``train.steps``."""
+        """Take all steps; yield the state at the start, and after every ``every`` steps."""
         train = self._setup.train
         yield Moment(0, 0, 0, 0.0, self._learner.policy_PC)
         for step in range(train.steps):
@@ -163,7 +165,7 @@ class Lockstep:
                 yield Moment(step + 1, self._generated, len(self._found), age, self._learner.policy_PC)
 
     def _sync(self, step: int) -> None:
-        """Merge what was generated under the weights of the sync before, hand out the newest."""
+        """Generate and merge the groups for the next steps, and publish weights, before it or afterwards."""
         if self._setup.ahead:
             self._publish(step)
         for index, (generator, requests) in enumerate(self._searchers):
@@ -195,7 +197,7 @@ class Lockstep:
 
 
 class Queue:
-    """What a replay buffer offers, with neither replay nor distinctness: first in, first out, once."""
+    """A buffer in place of ReplayBuffer that returns each group once, in order, and keeps duplicates."""
 
     def __init__(self, *, value_beta: float | None = None) -> None:
         self._value_beta = value_beta
@@ -203,14 +205,14 @@ class Queue:
         self._row = 0
 
     def merge(self, trajectories: Trajectories, revision: int) -> None:
-        """Add groups of equal size, all of one sync."""
+        """Add the groups of one sync, all of equal size. revision: ignored."""
         record = as_record(trajectories.record, LIVE_RECORD)
         record["value"] = soft_values(trajectories, self._value_beta)
         record["sync"] = record["version_oldest"]
         self._merged.append(replace(trajectories, record=record))
 
     def sample(self, step: int, *, groups: int, group_size: int) -> TrajectoryBatch:
-        """The oldest groups not yet sampled; a sync must have brought a multiple of ``groups``."""
+        """Return the oldest groups not yet returned. Each sync must bring a multiple of ``groups``."""
         source, start = self._merged[0], self._row
         self._row += groups * group_size
         taken = source.between(start, self._row).to_arrays()
@@ -228,7 +230,10 @@ def _all_groups(generator: TabularGenerator) -> list[Group]:
 
 
 def scored(groups: Sequence[Group], task: Task, reference: TabularReference | None) -> Trajectories:
-    """What a searcher makes of its groups. reference: None for the policy that sampled."""
+    """Return groups with rewards and reference log-probabilities, as a searcher's shard has them.
+
+    reference: None takes the policy that sampled as the reference.
+    """
     return Trajectories.of_groups(
         [
             ScoredGroup(

@@ -1,6 +1,6 @@
-"""Trainer and searcher in lockstep on a whole model, in one process, so that staleness is exact.
+"""Trainer and searcher that take turns in one process (in lockstep), on a whole model: staleness is exact.
 
-The task and the model are those of ``lab.skill``; config, objective, schedules and log-probabilities the
+Task and model are those of ``lab.skill``. Config, objective, schedules and log-probabilities are the
 product's.
 """
 
@@ -11,13 +11,13 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,19 +53,21 @@ from tba_hpc.tasks import load_task
 
 CPU = torch.device("cpu")
 
+T = TypeVar("T")
+
 PREFACE = (*skill.ONCE, "launch.searchers=1")
-"""Overrides of every run, before its own."""
+"""Overrides of every run; its own follow and win."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What makes a run what it is: the same again gives the same figures, bit for bit.
+    """Settings of a run. Equal settings give equal figures, bit for bit.
 
-    overrides: as ``--set`` takes them. lag: k; data are k … 2k − 1 steps old after the first k steps, with 0
-    they are fresh. every: steps between two evaluations, greedy, on so many validation ``problems``.
-    published_proximal: whether decoupled PPO's π_prox is the policy published last, by a pass of its weights.
-    fresh_groups: groups that are sampled per step, for the replay buffer; None: as many as a step learns
-    from, once each.
+    overrides: of the config, as ``--set`` takes them. lag: k; after the first k steps data are k to 2k − 1
+    steps old. With lag 0 they are fresh. every: steps between two greedy evaluations. problems: number of
+    validation problems. published_proximal: whether π_prox of decoupled PPO is the policy published last,
+    computed with its weights. fresh_groups: groups that are sampled per step for the replay buffer; None: as
+    many as a step learns from, each learned from once.
     """
 
     overrides: tuple[str, ...] = ()
@@ -79,7 +81,7 @@ class Run:
     fresh_groups: int | None = None
 
     def config(self) -> Config:
-        """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
+        """Return the config. Raises ConfigError, or ValueError if completions would not be plain samples."""
         given = (f"model.path={skill.MODEL.path}", f"run.seed={self.seed}")
         size = (f"train.steps={self.steps}", f"task.options.validation_problems={self.problems}")
         constant = skill.constant(self.rate)
@@ -96,9 +98,10 @@ class Run:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The settings, ``curve`` of (step, pass@1), ``series`` of figures step by step, and ``seconds``.
+    """Do a run; return its settings, ``curve``, ``series`` and ``seconds``.
 
-    None stands for a figure that a step did not have.
+    curve: list of (step, pass@1). series: figures of each step, by name; None where a step lacks a figure.
+    seconds: processor time of generation, learning and evaluation.
     """
     torch.set_num_threads(1)
     world = Lockstep(run)
@@ -114,17 +117,24 @@ def measure(run: Run) -> dict[str, Any]:
     return {**asdict(run), "curve": curve, "series": series, "seconds": world.seconds}
 
 
-def figures_of(wanted: Iterable[tuple[str, Run]], folder: Path, workers: int) -> list[dict[str, Any]]:
-    """Of named runs, a process each. What is in the folder, with the same settings, is not made again."""
-    named, spawned = list(wanted), multiprocessing.get_context("spawn")
+def figures_of(wanted: Mapping[T, tuple[str, Run]], folder: Path) -> dict[T, dict[str, Any]]:
+    """Return the figures of named runs, by the keys of ``wanted``; see ``kept``.
+
+    Two runs are measured at a time, each in a process of its own.
+    """
+    spawned = multiprocessing.get_context("spawn")
     folder.mkdir(parents=True, exist_ok=True)
     end_with_us = (os.getpid(), signal.SIGKILL)
-    with ProcessPoolExecutor(workers, spawned, initializer=die_with, initargs=end_with_us) as pool:
-        return list(pool.map(kept, *zip(*named, strict=True), [folder] * len(named)))
+    with ProcessPoolExecutor(2, spawned, initializer=die_with, initargs=end_with_us) as pool:
+        found = pool.map(kept, *zip(*wanted.values(), strict=True), [folder] * len(wanted))
+        return dict(zip(wanted, found, strict=True))
 
 
 def kept(name: str, run: Run, folder: Path) -> dict[str, Any]:
-    """The figures of a run, as they lie in its file or measured now."""
+    """Return the figures of a run: those in its file, if it was measured with the same settings, or new ones.
+
+    New ones are written to the file. name: name of the arm, for the name of the file.
+    """
     what = f"lag{run.lag}-rate{run.rate:g}-steps{run.steps}-seed{run.seed}"
     path, settings = folder / f"{slug(name)}-{what}.json", json.loads(json.dumps(asdict(run)))
     found: Any = read_json(path)
@@ -137,7 +147,7 @@ def kept(name: str, run: Run, folder: Path) -> dict[str, Any]:
 
 
 class Lockstep:
-    """The state of a run."""
+    """A run in lockstep: its learner, sampler and data."""
 
     def __init__(self, run: Run) -> None:
         config = run.config()
@@ -163,7 +173,7 @@ class Lockstep:
         self._published = (0, self._learner.publish())
 
     def step(self, step: int) -> dict[str, float]:
-        """Sync if it is time, then one optimizer step; its figures."""
+        """Sync if one is due, then take an optimizer step; return the figures of the step."""
         if step % max(1, self._run.lag) == 0:
             with self._timed("generation"):
                 self._sync(step)
@@ -176,7 +186,7 @@ class Lockstep:
             return {"age": age, "reward": reward, **self._learner.step(batch, step)}
 
     def evaluate(self) -> float:
-        """Greedy pass@1 on the validation problems, by the newest weights."""
+        """Return greedy pass@1 on the validation problems with the newest weights."""
         prompts = self._task.prompts("validation")
         with self._timed("evaluation"):
             weights, tokens = self._learner.weights(), [prompt.tokens for prompt in prompts]
@@ -185,7 +195,10 @@ class Lockstep:
         return float(np.mean(rewards))
 
     def _sync(self, step: int) -> None:
-        """Generate for the steps until the next sync, under the weights of the sync before, then publish."""
+        """Generate for the steps until the next sync, with weights of the sync before; then publish.
+
+        With lag 0 the newest weights generate.
+        """
         if self._run.lag == 0:
             self._publish(step)
         fresh = self._run.fresh_groups or self._train.prompts_per_step
@@ -212,7 +225,7 @@ class Lockstep:
 
 
 class Learner:
-    """DeepSpeedLearner on one rank, without DeepSpeed; it computes the reference of each batch."""
+    """What DeepSpeedLearner does on one rank, without DeepSpeed. It computes the reference of each batch."""
 
     def __init__(self, config: Config, *, published_proximal: bool = False) -> None:
         train = self._train = config.train
@@ -231,7 +244,7 @@ class Learner:
         )
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy."""
+        """Return a copy of the weights."""
         return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
     def publish(self) -> Mapping[str, Tensor]:
@@ -242,7 +255,7 @@ class Learner:
         return weights
 
     def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
-        """One optimizer step; none if the gradient is not finite."""
+        """Take an optimizer step, unless the gradient is not finite; return its figures."""
         power = schedules.reference_power(self._train, step)
         batch = with_reference_power(self._with_reference(batch, step), power)
         batch = with_top_logprobs(batch, self._train.score_centering)
@@ -266,7 +279,7 @@ class Learner:
         return {**found, "grad_norm": float(norm)}
 
     def _backward(self, rows: TrajectoryBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
-        """Add the gradient of some groups; what the objective says of them."""
+        """Add the gradient of some groups of ``batch``; return their metrics."""
         mean_tokens = float(batch.action_length_N.mean())
         recorded = upload(RecordedGroups.of(rows), CPU)
         groups = Groups.of(_of(self._logprobs, rows), recorded, batch_tokens=mean_tokens)
@@ -302,7 +315,7 @@ class Learner:
 
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
-    """Log-probabilities of the completions' tokens, float32 [T]; or [T, 1 + C], also of the likeliest."""
+    """Return the log-probabilities of completion tokens, float32 [T]; [T, 1 + C] with C likeliest tokens."""
     prompt_N = rows.record["prompt_row"]
     others_TC = rows.top_logprobs["token"]
     form = rows.action_T, logprobs.layout

@@ -1,6 +1,7 @@
-"""How fast steps are where generation dominates: long, uneven answers, small batches.
+"""How fast steps are if generation dominates: long, uneven answers and small batches.
 
-It says nothing about learning: how much a step teaches depends on the age of its data, which stands beside.
+The experiment says nothing about learning. How much a step teaches depends on the age of its data, which the
+table also shows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ARMS = {
 
 STEPS = 100
 WARM = 5
-"""The first of so many parts of a run is left out."""
+"""A run is divided into so many parts, of which the first is left out as a warm-up."""
 
 SETTINGS = (
     *skill.SAMPLING,
@@ -54,20 +55,20 @@ SETTINGS = (
 )
 
 NOTES = (
-    f"Seconds of a step: the mean of a run of {STEPS} less its first fifth; nothing is evaluated meanwhile. "
-    "Two prompts with eight completions each to a step, of 20 to 200 tokens.",
+    f"Seconds of a step: mean over a run of {STEPS} steps, without its first fifth and without evaluations. "
+    "A step learns from two prompts with eight completions each, of 20 to 200 tokens.",
     "Age: steps between the weights that sampled and those that train, mean over a run's batches.",
-    "Tokens/s: of all engines together while they are at work; where they wait for the trainer it does not "
-    "count.",
-    "All use both cores, and learn from each completion once. TRL: as in `asynchrony`.",
+    "Tokens/s: of all engines together, while they are at work; waits for the trainer do not count.",
+    "All arms use both cores, and learn from each completion once. TRL: as in `asynchrony`.",
 )
 
 
 @dataclass(frozen=True)
 class Paced:
-    """One run: the seconds that its steps were done at, and the mean age of its data in steps.
+    """Figures of one run.
 
-    tokens: generated in a second of engines' work; None if nobody counted.
+    done: (time in s, number) of each step when it was done. age: mean age of the data, steps. tokens: tokens
+    that engines generate per second while they are at work; None if unknown.
     """
 
     done: Sequence[tuple[float, float]]
@@ -76,19 +77,19 @@ class Paced:
 
     @property
     def seconds(self) -> float:
-        """Of a step, on average."""
+        """Mean duration of a step, s."""
         (start, first), (end, last) = self.done[0], self.done[-1]
         return (end - start) / (last - first)
 
     @property
     def course(self) -> list[tuple[float, float]]:
-        """Seconds and steps since the first of them: all runs begin at 0, whatever they leave out."""
+        """``done``, counted from its first entry, so that all runs begin at 0."""
         began, first = self.done[0]
         return [(time - began, step - first) for time, step in self.done]
 
     @classmethod
     def read(cls, run: RunDir) -> Paced:
-        """Of a finished run."""
+        """Read the figures of a finished run."""
         steps = step_records(read_metrics(run.metrics_file("trainer")))
         searchers = [read_metrics(path) for path in run.searcher_files().values()]
         done = list(zip(series(steps, "time"), series(steps, "step"), strict=True))
@@ -98,16 +99,16 @@ class Paced:
 
 
 class Pace:
-    """The arms of ``asynchrony``, and two of other ages, at a rate that changes nothing."""
+    """The arms of ``asynchrony``, and two with other ages of data, at a learning rate too small to matter."""
 
     question = "How fast are steps where generation dominates: long, uneven answers, small batches?"
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of every arm's first run; the peer reads that of a synchronous arm."""
+        """Return the config of each arm's first run; TRL reads that of a synchronous arm."""
         return self._study(options).configs(options)
 
     def measure(self, options: Options) -> Result:
-        """All arms, seeds outermost, so that a machine's moods meet all alike."""
+        """Run all arms, seed by seed, so that changes of the machine's speed affect all arms alike."""
         study = self._study(options)
         found: dict[str, list[Paced]] = {arm: [] for arm in (*study.arms, asynchrony.PEER)}
         for seed in options.seeds:
@@ -121,7 +122,7 @@ class Pace:
         return Study(ARMS, (*SETTINGS, f"evaluate.every={last}"), last, skill.COUNTING)
 
     def _peer(self, study: Study, seed: int, options: Options) -> Paced:
-        """It reads its clock where it evaluates: in the middle and at the end."""
+        """Run TRL, which notes the time only at evaluations: here in the middle and at the end."""
         overrides = study.overrides(asynchrony.SYNCHRONOUS, seed, options)
         middle = f"evaluate.every={(options.steps or STEPS) // 2}"
         course = asynchrony.peer_course([*overrides, middle], f"{slug(asynchrony.PEER)}-seed{seed}", options)
@@ -129,7 +130,7 @@ class Pace:
 
 
 def result(found: Mapping[str, Sequence[Paced]]) -> Result:
-    """A row and a line for each arm; how many times as long its steps take as the first one's."""
+    """Return a row and a line for each arm. A row compares the arm's steps with those of the first arm."""
     first, *_ = found.values()
     rows: list[Row] = [
         {

@@ -1,11 +1,11 @@
-"""How fast a searcher generates if a program leads the conversations, as a share of an environment's pace.
+"""How fast a searcher generates if a program leads the conversations, compared with an environment.
 
     python tools/lab/program_pace.py [--width 768 --layers 8] [--sequences 4] [--episodes 12]
 
-One engine and one model of random weights serve both in turn: an environment that says ``Go on.`` until the
-last turn, and a program that does the same. So prompts, turns and the length of turns are alike, and whatever
-else the machine does meets both. Printed is a line of JSON per pair, with sampled tokens per second, and in
-the end the median of the ratios.
+One engine with a model of random weights serves both in turn: an environment that says ``Go on.`` until the
+last turn, and a program that does the same. So prompts, number of turns and length of turns are alike, and
+other work on the machine affects both. The tool prints a line of JSON for each pair of measurements, with
+sampled tokens per second, and finally the median of the ratios.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tba_hpc.tasks import load_task
 
 TURNS = 3
 STOPS = list("0123456789")
-"""Random weights end a turn by one of these after some 27 tokens."""
+"""Strings that end a turn; random weights produce one of them after about 27 tokens."""
 
 ENVIRONMENT = f"""
 class Drill:
@@ -77,7 +77,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, width: int, layers: int) -> None:
-    """A Llama of random weights."""
+    """Write a Llama with random weights."""
     tokenizer = make_tokenizer(["Go on."])
     tokenizer.chat_template = TEMPLATE
     config = shape(tokenizer, width=width, inner=4 * width, layers=layers, context=2048)
@@ -85,7 +85,7 @@ def make_model(folder: Path, width: int, layers: int) -> None:
 
 
 def settings(model: Path, sequences: int) -> Config:
-    """The config of the engine."""
+    """Return the config of the engine."""
     generator = {
         **{"completions_per_prompt": 2, "prompts_in_flight": sequences // 2, "temperature": 1.0},
         **{"max_tokens": 512, "stop": STOPS, "kv_cache_mb": 512},
@@ -99,14 +99,15 @@ def settings(model: Path, sequences: int) -> Config:
 def pace(
     engine: Generator, generator: Generator, prompts: Sequence[Prompt], at_once: int, episodes: int
 ) -> dict[str, float]:
-    """Figures over that many episodes in the middle of a longer stream of them, as in a run.
+    """Measure ``episodes`` episodes in the middle of a longer sequence of them, as in a run; return figures.
 
-    tokens: sampled per second. full: share of the time in which the engine had as many turns as it decodes at
-    once. searcher_ms, program_ms: processor time per episode of this process, and of programs.
+    at_once: number of turns that the engine decodes at once. tokens: sampled tokens per second. full: share
+    of the time in which the engine had at least that many turns. searcher_ms, program_ms: processor time per
+    episode of this process and of the programs, ms.
     """
     sampling = Sampling(1.0, 1.0, 512, stop=tuple(STOPS))
     requests = (Request(prompt, number, 1, sampling) for number, prompt in enumerate(cycle(prompts)))
-    filled = 2 * at_once  # as many episodes are open at a time
+    filled = 2 * at_once  # number of episodes that are open at a time
     done: list[Completion] = []
     marks: list[tuple[int, np.ndarray]] = []
     full = 0.0
@@ -134,13 +135,13 @@ def pace(
 
 
 def clocks() -> np.ndarray:
-    """Seconds of the clock, and of processors in this process and in programs that have ended."""
+    """Return the time, and the processor time of this process and of programs that have ended, s."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return np.array([time.monotonic(), *(one.ru_utime + one.ru_stime for one in used)])
 
 
 def conversing(kind: str, engine: Generator, tokenizer: Tokenizer) -> tuple[Generator, Sequence[Prompt]]:
-    """A generator of conversations of this kind, and their prompts."""
+    """Return a generator of conversations of one kind of TASKS, and their prompts."""
     options = {**TASKS[kind], "validation_prompts": 1}
     task = load_task(
         TaskSection.model_validate({"name": kind, "train_file": "rows.jsonl", "options": options}), tokenizer
@@ -149,7 +150,7 @@ def conversing(kind: str, engine: Generator, tokenizer: Tokenizer) -> tuple[Gene
 
 
 def main(width: int = 96, layers: int = 2, pairs: int = 5, episodes: int = 48, sequences: int = 8) -> None:
-    """Print a line of JSON per pair; sequences: turns that the engine decodes at once."""
+    """Print a line of JSON per pair. sequences: number of turns that the engine decodes at once."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in a rank
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -165,7 +166,7 @@ def main(width: int = 96, layers: int = 2, pairs: int = 5, episodes: int = 48, s
         kinds = [conversing(kind, engine, tokenizer) for kind in TASKS]
         with closing(kinds[1][0]):
             ratios = []
-            for pair in range(-1, pairs):  # the first warms up
+            for pair in range(-1, pairs):  # the first pair warms up
                 order = kinds if pair % 2 else kinds[::-1]
                 played = 1 if pair < 0 else episodes
                 found = {id(one): pace(engine, *one, sequences, played) for one in order}

@@ -1,7 +1,7 @@
-"""Remedies for old data beside trajectory balance, by a protocol that was fixed before the first run.
+"""Trajectory balance and other remedies for old data, compared by a protocol fixed before the first run.
 
-``remedies.md`` says what is compared, how, and why. An interrupted experiment continues where it was. One run
-alone prints its pass@1, %:
+The protocol, ``remedies.md``, says what is compared, how, and why. An interrupted experiment continues where
+it was. This does a single run, and prints its pass@1, %:
 
     PYTHONPATH=tools python -m lab.remedies ARM LAG RATE SEED
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any
 
 from lab import skill
 from lab.lockstep_model import Run, figures_of, measure
@@ -36,29 +36,27 @@ ARMS: dict[str, dict[str, Any]] = {
     "IcePop": {"train.objective": "rloo", "train.ratio_bound": "icepop"},
     DECOUPLED: {"train.objective": "decoupled_ppo"},
 }
-"""Overrides of the config by name of the arm; all others are compared with the first arm."""
+"""Overrides of the config, by arm. The other arms are compared with the first."""
 
 LAGS = (10, 32, 1, 4)
-"""Lags, in the order in which they are run."""
+"""Lags, steps, in the order in which they are run."""
 
 RATES = (1.25e-4, 2.5e-4, 5e-4)
 SEEDS = (11, 12, 13, 14, 15)
 STEPS, TUNING_STEPS = 225, 150
 
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""The 97.5 % quantile of Student's t with n − 1 degrees of freedom, by number n of pairs."""
-
-T = TypeVar("T")
+"""The 97.5 % quantiles of Student's t with n − 1 degrees of freedom, by number n of pairs."""
 
 
 class Remedies:
-    """Comparison in lockstep on a small Llama: each arm at its best of three rates, paired by seed."""
+    """The comparison, in lockstep on a small Llama: each arm with its best of three rates, paired by seed."""
 
     question = "Which remedy for old data? Eight arms on a whole model, exact lags, paired seeds"
     seeds = SEEDS
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of one run of each arm."""
+        """Return the config of one run of each arm."""
         return {name: run_of((name, LAGS[0]), RATES[0], SEEDS[0], STEPS)[1].config() for name in ARMS}
 
     def measure(self, options: Options) -> Result:
@@ -78,32 +76,32 @@ class Remedies:
         return _in_order(rows, panels)
 
     def tune(self, lag: int, options: Options) -> dict[str, dict[float, float]]:
-        """Pass@1 at the end of a shorter run with the tuning seed, %, by arm, then by rate."""
+        """Return pass@1 at the end of a shorter run with the tuning seed, %, by arm, then by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         wanted = {
             (name, rate): run_of((name, lag), rate, TUNING_SEED, steps) for name, rate in product(ARMS, RATES)
         }
-        found = made(wanted, options)
+        found = figures_of(wanted, options.folder / "runs")
         return {name: {rate: end_of(found[name, rate]) for rate in RATES} for name in ARMS}
 
     def follow(
         self, lag: int, rates: Mapping[str, float], options: Options, task: tuple[str, ...] = ()
     ) -> dict[str, list[Figures]]:
-        """Figures of the runs of the arms in ``rates`` at one lag, in the order of the seeds.
+        """Return the figures of the runs at one lag, by arm, in the order of the seeds.
 
-        task: overrides, for another task than that of the tuning.
+        rates: learning rate of each arm. task: overrides that select another task than that of the tuning.
         """
         steps = options.steps or STEPS
         wanted = {
             (name, seed): run_of((name, lag), rates[name], seed, steps, task)
             for seed, name in product(options.seeds, rates)
         }
-        found = made(wanted, options)
+        found = figures_of(wanted, options.folder / "runs")
         return {name: [found[name, seed] for seed in options.seeds] for name in rates}
 
 
 def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] = ()) -> tuple[str, Run]:
-    """A run of an arm at a lag, with the arm's name. task: more overrides."""
+    """Return the arm's name and a run of it. key: arm and lag. task: further overrides."""
     name, lag = key
     given = tuple(f"{key}={json.dumps(value)}" for key, value in ARMS[name].items())
     exact = name == DECOUPLED
@@ -112,15 +110,10 @@ def run_of(key: Key, rate: float, seed: int, steps: int, task: tuple[str, ...] =
     )
 
 
-def made(wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
-    """Figures of the wanted runs: read if the runs are finished, else measured now on two cores."""
-    return dict(zip(wanted, figures_of(wanted.values(), options.folder / "runs", workers=2), strict=True))
-
-
 def row(
     lag: int, name: str, tuning: str, rates: Mapping[str, float], found: Mapping[str, Sequence[Figures]]
 ) -> Row:
-    """Row of the table for one arm at one lag. tuning: its scores at the three rates."""
+    """Return the row of the table for one arm at one lag. tuning: the arm's scores at the three rates."""
     ends, shipped = [end_of(run) for run in found[name]], [end_of(run) for run in found[TB]]
     pairs = None if name == TB or len(ends) < 2 else paired(ends, shipped)
     return {
@@ -136,17 +129,17 @@ def row(
 
 
 def age(lag: int) -> str:
-    """Age of the data in steps."""
+    """Return the age of the data at a lag, in steps, as text."""
     return f"{lag} to {2 * lag - 1}" if lag > 1 else "1"
 
 
 def in_words(tuned: Mapping[float, float]) -> str:
-    """The scores of the rates, in their order."""
+    """Return the scores as text, in the order of the rates."""
     return ", ".join(f"{score:.0f}" for score in tuned.values())
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the differences between pairs, and the ends of its 95 % interval by Student's t."""
+    """Return the mean difference ``ours`` − ``theirs`` of pairs, and the ends of its 95 % t-interval."""
     differences = [our - their for our, their in zip(ours, theirs, strict=True)]
     mean, pairs = fmean(differences), len(differences)
     half = T_975[pairs] * stdev(differences) / sqrt(pairs)
@@ -154,7 +147,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def _in_order(rows: Mapping[int, list[Row]], panels: Mapping[int, Panel]) -> Result:
-    """Result with its rows in the order of rising age."""
+    """Return the result, with rows and panels in the order of rising lags."""
     lags = sorted(rows)
     return Result([row for lag in lags for row in rows[lag]], [panels[lag] for lag in lags], NOTES)
 

@@ -1,6 +1,6 @@
 """Does replay save compute? Trajectory balance that learns from each group once, or several times.
 
-``replay_cost.md`` says what is compared, how, and why; it was fixed before the first run.
+The protocol, ``replay_cost.md``, was fixed before the first run. It says what is compared, how, and why.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 from lab import skill
 from lab.curves import Curve, time_to
-from lab.lockstep_model import Run
-from lab.remedies import made
+from lab.lockstep_model import Run, figures_of
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options
 from lab.staleness import TUNING_SEED, Figures, best_rate, end_of
@@ -21,13 +20,13 @@ from tba_hpc.config import Config
 QUEUE = "queue"
 SHARES = {"m = 0": 0.0, "m = .5": 0.5, "m = .95": 0.95}
 ARMS = (QUEUE, *SHARES)
-"""The arms that replay draw a recent group with probability m."""
+"""A queue, and arms that replay, which draw a recent group with probability m."""
 
 LAG = 4
 GROUPS = 8
-"""Groups that a step learns from; the queue samples as many per step."""
+"""Number of groups that a step learns from; the queue also samples as many per step."""
 FRESH_GROUPS = 2
-"""Groups that arms that replay sample per step: each is learned from four times on average."""
+"""Number of groups that an arm with replay samples per step: it learns from each four times on average."""
 COMPLETIONS = 16
 
 RATES = (1.25e-4, 2.5e-4, 5e-4)
@@ -37,27 +36,28 @@ LEVELS = (0.3, 0.5)
 
 
 class ReplayCost:
-    """Comparison in lockstep on a small Llama: every arm at its best of three rates, paired by seed."""
+    """The comparison, in lockstep on a small Llama: each arm with its best of three rates, paired by seed."""
 
     question = "Does replay save compute? Trajectory balance with a queue and with m = 0, .5, .95"
     seeds = SEEDS
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of one run of each arm."""
+        """Return the config of one run of each arm."""
         return {name: run_of(name, RATES[0], SEEDS[0], STEPS)[1].config() for name in ARMS}
 
     def measure(self, options: Options) -> Result:
         """Run all rates with the tuning seed, then the best ones with the others."""
         skill.MODEL.make()
         shorter, steps = min(TUNING_STEPS, options.steps or STEPS), options.steps or STEPS
+        folder = options.folder / "runs"
         tried = {key: run_of(*key, TUNING_SEED, shorter) for key in product(ARMS, RATES)}
-        ends = {key: end_of(run) for key, run in made(tried, options).items()}
+        ends = {key: end_of(run) for key, run in figures_of(tried, folder).items()}
         tuned = {name: {rate: ends[name, rate] for rate in RATES} for name in ARMS}
         wanted = {
             (name, seed): run_of(name, best_rate(tuned[name]), seed, steps)
             for seed, name in product(options.seeds, ARMS)
         }
-        runs = made(wanted, options)
+        runs = figures_of(wanted, folder)
         found = {name: [runs[name, seed] for seed in options.seeds] for name in ARMS}
         series = [Series(name, [by_samples(name, run) for run in found[name]]) for name in ARMS]
         panel = Panel("completions sampled", "pass@1, validation", series)
@@ -65,7 +65,7 @@ class ReplayCost:
 
 
 def run_of(name: str, rate: float, seed: int, steps: int) -> tuple[str, Run]:
-    """A run of an arm, with the arm's name."""
+    """Return the arm's name and a run of it."""
     given, fresh = [], None
     if name != QUEUE:
         given = [f"buffer.most_on_policy={SHARES[name]}", "buffer.replay_limit=null"]
@@ -75,22 +75,22 @@ def run_of(name: str, rate: float, seed: int, steps: int) -> tuple[str, Run]:
 
 
 def samples_per_step(name: str) -> int:
-    """Completions that an arm samples per step, on average."""
+    """Return the number of completions that an arm samples per step, on average."""
     return COMPLETIONS * (GROUPS if name == QUEUE else FRESH_GROUPS)
 
 
 def by_samples(name: str, run: Figures) -> Curve:
-    """Pass@1 over the number of completions sampled."""
+    """Return pass@1 over the number of completions sampled."""
     return [(step * samples_per_step(name), value) for step, value in run["curve"]]
 
 
 def seconds_per_step(run: Figures) -> float:
-    """Seconds of one core that a step took, generation and learning."""
+    """Return the time of one core that generation and learning took per step, s."""
     return float(run["seconds"]["generation"] + run["seconds"]["learning"]) / int(run["steps"])
 
 
 def row(name: str, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row:
-    """Row of the table for one arm: what it took to reach each level, and where it ended."""
+    """Return the row of the table for one arm: what it took to reach each level, and where it ended."""
     cells: dict[str, Any] = {
         "arm": name,
         "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
@@ -108,11 +108,11 @@ def row(name: str, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row
 
 NOTES = (
     "Protocol, fixed before the first run: tools/lab/replay_cost.md. TB as shipped; B = 8, K = 16, β = .02, "
-    f"AdamW, weights every {LAG} steps; the queue samples 8 groups per step, the others {FRESH_GROUPS}, with "
-    "a buffer that keeps all.",
+    f"AdamW, weights every {LAG} steps. The queue samples 8 groups per step, the others {FRESH_GROUPS}, with "
+    "a buffer that keeps everything.",
     f"Rates: the best of {', '.join(f'{rate:g}' for rate in RATES)}, by {TUNING_STEPS} steps with seed "
-    f"{TUNING_SEED}. Samples, steps and seconds of one core, without evaluations, on straight lines between "
-    "evaluations; in brackets how many seeds reach the level.",
+    f"{TUNING_SEED}. Samples, steps and core-seconds to a level are interpolated linearly between "
+    "evaluations, whose time does not count. In brackets: how many seeds reach the level.",
 )
 
 REPLAY_COST = ReplayCost()

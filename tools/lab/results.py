@@ -1,4 +1,4 @@
-"""What an experiment leaves: a table as Markdown and JSON, a plot, and where, when and how it was measured.
+"""The results of an experiment: a table, a plot, and where, when and how they were measured.
 
 Table and plot can be made again from the JSON alone.
 """
@@ -34,28 +34,28 @@ _INKS = {plots.INK: "#1f2937", plots.MUTED: "#4b5563", plots.GRID: "#d1d5db"}
 STYLE = {
     key: _INKS.get(value, value) if isinstance(value, str) else value for key, value in plots.STYLE.items()
 }
-"""The report's look, in fixed colours."""
+"""Matplotlib settings of ``tba report``, with fixed colours."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One value per seed; None if a seed has none, such as a threshold that it never reached."""
+    """One figure for each seed; None if there is none, such as a time to a threshold never reached."""
 
     values: Sequence[float | None]
 
     @property
     def known(self) -> list[float]:
-        """The values that there are."""
+        """The values that are not None."""
         return [value for value in self.values if value is not None]
 
     @property
     def mean(self) -> float | None:
-        """Of the values that there are."""
+        """Mean of ``known``; None if it is empty."""
         return statistics.fmean(self.known) if self.known else None
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation between seeds (n − 1), of at least two."""
+        """Sample standard deviation (n − 1) of ``known``; None if it has fewer than two values."""
         return statistics.stdev(self.known) if len(self.known) > 1 else None
 
     def __str__(self) -> str:
@@ -76,23 +76,24 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """One arm in a panel. curves: of every seed, (x, y) ascending in x."""
+    """The curves of one arm in a panel: one per seed, of points (x, y) with ascending x."""
 
     label: str
     curves: Sequence[Points]
 
     @property
     def band(self) -> tuple[np.ndarray, np.ndarray]:
-        """x [X], and every curve's y [C, X] there, on straight lines between its points."""
+        """All x of the curves [X], and the y of each curve at these x [C, X], interpolated linearly."""
         x_X = np.unique(np.concatenate([np.array(curve)[:, 0] for curve in self.curves]))
         return x_X, np.array([np.interp(x_X, *np.array(curve).T) for curve in self.curves])
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one pair of axes: every seed's, or (``banded``) their mean between lowest and highest.
+    """A plot of several arms, with the titles of its axes.
 
-    level: where a dashed line marks a value of y. logarithmic: of x.
+    banded: whether each arm is drawn as the mean of its curves, in a band from the lowest to the highest;
+    otherwise each curve is drawn. level: y of a dashed line. logarithmic: whether the x axis is.
     """
 
     x: str
@@ -106,7 +107,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Result:
-    """rows: alike in their keys. panels: side by side. notes: sentences without which the table misleads."""
+    """A table and its plot.
+
+    rows: rows of the table, all with the same keys. panels: plots, drawn side by side. notes: sentences that
+    a reader of the table needs.
+    """
 
     rows: Sequence[Row]
     panels: Sequence[Panel]
@@ -114,7 +119,7 @@ class Result:
 
 
 def machine() -> str:
-    """Cores that this process may use, processor, memory, as the system names them."""
+    """Describe this machine: cores that this process may use, processor, memory."""
     listing = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)", listing.read_text() if listing.exists() else "", re.M)
     processor = next(iter(names), platform.machine())
@@ -123,7 +128,7 @@ def machine() -> str:
 
 
 def provenance(seeds: Sequence[int]) -> dict[str, object]:
-    """Machine, date and load before anything starts: take it first."""
+    """Return machine, date, load and seeds. Call it before anything is started, for the load."""
     return {
         "machine": machine(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -133,7 +138,10 @@ def provenance(seeds: Sequence[int]) -> dict[str, object]:
 
 
 def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, object]) -> str:
-    """Write table.md, table.json, plot.png and plot.svg into ``folder``; returns the Markdown."""
+    """Write table.md, table.json, plot.png and plot.svg into ``folder``; return the Markdown.
+
+    title: title of the table. origin: the result of ``provenance``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = markdown(result, title, origin)
     (folder / "table.md").write_text(text)
@@ -146,12 +154,12 @@ def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, obje
 
 
 def to_json(result: Result, title: str, origin: Mapping[str, object]) -> str:
-    """All that table and plot are made of, for ``from_json``."""
+    """Return everything from which table and plot are made, as JSON for ``from_json``."""
     return json.dumps({"title": title, **origin, **asdict(result)}, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str) -> tuple[Result, str, dict[str, object]]:
-    """What ``to_json`` was given: result, title, origin."""
+    """Return result, title and origin, as ``to_json`` was given them."""
     record = json.loads(text)
     rows = [
         {name: Spread(cell["values"]) if isinstance(cell, dict) else cell for name, cell in row.items()}
@@ -165,7 +173,7 @@ def from_json(text: str) -> tuple[Result, str, dict[str, object]]:
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
-    """All panels from left to right, an arm in one look in all of them; the last one names the arms."""
+    """Draw the panels from left to right. An arm looks the same in all; the legend stands beside the last."""
     looks = looks_of(panels)
     figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     one_scale = len({panel.y for panel in panels}) == 1
@@ -179,7 +187,7 @@ def draw(panels: Sequence[Panel]) -> Figure:
         ax.set_xlabel(panel.x)
         if panel.logarithmic:
             ax.set_xscale("log")
-            ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # powers would be shown as TeX, unread
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # powers of ten would be shown as raw TeX
             ax.xaxis.set_minor_formatter(NullFormatter())
         if not one_scale or ax is axes[0]:
             ax.set_ylabel(panel.y)
@@ -190,7 +198,7 @@ def draw(panels: Sequence[Panel]) -> Figure:
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
-    """Colour and line of every arm, in the order in which they first come."""
+    """Return colour and line style of each arm, in the order of their first appearance."""
     arms = dict.fromkeys(series.label for panel in panels for series in panel.series)
     return {
         arm: {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS)]}
@@ -209,7 +217,7 @@ def _draw_series(ax: Axes, series: Series, look: Mapping[str, Any], *, banded: b
 
 
 def markdown(result: Result, title: str, origin: Mapping[str, object]) -> str:
-    """Title, table, notes, origin."""
+    """Return title, table, notes and origin as Markdown."""
     names = list(result.rows[0])
     lines = [
         "| " + " | ".join(names) + " |",

@@ -1,4 +1,4 @@
-"""Whole runs of the product, one after the other, each started once: ``tba run CONFIG --set …``."""
+"""Starts whole runs, ``tba run CONFIG --set …``, one after the other. A finished run is not repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
 
 UNBOUNDED = ("exchange.max_staleness=null", "buffer.initial_completions=512")
-"""Settings of arms that do not bound the age of data; the quickstart's differ."""
+"""Overrides that lift the quickstart's bound on the age of data."""
 
 MODEL_SEED = 100
 
@@ -28,7 +28,10 @@ log = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may vary. folder: of the experiment's results; steps: None for the experiment's own."""
+    """Options of an experiment.
+
+    folder: folder for results and runs. steps: optimizer steps of a run; None: the experiment's own number.
+    """
 
     folder: Path
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -37,25 +40,31 @@ class Options:
 
 @dataclass(frozen=True)
 class Model:
-    """What all runs start from: ``stem`` names its folder; arguments of tools/make_tiny_model.py."""
+    """The model from which all runs of a study start.
+
+    stem: beginning of its folder's name. arguments: arguments of tools/make_tiny_model.py.
+    """
 
     stem: str
     arguments: tuple[str, ...]
 
     @property
     def path(self) -> Path:
-        """Its folder, in the cache of the repository."""
+        """Folder of the model, in the cache of the repository."""
         return REPOSITORY / f".cache/{self.stem}-seed{MODEL_SEED}"
 
     def make(self) -> None:
-        """Make it unless it is there."""
+        """Make the model, unless it exists."""
         tool, seed = REPOSITORY / "tools/make_tiny_model.py", str(MODEL_SEED)
         run(sys.executable, str(tool), "--seed", seed, "--out", str(self.path), *self.arguments)
 
 
 @dataclass(frozen=True)
 class Study:
-    """Arms, of which each has settings of its own and all others in common: one run per arm and seed."""
+    """A comparison of arms, with one run per arm and seed.
+
+    arms: overrides of each arm, by name. settings: overrides of all arms.
+    """
 
     arms: Mapping[str, tuple[str, ...]]
     settings: tuple[str, ...]
@@ -63,15 +72,15 @@ class Study:
     model: Model
 
     def config(self, arm: str, seed: int, options: Options) -> Config:
-        """The config of one run. Raises ConfigError."""
+        """Return the config of one run. Raises ConfigError."""
         return load_config(QUICKSTART, self.overrides(arm, seed, options))
 
     def configs(self, options: Options) -> dict[str, Config]:
-        """The config of every arm's first run."""
+        """Return the config of each arm's first run."""
         return {arm: self.config(arm, options.seeds[0], options) for arm in self.arms}
 
     def overrides(self, arm: str, seed: int, options: Options) -> list[str]:
-        """What ``--set`` gets, one each."""
+        """Return the overrides of one run, as ``--set`` takes them."""
         return [
             f"run.root={options.folder / 'runs'}",
             f"run.name={slug(arm)}",
@@ -85,7 +94,7 @@ class Study:
         ]
 
     def require_curves(self, options: Options) -> None:
-        """SystemExit if a run of some arm would end before its first evaluation."""
+        """Raise SystemExit if the runs of an arm would end before their first evaluation."""
         for arm in self.arms:
             config = self.config(arm, options.seeds[0], options)
             if config.train.steps < config.evaluate.every:
@@ -95,13 +104,13 @@ class Study:
                 )
 
     def run(self, arm: str, seed: int, options: Options) -> RunDir:
-        """A finished run: as it stands on disk, or made now, after its model."""
+        """Return a finished run: the one on disk, if it has the same settings, or a new one."""
         self.model.make()
         config = self.config(arm, seed, options)
         run_dir = RunDir(config.run_dir.absolute())
         if run_dir.finished and not differences(run_dir.config(), config):
             return run_dir
-        if run_dir.config_file.exists():  # of other settings, or cut short: a clock cannot be resumed
+        if run_dir.config_file.exists():  # other settings, or interrupted: its time cannot be continued
             shutil.rmtree(run_dir.path)
         sets = [f"--set={text}" for text in self.overrides(arm, seed, options)]
         program = [sys.executable, "-m", "tba_hpc", "run", str(QUICKSTART), *sets, "--json"]
@@ -110,7 +119,7 @@ class Study:
 
 
 def run(*command: str) -> None:
-    """Run a command in the repository, its output thrown away. SystemExit with a sentence if it fails."""
+    """Run a command in the repository, hiding its output. Raises SystemExit with the output if it fails."""
     log.print("$", *command, style="dim", soft_wrap=True)
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -118,11 +127,11 @@ def run(*command: str) -> None:
 
 
 def slug(arm: str) -> str:
-    """A name that may be part of a path: ``K = 8`` → ``k-8``."""
+    """Turn the name of an arm into a part of a path: ``K = 8`` becomes ``k-8``."""
     words = "".join(letter if letter.isalnum() or letter == "." else " " for letter in arm.lower()).split()
     return "-".join(words)
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """A JSON object, None if there is no such file."""
+    """Read a JSON object; None if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None

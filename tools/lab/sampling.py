@@ -1,6 +1,6 @@
-"""Completions by transformers' ``generate``, as our tasks and objectives take them.
+"""Samples completions with transformers' ``generate``, in the form that tasks and objectives take.
 
-Shape letters: B prompts of up to P tokens, N completions of up to L tokens, V vocabulary.
+Shape letters: B prompts of up to P tokens, N completions of up to L tokens, V vocabulary, C likeliest tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from transformers import PreTrainedModel
 from tba_hpc.core.types import TOP_LOGPROBS, Completion
 
 ROWS = 512
-"""Completions that are sampled together."""
+"""Number of completions that are sampled together."""
 
 
 def completion_of(
     tokens: list[int], eos: int, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
 ) -> Completion:
-    """Up to the end of the sequence, or cut off; log-probabilities are 0 if there are none."""
+    """Return a completion, which ends after the first ``eos`` or is cut off; without ``logprobs`` they are 0.
+
+    top: the likeliest tokens at each position, TOP_LOGPROBS [T, C].
+    """
     ended = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
     array = np.array(ended, np.int32)
     logprobs = np.zeros(len(array), np.float32) if logprobs is None else logprobs[: len(array)]
@@ -30,9 +33,10 @@ def completion_of(
 
 
 class Sampler:
-    """Draws completions; ``seed`` decides which. The model is only a place for weights.
+    """Samples completions, the same for the same seed.
 
-    top: number of likeliest tokens that are recorded in the place of each token.
+    model: any model of the right shape; every call loads weights into it. top: number of likeliest tokens
+    that are recorded at each position.
     """
 
     def __init__(self, model: PreTrainedModel, *, eos: int, max_tokens: int, seed: int, top: int = 0) -> None:
@@ -46,7 +50,7 @@ class Sampler:
     def sample(
         self, weights: Mapping[str, Tensor], prompts: Sequence[np.ndarray], n: int, *, greedy: bool = False
     ) -> list[tuple[Completion, ...]]:
-        """``n`` completions of every prompt, at temperature 1 unless they are to be the likeliest."""
+        """Return ``n`` completions of each prompt, sampled at temperature 1, or by greedy decoding."""
         self._model.load_state_dict(weights)
         torch.manual_seed(self._seed)
         self._seed += 1

@@ -1,7 +1,7 @@
-"""The task of the whole runs: a skill that is gained over hundreds of steps, unlike the quickstart's mode.
+"""The arithmetic task of most experiments, which takes hundreds of steps to learn, unlike the quickstart's.
 
-The model works everything out but takes four of six verbs mostly for their opposite, and the other two now
-and then; a completion is right if it took every verb rightly.
+The model shows its work, but it was taught to take four of six verbs mostly for their opposite, and the other
+two sometimes. A completion is right if it takes every verb correctly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RATE = 1.25e-4
 
 
 def constant(rate: float) -> str:
-    """Override: this learning rate from the first step to the last."""
+    """Return the override for a constant learning rate."""
     return f"train.learning_rate={{schedule: constant, peak: {rate}}}"
 
 
@@ -25,10 +25,10 @@ SAMPLING = (
     "generator.prompts_in_flight=8",
     "exchange.seal_seconds=0.2",
 )
-"""Training begins with a step's completions, which are as many as it learns from."""
+"""Overrides with which training begins as soon as there are the completions of one step."""
 
 BETA = "train.beta=0.02"
-"""On-policy, 160 steps lead to 89 % with it; to 35 % with the quickstart's .1."""
+"""Override of β. On-policy, 160 steps lead to 89 % with it, and to 35 % with the quickstart's .1."""
 
 ONCE = (
     *SAMPLING,
@@ -37,4 +37,4 @@ ONCE = (
     "buffer.most_on_policy=1",
     "buffer.replay_limit=1",
 )
-"""Each trajectory is learned from once: the buffer is a queue, and speed decides nothing but the clock."""
+"""Overrides that make the buffer a queue: each trajectory is learned from once, however fast ranks are."""

@@ -1,7 +1,8 @@
-"""A sparse stand-in for red-teaming: one prompt, 8 of 5,461 completions rewarded, all far apart.
+"""A sparse task in place of red-teaming: one prompt, and 8 of 5,461 completions rewarded, all far apart.
 
-What red-teaming is judged by (success, diversity) is exact here, from the policy's table. Two experiments:
-more searchers for the same trainer, and the share m of recent data. Shape letters as in lockstep.
+The figures by which red-teaming is judged, success and diversity, are computed exactly from the policy's
+table. Two experiments vary the number of searchers for one trainer, and the share m of recent data. Shape
+letters are those of ``lockstep``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MODES, LETTERS, LENGTH = 8, 4, 6
 STEPS, EVALUATIONS = 400, 40
 BETA = 0.1
 KEPT = 0.1
-"""A mode counts as kept if the policy gives it this share of the probability it has at the optimum."""
+"""Share of its probability at the optimum from which on a mode (a rewarded completion) counts as kept."""
 
 TRAIN = TrainSection(
     steps=STEPS,
@@ -33,7 +34,7 @@ TRAIN = TrainSection(
     beta=BETA,
 )
 REPLAY = BufferSection(capacity=200_000, capacity_per_prompt=200_000, reward_temperature=BETA)
-"""Everything is kept, and replayed by reward."""
+"""A buffer that keeps everything, and replays by reward."""
 
 SYNC_EVERY = 10
 COUNTS, SHARES = (1, 2, 4, 8), (0.0, 0.5, 0.95, 1.0)
@@ -42,21 +43,21 @@ ON_POLICY: dict[str, Any] = {"buffer": None, "sync_every": 1, "ahead": True, "gr
 
 NOTES = (
     f"One prompt, {MODES} rewarded words of {LENGTH} letters (of {LETTERS}) among 5,461 completions; TB, β = "
-    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β; trainer "
-    "and searchers in lockstep; a searcher generates 32 completions per step.",
-    "Found: rewarded words generated at least once; kept: those with at least a tenth of their probability "
-    "at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded; diversity: expected "
-    "share of places at which two rewarded samples differ; both exact, of the last policy. Last row: the "
-    "optimum.",
+    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β. Trainer "
+    "and searchers run in lockstep; a searcher generates 32 completions per step.",
+    "Found: rewarded words generated at least once. Kept: rewarded words with at least a tenth of their "
+    "probability at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded. Diversity: "
+    "expected share of positions at which two rewarded samples differ. Both are exact figures of the last "
+    "policy. Last row: the optimum.",
 )
 
 Ways = Mapping[str, "list[list[Quality]]"]
-"""By arm and seed, the way of a policy."""
+"""Qualities of the policy during a run, by arm and then by seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A policy at a moment."""
+    """Figures of a policy after ``step`` steps; NOTES defines found, kept, success and diversity."""
 
     step: int
     trajectories: int
@@ -68,17 +69,17 @@ class Quality:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Arms by name, each the setup of a run with a seed."""
+    """An experiment. setups: function from seed and options to the setup of a run, by arm."""
 
     question: str
     setups: Mapping[str, Callable[[int, Options], Setup]]
 
     def arms(self, options: Options) -> dict[str, list[Setup]]:
-        """One per seed of each arm."""
+        """Return the setups of each arm, one per seed."""
         return {arm: [setup(seed, options) for seed in options.seeds] for arm, setup in self.setups.items()}
 
     def measure(self, options: Options) -> Result:
-        """One row per arm, one for the optimum."""
+        """Return a row for each arm, and one for the optimum."""
         arms, ways = self.arms(options), {}
         for arm, setups in arms.items():
             log.print(arm, style="dim")
@@ -90,7 +91,7 @@ class Sparse:
 
 
 def _setup(*, log_z: LogZ = "behaviour", **changes: Any) -> Callable[[int, Options], Setup]:
-    """Runs with TBA's defaults, less what ``changes``."""
+    """Return a function that makes setups with TBA's defaults, except for ``changes``."""
 
     def setup(seed: int, options: Options) -> Setup:
         changed = {"steps": options.steps or STEPS, "objective": TrajectoryBalance(log_z=log_z)}
@@ -103,7 +104,7 @@ def _setup(*, log_z: LogZ = "behaviour", **changes: Any) -> Callable[[int, Optio
 
 
 def quality(moment: Moment, table: SparseTable) -> Quality:
-    """What a policy is worth."""
+    """Return the figures of a policy."""
     optimum_M, policy_M = (p_PC[0, table.modes_PM[0]] for p_PC in (table.optimum(BETA), moment.policy_PC))
     return Quality(
         moment.step,
@@ -116,7 +117,10 @@ def quality(moment: Moment, table: SparseTable) -> Quality:
 
 
 def diversity(table: SparseTable, weight_C: np.ndarray) -> float:
-    """Expected share of places at which two completions differ, drawn by weight; having ended is a letter."""
+    """Return the expected share of positions at which two completions differ that are drawn by weight.
+
+    Positions after the end of a completion count as a letter of their own.
+    """
     words_CL = np.full((len(table.completions), table.length), table.eos)
     for row, tokens in enumerate(table.completions):
         words_CL[row, : len(tokens)] = tokens
@@ -144,7 +148,7 @@ def _row(arm: str, ends: Sequence[Quality]) -> Row:
 
 
 def _panels(ways: Ways) -> list[Panel]:
-    """Modes kept, success and diversity against trajectories, from the first ones on."""
+    """Return panels of modes kept, success and diversity over the number of trajectories."""
 
     def series(arm: str, name: str) -> Series:
         return Series(arm, [[(m.trajectories, getattr(m, name)) for m in way[1:]] for way in ways[arm]])
@@ -161,7 +165,7 @@ SEARCHERS = Sparse(
     {f"{n} searcher{'s' * (n > 1)}": _setup(searchers=n) for n in COUNTS}
     | {"synchronous": _setup(**ON_POLICY)},
 )
-"""The synchronous on-policy run has the trajectories of four searchers."""
+"""The synchronous on-policy run generates as many trajectories as four searchers."""
 
 SHARE = Sparse(
     "How much replay? m on the sparse task",

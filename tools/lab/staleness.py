@@ -1,6 +1,6 @@
 """Objectives on equally stale data: where they end at lags of 1 to 50 steps.
 
-Twice, in lockstep: on the enumerable policy, whose optimum is known, and on a whole model.
+Two experiments run in lockstep: one on the enumerable policy, whose optimum is known, one on a whole model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -33,32 +33,30 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "RLOO": {"objective": "rloo"},
     "AsymRE": {"objective": {"name": "rloo", "baseline_shift": -0.1}},
 }
-"""Keys of the config, by name."""
+"""Keys of the section ``train``, by objective."""
 
 LAGS = (1, 10, 50)
 RATES, TUNING_SEED = (0.1, 0.2, 0.4), 100
-"""Learning rates that every objective may choose from, with a seed that is not used again."""
+"""Learning rates of which each objective uses the best, and the seed of the runs that find it."""
 
 BETA = 0.1
 EVALUATIONS = 30
 
 Key = tuple[str, int]
-"""Objective, lag."""
+"""Objective and lag."""
 
 Figures = Mapping[str, Any]
-"""What a run of lab.lockstep_model keeps."""
-
-T = TypeVar("T")
+"""What ``lockstep_model.measure`` returns."""
 
 
 class Exact:
-    """The enumerable policy: 16 prompts, 3 of 121 completions right; every group is trained on once."""
+    """The experiment on the enumerable policy: 16 prompts, 3 of 121 completions right, groups used once."""
 
     question = "Which objectives bear stale data? Exact lags on an enumerable policy"
     steps = 300
 
     def arms(self, options: Options) -> dict[tuple[str, float, int], list[Setup]]:
-        """What there is to run, by objective, rate and lag: one per seed."""
+        """Return the runs by objective, rate and lag, one per seed."""
         return {
             (name, rate, lag): [self._setup(name, rate, lag, seed, options) for seed in options.seeds]
             for name, rate, lag in product(OBJECTIVES, RATES, LAGS)
@@ -85,7 +83,7 @@ class Exact:
         )
 
     def measure(self, options: Options) -> Result:
-        """Every objective at its best rate, one after the other."""
+        """Run each objective at its best rate, one after the other."""
         arms, found, tuned = self.arms(options), {}, {}
         for name in OBJECTIVES:
             log.print(name, style="dim")
@@ -99,12 +97,12 @@ class Exact:
         return Result(rows, panels, self._notes(options, tuned))
 
     def _tune(self, name: str, rate: float, options: Options) -> float:
-        """Final pass@1 with the seed for it, %: mean over the lags."""
+        """Return the final pass@1 with the tuning seed, %, as a mean over the lags."""
         setups = [self._setup(name, rate, lag, TUNING_SEED, options) for lag in LAGS]
         return float(np.mean([_final(self._follow(setup)[0]) for setup in setups]))
 
     def _follow(self, setup: Setup) -> tuple[Curve, float]:
-        """Pass@1 over steps, and the last policy's distance from π_ref·exp(r/β)/Z."""
+        """Do one run; return pass@1 over steps, and the last policy's distance from π_ref·exp(r/β)/Z."""
         table, curve = setup.table, []
         for moment in lockstep.train(setup, every=max(1, setup.train.steps // EVALUATIONS)):
             curve.append((float(moment.step), float((moment.policy_PC * table.reward_PC).sum(1).mean())))
@@ -127,21 +125,21 @@ class Exact:
             f"{name} {', '.join(f'{score:.1f}' for score in each.values())}" for name, each in tuned.items()
         )
         return (
-            f"Lag k: weights go out every k of {options.steps or self.steps} steps, and what they sample is "
-            "trained on after the next time, so that data are k … 2k − 1 steps old, the same for every "
-            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW; TB with log Z of the behaviour, tapered, Dr. "
-            "GRPO clipped at .2, M2PO Dr. GRPO with its mask of .04 instead, AsymRE RLOO with δ = −.1.",
-            "Pass@1: exact probability that a sample is right, mean over the last tenth. Distance: total "
-            "variation between the last policy and π_ref·exp(r/β)/Z.",
-            "Dr. GRPO and M2PO, without a KL term, do not aim at that posterior; nor does OAPL, whose target "
-            "π_lag·exp(r/β)/Z moves on with every sync, towards the best completions alone.",
-            f"Rates, by pass@1 over all lags with seed {TUNING_SEED}, in % at "
+            f"Lag k: weights are published every k of {options.steps or self.steps} steps. What they sample "
+            "is trained on after the next publication, so data are k to 2k − 1 steps old for every "
+            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW. TB: log Z of the behaviour, tapered. Dr. "
+            "GRPO: clipped at .2. M2PO: Dr. GRPO with a mask of .04 instead. AsymRE: RLOO with δ = −.1.",
+            "Pass@1: exact probability that a sample is right, mean over the last tenth of the steps. "
+            "Distance: total variation between the last policy and π_ref·exp(r/β)/Z.",
+            "Dr. GRPO and M2PO have no KL term, and do not aim at that policy. Nor does OAPL: its target "
+            "π_lag·exp(r/β)/Z moves with every sync, towards the best completions alone.",
+            f"Rates: the best by pass@1 over all lags with seed {TUNING_SEED}. Pass@1 in % at "
             f"{', '.join(f'{rate:g}' for rate in RATES)}: {scores}.",
         )
 
 
 def _final(curve: Curve) -> float:
-    """Pass@1, %: mean over the last tenth."""
+    """Return pass@1, %, as a mean over the last tenth of a curve."""
     return 100 * float(np.mean(last_part(curve, 0.1)))
 
 
@@ -172,7 +170,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "OAPL, both .5": {"train.objective": "oapl", "train.beta": 0.5},
 }
-"""Overrides by name. TBA′ is not run: its gradient is TB's where no clamp acts."""
+"""Overrides by objective. TBA′ is left out, because its gradient equals TB's where nothing is clamped."""
 
 FORMS_AT = {
     1: (TB, EQUATION_7, BASELINE),
@@ -180,26 +178,26 @@ FORMS_AT = {
     10: (TB, EQUATION_7, BASELINE),
     50: (TB, EQUATION_7, BASELINE),
 }
-"""By lag, what is run with every seed."""
+"""Objectives that are run with every seed, by lag."""
 
 TUNED_AT = {10: tuple(FORMS), 50: (TB, "TB, capped at 8", EQUATION_7, BASELINE, "TOPR"), 1: FORMS_AT[1]}
-"""By lag, what is tuned: the others end lower."""
+"""Objectives whose rates are tuned, by lag. The others end lower at lag 10."""
 
 MODEL_RATES = (1.25e-4, 2.5e-4)
 MODEL_STEPS, TUNING_STEPS = 300, 200
 
 
 class WholeModel:
-    """A small Llama in lockstep: every form at the better of two rates for each lag."""
+    """The experiment on a small Llama in lockstep: each objective at the better of two rates for each lag."""
 
     question = "Do old data teach? A whole model on arithmetic, exact lags"
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of a run of each."""
+        """Return the config of one run of each objective."""
         return {name: self._run(name, 10, MODEL_RATES[0], 0, MODEL_STEPS)[1].config() for name in FORMS}
 
     def measure(self, options: Options) -> Result:
-        """All rates with the tuning seed, then the better ones with the others."""
+        """Run all rates with the tuning seed, then the better ones with the other seeds."""
         skill.MODEL.make()
         keys = [(name, lag) for lag, names in FORMS_AT.items() for name in names]
         tried = [(name, lag) for lag, names in TUNED_AT.items() for name in names]
@@ -210,7 +208,7 @@ class WholeModel:
             (key, seed): self._run(*key, best_rate(tuned[key]), seed, steps)
             for seed, key in product(options.seeds, keys)
         }
-        made = self._make(wanted, options)
+        made = figures_of(wanted, options.folder / "runs")
         found = {key: [made[key, seed] for seed in options.seeds] for key in keys}
         in_order = sorted(tuned, key=lambda key: (key[1], list(FORMS).index(key[0])))
         rows = [self._row(key, tuned[key], found.get(key, [])) for key in in_order]
@@ -219,19 +217,15 @@ class WholeModel:
         return Result(rows, panels, NOTES_OF_MODEL)
 
     def _tune(self, key: Key, options: Options) -> dict[float, float]:
-        """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
+        """Return pass@1 at the end of a shorter run with the tuning seed, %, by rate."""
         steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
         wanted = {rate: self._run(*key, rate, TUNING_SEED, steps) for rate in MODEL_RATES}
-        return {rate: end_of(figures) for rate, figures in self._make(wanted, options).items()}
+        made = figures_of(wanted, options.folder / "runs")
+        return {rate: end_of(figures) for rate, figures in made.items()}
 
     def _run(self, name: str, lag: int, rate: float, seed: int, steps: int) -> tuple[str, Run]:
         given = tuple(f"{key}={json.dumps(value)}" for key, value in FORMS[name].items())
         return name, Run(overrides=given, lag=lag, rate=rate, seed=seed, steps=steps)
-
-    def _make(self, wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
-        """Their figures: as they lie there, or made now on two cores."""
-        found = figures_of(wanted.values(), options.folder / "runs", workers=2)
-        return dict(zip(wanted, found, strict=True))
 
     def _row(self, key: Key, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row:
         curves = [run["curve"] for run in runs]
@@ -247,7 +241,7 @@ class WholeModel:
 
 
 def panel(y: str, lag: int, names: Iterable[str], curves: Mapping[Key, Sequence[Curve]]) -> Panel:
-    """Pass@1 over steps, at one lag."""
+    """Return the panel of pass@1 over steps at one lag. y: title of the axis. names: objectives shown."""
     series = [
         Series(name, [[(step, 100 * value) for step, value in curve] for curve in curves[name, lag]])
         for name in names
@@ -260,17 +254,17 @@ def best_rate(tuned: Mapping[float, float]) -> float:
 
 
 def end_of(figures: Figures) -> float:
-    """Pass@1, %: mean of the last three evaluations."""
+    """Return pass@1, %, as a mean of the last three evaluations."""
     return 100 * float(np.mean([value for _, value in figures["curve"][-3:]]))
 
 
 NOTES_OF_MODEL = (
-    "Lag k: weights go out every k steps, and what they sample is learned from after the next time: data are "
-    "k … 2k − 1 steps old, every group used once. B = 8, K = 16, β = .02 (OAPL's are others: 1 and .001 "
-    f"are its authors'), AdamW, {MODEL_STEPS} steps; greedy pass@1 on 256 validation problems, mean of the "
-    "last three evaluations. TB: log Z of the behaviour, negatives tapered by sequence.",
+    "Lag k: weights are published every k steps. What they sample is learned from after the next "
+    "publication, so data are k to 2k − 1 steps old; every group is used once. B = 8, K = 16, β = .02 (not "
+    f"for OAPL, whose authors use 1 and .001), AdamW, {MODEL_STEPS} steps. Greedy pass@1 on 256 validation "
+    "problems, mean of the last three evaluations. TB: log Z of the behaviour, tapered.",
     f"Rates: the better of {', '.join(f'{rate:g}' for rate in MODEL_RATES)} for each lag, by {TUNING_STEPS} "
-    f"steps with seed {TUNING_SEED}; TB's of lag 10 at lag 4.",
+    f"steps with seed {TUNING_SEED}. At lag 4, TB has its rate of lag 10.",
 )
 
 ARITHMETIC = WholeModel()

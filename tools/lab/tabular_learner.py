@@ -1,4 +1,4 @@
-"""The learner of the enumerable world: a table of logits, and Adam."""
+"""The learner of the enumerable policy: a table of logits, trained by Adam."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tba_hpc.objectives import Groups, RecordedGroups, figures, make_objective
 from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
-"""What is saved into a checkpoint: logits, Adam's state, number of skipped steps."""
+"""Name of the file in a checkpoint, with logits, Adam's state and number of skipped steps."""
 
 DEFAULTS = TrainSection()
 CPU = torch.device("cpu")
@@ -36,7 +36,8 @@ DEADLINE = 60.0
 class Adam:
     """Adam (Kingma & Ba, 2015, algorithm 1) on one tensor.
 
-    By hand, for torch.optim imports torch._dynamo: longer than all else that a rank of this world does.
+    It is written here because torch.optim imports torch._dynamo, which takes longer than everything else that
+    such a rank does.
     """
 
     def __init__(self, parameter: Tensor, betas: tuple[float, float]) -> None:
@@ -46,7 +47,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, learning_rate: float) -> None:
-        """One step."""
+        """Take one step with this gradient."""
         first, second = self._betas
         self.steps += 1
         self._mean.lerp_(gradient, 1 - first)
@@ -55,19 +56,19 @@ class Adam:
         self._parameter -= learning_rate * mean / (square.sqrt() + 1e-8)
 
     def state(self) -> dict[str, int | Tensor]:
-        """What ``load`` takes."""
+        """Return the state for ``load``."""
         return {"steps": self.steps, "mean": self._mean, "square": self._square}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.steps, self._mean, self._square = state["steps"], state["mean"], state["square"]
 
 
 class TabularLearner:
-    """A table of logits, the reference's at first, trained by Adam on one rank.
+    """Learner on one rank: a table of logits, which begins as the reference's, trained by Adam.
 
-    train: the objective and the optimizer's settings. folder_of: where the policy of a step is exported,
-    for a trainer that computes a reference that is reset.
+    train: section with the objective and the optimizer's settings. folder_of: function from a step to the
+    folder of the policy exported then, for a trainer that scores a reference that is reset.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class TabularLearner:
 
     @property
     def policy_logits(self) -> np.ndarray:
-        """float32 [P, S, V]: a copy of the logits now."""
+        """Copy of the present logits, float32 [P, S, V]."""
         return self._logits.detach().numpy().copy()
 
     @property
     def policy_PC(self) -> np.ndarray:
-        """float64: probability of every completion now."""
+        """Present probability of every completion, float64."""
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: as DeepSpeedLearner's.
+        """Take one optimizer step; return metrics, see ports.Learner.
 
-        If loss or norm is not finite, nothing changes. Raises ConfigError if that goes on.
+        If loss or norm is not finite, nothing changes. Raises ConfigError if that happens too often in a row.
         """
         batch = with_top_logprobs(batch, self._centring)
         recorded = upload(RecordedGroups.of(batch), CPU)
@@ -123,7 +124,7 @@ class TabularLearner:
         }
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: by the policy of ``step``, that of 0 being the table's reference."""
+        """Return log π_ref of all completion tokens, float32 [T]. step: step of the reference policy."""
         if step != self._reference.step:
             self._reference.load(step)
         prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
@@ -139,7 +140,7 @@ class TabularLearner:
         out[:] = self._logits.detach().numpy().reshape(-1).view(np.uint8)
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy logits and optimizer; returns what writes them into an existing folder."""
+        """Copy logits and optimizer; return a function that writes them into an existing folder."""
         file = io.BytesIO()
         optimizer, skipped = self._optimizer.state(), self._skipped.total
         state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
@@ -160,16 +161,18 @@ class TabularLearner:
         self._skipped.total = saved["skipped"]
 
     def export(self, folder: Path) -> None:
-        """Write the logits as model.safetensors; no library knows this architecture."""
+        """Write the logits as model.safetensors, which only ``TabularReference`` can load."""
         folder.mkdir(parents=True, exist_ok=True)
         publish(folder / EXPORT_FILE, safetensors.torch.save({"logits": self._logits.detach()}))
 
     def close(self) -> None:
-        """No other rank follows."""
+        """Do nothing, because no other rank follows."""
 
     def _logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """Log-probabilities, float32 [T, 1 + C], with gradient, of each sampled token and the C tokens that
-        were likeliest in its place under the sampling policy, 0 at tokens that were not sampled.
+        """Return log-probabilities with gradient, float32 [T, 1 + C]; 0 at tokens that were not sampled.
+
+        They are those of each sampled token, and of the C tokens that were likeliest at its position under
+        the sampling policy.
         """
         token_T, length_N, cell_T = batch.completions.values, batch.completion_length_N, batch.cell_T
         token_NL = np.zeros((len(batch), int(length_N.max())), np.int64)
@@ -184,7 +187,7 @@ class TabularLearner:
 
 
 class TabularGroup(TabularLearner):
-    """One learner of several trainer ranks, of which the leader does all the work."""
+    """Learner of several trainer ranks, of which the leader does all the work."""
 
     def __init__(
         self,
@@ -202,23 +205,23 @@ class TabularGroup(TabularLearner):
         self._step_seconds = step_seconds
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step, and a pause."""
+        """Pause, then take one optimizer step."""
         time.sleep(self._step_seconds)
         return super().step(batch, learning_rate=learning_rate, beta=beta)
 
     def write_weights(self, out: np.ndarray) -> None:
-        """Copy the logits into ``out``, uint8 [layout.nbytes], and into that of every other rank."""
+        """Copy the logits into ``out``, uint8 [layout.nbytes], and into the buffer of every other rank."""
         super().write_weights(out)
         self._group.send(Command("write", arrays={"weights": out}))
         self._written()
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Release the other ranks."""
         self._group.send(Command("close"))
         self._group.leave()
 
     def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
-        """Take the weights until the leader closes the group."""
+        """Receive weights until the leader closes the group; see ports.SharedLearner."""
         while (command := self._group.receive()).name != "close":
             if slot:
                 slot()[:] = command.arrays["weights"]

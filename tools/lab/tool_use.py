@@ -1,10 +1,11 @@
-"""A tiny model that answers sums at a guess, and one time in ten by a calculator, learns to use it.
+"""A tiny model that guesses sums, and uses a calculator one time in ten, learns to use it always.
 
     python tools/lab/tool_use.py --seeds 0 1 2 [--program] [--set exchange.max_staleness=0 …]
 
-A Llama of 0.25 M parameters is taught from scratch to answer mostly with any number, else to call the
-tool and copy its result. Then ``tba run tools/lab/tool_use.yaml`` goes on; printed are the runs' summaries.
-With --program the conversations are led by a program, ``calculator_agent.py``, instead of an environment.
+A Llama of 0.25 M parameters is first taught to answer mostly with a random number, and otherwise to call the
+tool and copy its result. Then ``tba run tools/lab/tool_use.yaml`` trains it. The tool prints a summary of
+each run. With --program the conversations are led by a program, ``calculator_agent.py``, instead of an
+environment.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TEMPLATE = (
     "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
 )
-"""The model knows its tools already: they are not described to it."""
+"""Chat template. It does not describe the tools, because the model has been taught to use them."""
 
 PROGRAM = (
     "task.name=agent",
@@ -44,7 +45,7 @@ PROGRAM = (
     *("generator.completions_per_prompt=8", "train.completions_per_prompt=8"),
     *("buffer.initial_completions=64", "train.steps=40"),
 )
-"""Overrides with which a program leads the conversations: fewer of them, since each starts a process."""
+"""Overrides with which a program leads the conversations. There are fewer, because each starts a process."""
 
 TOOL_SHARE = 0.1
 STEPS = 1500
@@ -53,27 +54,28 @@ TESTS = 128
 
 
 def draw(rng: np.random.Generator) -> tuple[str, int]:
-    """A sum of two numbers of two digits, and its result."""
+    """Return a sum of two numbers of two digits, and its result."""
     a, b = rng.integers(10, 100, 2)
     return f"{a}+{b}", int(a + b)
 
 
 def by_tool(question: str, result: int) -> list[tuple[bool, str]]:
-    """What follows the prompt: whether the model says it, and the text."""
+    """Return the texts that follow the prompt if the tool is used, each with whether the model says it."""
     call = json.dumps({"name": "calculate", "arguments": {"expression": question}})
     said = f"<tool_call>{call}</tool_call><eos>"
     return [(True, said), (False, f"R: {result}\nA: "), (True, f"{result}<eos>")]
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterator[Batch]:
-    """Conversations; only what the model says is labelled."""
+    """Yield (tokens, labels) of conversations for each step; only what the model says is labelled."""
     for step in range(steps):
         rng = np.random.default_rng([seed, step])
         rows: list[list[int]] = []
         labels: list[list[int]] = []
         for _ in range(BATCH):
             question, result = draw(rng)
-            # Every second demonstration at first: to copy takes longer to learn than to guess.
+            # At first every second demonstration uses the tool, since copying takes longer to learn than
+            # guessing.
             share = 0.5 if step < 0.8 * steps else TOOL_SHARE
             guess = [(True, f"{rng.integers(20, 200)}<eos>")]
             parts = [(False, f"Q: {question}\nA: ")]
@@ -85,7 +87,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterat
 
 
 def make(seed: int, folder: Path) -> None:
-    """The model, and rows beside it."""
+    """Make the model, and the rows of the task in its folder."""
     from make_tiny_model import teach
 
     torch.set_num_threads(1)
@@ -103,7 +105,7 @@ def make(seed: int, folder: Path) -> None:
 
 
 def run(seed: int, name: str, overrides: list[str]) -> dict[str, object]:
-    """One run, and what it came to."""
+    """Do one run; return its figures."""
     folder = REPOSITORY / f".cache/tool-model-seed{seed}"
     if not (folder / "train.jsonl").is_file():
         make(seed, folder)

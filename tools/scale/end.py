@@ -1,8 +1,8 @@
-"""The end of a long run with many searchers: summary, report, status.
+"""What summary, report and status cost at the end of a long run with many searchers.
 
-The metrics are those of ``searchers`` over ``hours``: what readers see of them, digests and last lines, is
-made by the code of a run from every THINNING-th record, so that all curves span the whole time; the lines
-before are holes of the length that they would have.
+The run is synthetic. Readers of metrics use digests and the last lines of each file. Digests are made by the
+code of a run, but from every THINNING-th record, so that curves span the whole time. All earlier lines of a
+metrics file are a hole of the same length.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, record_seconds
 
 SEARCHERS, HOURS = 256, 72
-"""The run that issue and README speak of."""
+"""Number of searchers, and length of the run, h."""
 
 THINNING = 50
-"""One record in so many is folded for a digest, as folding them all takes an hour."""
+"""One record in so many enters a digest, because entering all takes an hour."""
 
 SHARDS_PER_SECOND = 0.5
-"""Shards that a searcher seals."""
+"""Shards that a searcher seals per second."""
 
 STEP_SECONDS = 2.0
-"""Between two optimizer steps."""
+"""Time between two optimizer steps, s."""
 
 
 def search_record(second: float, version: int, rng: random.Random) -> Record:
-    """What a searcher logs."""
+    """Return a record of a searcher."""
     names = ("reward", "truncated_share", "kl", "entropy", "flat_groups", "busy_share")
     more = ("seal_share", "propagation_seconds", "tokens_per_second", "length")
     counts = {"version": version, "tokens": 4000, "groups": 2, "trajectories": 16, "pending_shards": 1}
@@ -48,7 +48,7 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
 
 
 def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
-    """Of one searcher: its records at these seconds, and its seals."""
+    """Yield the records of one searcher at these seconds, and the events of its seals."""
     for second in seconds:
         yield search_record(second, int(second / STEP_SECONDS), rng)
         if rng.random() < SHARDS_PER_SECOND * seconds.step:
@@ -58,7 +58,7 @@ def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
 
 
 def trainer_records(seconds: range, searchers: int, rng: random.Random) -> Iterator[Record]:
-    """A step every STEP_SECONDS, the merges of all searchers' shards, a checkpoint every 1,000 s."""
+    """Yield the trainer's records: steps, merges of all searchers' shards, and a checkpoint every 1,000 s."""
     for second in seconds:
         at = int(second / STEP_SECONDS)
         for searcher in range(searchers):
@@ -72,7 +72,7 @@ def trainer_records(seconds: range, searchers: int, rng: random.Random) -> Itera
 
 
 def step_record(second: float, step: int, rng: random.Random) -> Record:
-    """What the trainer logs with every step."""
+    """Return the trainer's record of a step."""
     names = ("loss", "grad_norm", "log_ratio", "ess", "clip_share", "reward", "flat_groups", "length")
     more = ("replay_ratio", "engine_gap", "wait_share", "learning_rate", "beta", "skipped_steps")
     counts = {f"buffer/{name}": 1000.0 * step for name in ("size", "added", "duplicates", "evicted")}
@@ -84,7 +84,7 @@ def step_record(second: float, step: int, rng: random.Random) -> Record:
 
 
 def make_run(root: Path, searchers: int, seconds: int) -> RunDir:
-    """A run with metrics as after so long; of shards and checkpoints it has none."""
+    """Make a run with the metrics of ``seconds``, but without shards and checkpoints."""
     tree = {
         "run": {"root": str(root), "name": "long"},
         "model": {"path": "none/such"},
@@ -112,7 +112,10 @@ def make_run(root: Path, searchers: int, seconds: int) -> RunDir:
 
 
 def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Record], lines: int) -> None:
-    """A metrics file of so many lines, of which all but the tail are a hole, and the digest of these."""
+    """Write a metrics file with a hole in place of all lines but ``tail``, and the digest of those lines.
+
+    lines: number of lines that the hole stands for.
+    """
     text = "".join(json.dumps(record) + "\n" for record in tail).encode()
     hole = int(len(text) / len(tail) * lines)
     with path.open("wb") as file:
@@ -122,14 +125,11 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
 
 
 WAYS = {
-    "summary": "from tba_hpc.report.summary import summarise; summarise(run)",
     "summary and report": "from tba_hpc.report.page import write_report; write_report(run)",
     "status": "from tba_hpc.report.run_state import RunMonitor as M; m = M(run); m.update()\n"
     "from tba_hpc.report.status import figures; figures(m)",
-    "a second look of the status": "from tba_hpc.report.run_state import RunMonitor as M\n"
-    "m = M(run); m.update(); began = time.monotonic(); m.update(); m.alerts",
 }
-"""What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
+"""Programs of what a reader does with a run. Each runs in a process, whose peak memory is measured."""
 
 PROGRAM = """
 import resource, sys, time
@@ -143,7 +143,7 @@ print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 
 def cost(run: RunDir, way: str) -> tuple[float, float]:
-    """Seconds, and MB at most, of one of WAYS."""
+    """Return duration, s, and peak memory, MB, of one of WAYS."""
     program = PROGRAM.format(way=WAYS[way])
     out = subprocess.run(
         [sys.executable, "-c", program, run.path], capture_output=True, text=True, check=True
@@ -153,7 +153,7 @@ def cost(run: RunDir, way: str) -> tuple[float, float]:
 
 
 def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[Row]:
-    """Rows of the table: what, now, unit, goal."""
+    """Return the rows of the table."""
     named = f"{searchers} searchers, {hours:g} h"
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder), searchers, int(3600 * hours))
@@ -163,6 +163,4 @@ def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[Row]:
             goals = ("≤ 5", "≤ 500") if way.startswith("summary") else ("", "")
             rows.append(row(f"{way}: {named}", seconds, "s", goals[0]))
             rows.append(row(f"{way}: peak of memory", megabytes, "MB", goals[1]))
-        size = sum(path.stat().st_size for path in run.metrics.glob("*.digest.json")) / 1e6
-        rows.append(row("digests on disk", size, "MB", ""))
     return rows

@@ -1,8 +1,8 @@
-"""A real multi-node Slurm cluster on this machine, for tests: up in a second, gone without a trace.
+"""A real Slurm cluster of several nodes on this machine, for tests: it starts in a second.
 
-munged, slurmctld and one slurmd per node are children of this process. Each node has its own UTS, mount and
-PID namespace: a host name, /etc/hosts, /dev/shm and process tree of its own, so that the crash of a node is
-the SIGKILL of one process. Needs root and Slurm's daemons; ``missing()`` says what is not there.
+munged, slurmctld and a slurmd per node are children of this process. Each node has its own UTS, mount and PID
+namespaces: its own host name, /etc/hosts, /dev/shm and process tree. So a SIGKILL of one process is the crash
+of a node. The cluster needs root and Slurm's daemons; ``missing()`` says what is not there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 from slurm_testbed import view
 
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev slurm-wlm-basic-plugins"
-"""Debian packages that hold all of it."""
+"""Debian packages that contain everything needed."""
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
 
@@ -37,16 +37,16 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 """States of a job that will not run again."""
 
 PORTS = range(12_000, 32_000, 32)
-"""First ports of the clusters that may live side by side."""
+"""First ports of clusters that may exist at the same time."""
 
 LOGIN = 254
-"""Number of the login node, where slurmctld is, among the nodes' addresses."""
+"""Number in the address of the login node, which runs slurmctld."""
 
 T = TypeVar("T")
 
 
 def missing() -> str | None:
-    """Why no cluster can be brought up here and how to change that; None if it can."""
+    """Return why no cluster can be started here, and the remedy; None if one can."""
     absent = [name for name in NEEDED if find(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
@@ -61,12 +61,12 @@ def missing() -> str | None:
 
 
 def over(state: str) -> bool:
-    """Whether a job of this state, in all of its components, will not run again."""
+    """Return whether a job in this state (of all its components) will not run again."""
     return {*state.split("+")} <= ENDED
 
 
 def _routed(address: Any) -> bool:
-    """Whether an address of an interface is an IPv4 one of a network."""
+    """Return whether an interface's address is an IPv4 address other than of the loopback."""
     return address.family == socket.AF_INET and not address.address.startswith("127.")
 
 
@@ -75,16 +75,17 @@ def _path() -> str:
 
 
 def find(program: str) -> str | None:
-    """Where a program of the system is, which a user's PATH may not lead to."""
+    """Return the path of a program, which may lie outside of a user's PATH; None if there is none."""
     return shutil.which(program, path=_path())
 
 
 @dataclass
 class Cluster:
-    """``with Cluster() as cluster:`` six idle nodes, node1 … node6; afterwards no process, mount or file.
+    """Context manager that starts nodes node1, node2, …, and leaves no process, mount or file behind.
 
-    gpus: what each node pretends to have. user: whose the jobs are. disk: size of the file system of
-    ``share``, which is memory then: one that can be filled.
+    nodes: number of nodes. gpus: number of GPUs that each node pretends to have. user: user of the jobs.
+    disk: size of the file system of ``share``, which then lies in memory, so that it can be filled; empty:
+    the disk.
     """
 
     nodes: int = 6
@@ -93,13 +94,13 @@ class Cluster:
     disk: str = ""
 
     isolation: ClassVar[str] = ""
-    """What a node's first process does, beside what all do."""
+    """Further shell commands of a node's first process."""
 
     private: ClassVar[Sequence[Path]] = (Path("/dev/shm"),)
-    """Folders that each node has to itself, empty, but for what ``_view`` shows in them."""
+    """Folders that are private to each node: empty, but for what ``_view`` shows in them."""
 
     network: ClassVar[Mapping[str, str]] = {"OMPI_MCA_btl_tcp_if_include": "lo"}
-    """Variables of jobs, whose ranks use no interface that comes and goes, as the bridge of hosts does."""
+    """Variables of jobs, which keep ranks off interfaces that come and go, such as the bridge of hosts."""
 
     namespaces: ClassVar[Sequence[str]] = ("--uts", "--mount", "--ipc", "--pid")
 
@@ -130,12 +131,15 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment in which Slurm's commands speak to this cluster."""
+        """Environment in which Slurm's commands use this cluster."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         return {**inherited, **self.network, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def run(self, *command: str | Path, check: bool = True, seconds: float = 60, user: bool = False) -> str:
-        """Standard output of a command on the login node (this machine), of root or of the jobs' user."""
+        """Run a command on the login node, which is this machine; return its standard output.
+
+        check: raise AssertionError if it fails. user: whether to run it as the jobs' user, not as root.
+        """
         done = self.done(*command, seconds=seconds, user=user)
         assert not check or done.returncode == 0, f"{command} failed: {done.stdout}{done.stderr}"
         return done.stdout
@@ -143,7 +147,7 @@ class Cluster:
     def done(
         self, *command: str | Path, seconds: float = 60, user: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """A command that has ended, whatever its status."""
+        """Run a command on the login node; return it, whatever its exit status."""
         words = [*self._become(user), *map(str, command)]
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=seconds)
 
@@ -152,7 +156,7 @@ class Cluster:
         return ["setpriv", *ids] if user and self.user != "root" else []
 
     def own(self, folder: Path) -> None:
-        """Give what root has written there to the jobs' user."""
+        """Give a folder, and everything in it, to the jobs' user."""
         owner = pwd.getpwnam(self.user)
         for parent, folders, files in os.walk(folder):
             for name in ("", *folders, *files):
@@ -160,27 +164,27 @@ class Cluster:
                     os.chown(Path(parent, name), owner.pw_uid, owner.pw_gid, follow_symlinks=False)
 
     def submit(self, script: str, *options: str) -> int:
-        """Job id of a batch script given as text. Its output stays in the cluster unless it says where to."""
+        """Submit a batch script, given as text; return its job id. Its output goes to the shared folder."""
         path = self.root / f"job-{time.monotonic_ns()}.sh"
         path.write_text(script.replace("\n", f"\n#SBATCH --output={self.share}/job-%j.log\n", 1))
         path.chmod(0o644)
         return int(self.run("sbatch", "--parsable", *options, path, user=True))
 
     def jobs(self, *job: int) -> list[dict[str, str]]:
-        """What ``scontrol show job`` says of a job, one dict per component; or of all that it remembers."""
+        """Return what ``scontrol show job`` says of a job, or of all jobs, as a dict per component."""
         done = self.done("scontrol", "-o", "show", "job", *map(str, job), user=False)
         assert done.returncode == 0 or "Invalid job id" in done.stderr, done.stderr
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in done.stdout.splitlines() if "=" in line]
 
     def state(self, job: int) -> str:
-        """State of a job: of its leader, or ``A+B`` if the components differ."""
+        """Return the state of a job, or ``A+B`` if the states of its components differ."""
         return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job))) or GONE
 
     def wait(self, job: int, *states: str, seconds: float = 480) -> str:
-        """Wait until the job is in one of ``states`` (default: ended); returns it.
+        """Wait until a job is in one of ``states``, or, without any, has ended; return its state.
 
-        Where srun hangs after its step, the job's own supervisor needs 40 s to see it; where no rank gave a
-        sign of life before, 160 s, and that at each start.
+        If srun hangs after its step, the job's supervisor needs 40 s to notice, at each start. If no rank has
+        given a sign of life, it needs 160 s.
         """
         wanted = set(states) or ENDED
         state = self.until(
@@ -195,7 +199,7 @@ class Cluster:
         return state
 
     def log(self, job: int) -> str:
-        """What the job's batch script has printed so far."""
+        """Return what the job's batch script has printed so far."""
         files = [Path(part.get("StdOut", os.devnull)) for part in self.jobs(job)[:1]]
         return "".join(file.read_text(errors="replace") for file in files if file.is_file())
 
@@ -208,20 +212,23 @@ class Cluster:
         seen: Callable[[], object] = lambda: "",
         by_jobs: bool = False,
     ) -> T:
-        """Wait for a true value; the error says what was waited for and what was seen.
+        """Wait for a true value of ``probe``, and return it. Raises AssertionError after ``seconds``.
 
-        by_jobs: it is a job's work, so that the wait is over with the last job.
+        what, seen: what is waited for, and a function that returns what was seen, for the error. by_jobs:
+        whether only a job can bring it about, so that the wait also fails when the last job has ended.
         """
         end, ended = time.monotonic() + seconds, ""
         while not (found := probe()):
             assert not ended, f"no job is left, waiting for {what}: {ended}\n{seen()}"
             assert time.monotonic() < end, f"waited {seconds} s for {what}: {seen()}"
-            ended = self._all_ended() if by_jobs else ""  # before the next probe, which sees what it has left
-            time.sleep(0.25)  # most probes are commands of Slurm, which take the cores from who is waited for
+            ended = (
+                self._all_ended() if by_jobs else ""
+            )  # asked before the next probe, which sees its results
+            time.sleep(0.25)  # most probes are Slurm commands, and would slow down the job waited for
         return found
 
     def _all_ended(self) -> str:
-        """State and last words of the last job's parts if no job will run again, else nothing."""
+        """Return state and last output of the last job if no job will run again, else an empty string."""
         jobs = self.jobs()
         if not all(over(job["JobState"]) for job in jobs):
             return ""
@@ -230,16 +237,16 @@ class Cluster:
         return f"job {leader} {self.state(leader)}\n{self.log(leader)[-2000:]}"
 
     def clear(self) -> None:
-        """Cancel every job and wait until the queue is empty."""
+        """Cancel every job, and wait until the queue is empty."""
         self.run("scancel", f"--user={self.user}", check=False)
         self.until(lambda: not self.run("squeue", "--noheader", check=False).strip(), "an empty queue")
 
     def crash(self, node: str) -> None:
-        """Power failure of a node: SIGKILL of everything in its namespaces, at once."""
+        """Crash a node, as by a power failure: kill everything in its namespaces at once."""
         self._stop(node)
 
     def start(self, node: str) -> None:
-        """Boot a node (again); returns once Slurm would place a job on it."""
+        """Boot a node again; return when Slurm would place a job on it."""
         before = self._registered(node)
         self._boot(node)
         self.until(
@@ -249,13 +256,13 @@ class Cluster:
         )
 
     def _registered(self, node: str) -> str | None:
-        """When the slurmd of a node started, as slurmctld knows it; None if the node takes no job."""
+        """Return when the slurmd of a node started, according to slurmctld; None if the node takes no job."""
         seen = self.run("scontrol", "-o", "show", "node", node)
         fields = dict(re.findall(r"(\S+?)=(\S*)", seen))
         return fields["SlurmdStartTime"] if fields["State"] in ("IDLE", "MIXED", "ALLOCATED") else None
 
     def heal(self) -> None:
-        """Empty the queue and start what crashed: the cluster as it was."""
+        """Restore the cluster: empty the queue, and start crashed nodes."""
         self.clear()
         for node in sorted({*self._names} - {*self.up}):
             self.start(node)
@@ -266,12 +273,12 @@ class Cluster:
         return [node for node in self._names if node in self._daemons]
 
     def pids(self, node: str) -> list[int]:
-        """Process ids, as seen from here, of everything that runs on a node: to kill a rank or an engine."""
+        """Return the process ids, in this process's namespace, of everything that runs on a node."""
         names = _uts(self._daemons[node].pid)
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _uts(int(entry.name)) == names]
 
     def processes(self) -> list[str]:
-        """Command lines of all processes that belong to this cluster."""
+        """Return the command lines of all processes of this cluster."""
         mark = f"SLURM_CONF={self.root}/".encode()
         return [
             _read(entry / "cmdline").replace(b"\0", b" ").decode()
@@ -281,11 +288,11 @@ class Cluster:
 
     @property
     def share(self) -> Path:
-        """The folder that all nodes see, for runs."""
+        """Folder that all nodes see, for runs."""
         return self.root / "share"
 
     def address(self, node: int) -> str:
-        """Of node 1, 2, …, or of the controller: LOGIN."""
+        """Return the address of node 1, 2, …, or of LOGIN."""
         return f"127.0.1.{node}"
 
     # --- Daemons ---
@@ -298,7 +305,7 @@ class Cluster:
         (self.root / "munge").mkdir(mode=0o755)
         self._spawn("munged", ["munged", "--foreground", "--force", *self._munge_options()])
         self.until((self.root / "munge/socket").exists, "munged", 10, seen=lambda: self._log("munged"))
-        # A PID namespace of its own, so that its helper process goes with it.
+        # slurmctld has its own PID namespace, so that its helper process ends with it.
         self._spawn("slurmctld", ["unshare", "--pid", "--fork", "--kill-child", "slurmctld", "-D", "-i"])
         for node in self._names:
             self._boot(node)
@@ -316,7 +323,7 @@ class Cluster:
         self._spawn(node, ["unshare", *options, "sh", "-c", script, node, str(self.root)])
 
     def _view(self, private: Sequence[Path]) -> str:
-        """Shell commands of a node that mount its folders, and in them again what it needs of them."""
+        """Return shell commands that mount a node's private folders, and show what it needs within them."""
         hidden = [path for path in view.code() if {*private} & {*path.parents}]
         return view.script(private, [self.root], hidden)
 
@@ -329,7 +336,7 @@ class Cluster:
         return [f"--{option}={path}" for option, path in files.items()]
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
-        """Start a daemon in the foreground; it dies with this process, whatever ends that."""
+        """Start a daemon in the foreground. It dies with this process, however this process ends."""
         with (self.root / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
@@ -341,7 +348,7 @@ class Cluster:
             )
 
     def _stop(self, name: str) -> None:
-        """SIGKILL a daemon; that of a node takes its whole PID namespace along."""
+        """Kill a daemon; the daemon of a node takes its whole PID namespace with it."""
         inside = self.pids(name) if name in self._names else []
         self._daemons[name].kill()
         self._daemons[name].wait()
@@ -354,7 +361,7 @@ class Cluster:
     # --- Files ---
 
     def _write_files(self) -> None:
-        os.umask(0o022)  # jobs of an ordinary user read what is here
+        os.umask(0o022)  # jobs of an ordinary user read these files
         self.root.chmod(0o755)
         (self.root / "state").mkdir()
         (self.root / "dev").mkdir()
@@ -377,7 +384,7 @@ class Cluster:
             subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
 
     def _mounted(self) -> list[str]:
-        """Mount points of ours, the innermost first."""
+        """Return the mount points of this cluster, innermost first."""
         points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         return [point for point in reversed(points) if point.startswith(f"{self.root}/")]
 
@@ -417,11 +424,11 @@ mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
 slurmd -D -N "$0" &
 wait
 """
-"""First process of a node: as init it stays, to reap what slurmd leaves.
+"""Program of a node's first process, which stays as init and reaps what slurmd leaves.
 
-The spool is empty, as on a node without a disk: a socket of PMIx that a crash left would fail the step of
-that number after the next boot. UCX knows by the boot id which ranks share a machine, and would use shared
-memory between nodes.
+The spool is emptied, as on a node without a disk: a PMIx socket left by a crash would make the step of that
+number fail after the next boot. Each node has a boot id of its own, because UCX uses shared memory between
+ranks with equal boot ids.
 """
 
 _SETTINGS = {
@@ -429,12 +436,12 @@ _SETTINGS = {
     "SlurmUser": "root",
     "SlurmdUser": "root",
     "AuthType": "auth/munge",
-    # A requeued job waits cred_expire; 5 s is the least.
+    # A requeued job waits for cred_expire, of which 5 s is the minimum.
     "AuthInfo": "socket={root}/munge/socket,cred_expire=5",
     "CredType": "cred/munge",
     "StateSaveLocation": "{root}/state",
     "SlurmdSpoolDir": "{root}/spool/%n",
-    "TmpFS": "{root}/spool/%n",  # shared by nodes, PMIx would fail
+    "TmpFS": "{root}/spool/%n",  # PMIx would fail if nodes shared it
     "SlurmctldPidFile": "{root}/slurmctld.pid",
     "SlurmdPidFile": "{root}/spool/%n/pid",
     "SlurmctldLogFile": "{root}/slurmctld.log",
@@ -460,7 +467,7 @@ _SETTINGS = {
     "KillWait": "5",
     "SlurmctldTimeout": "30",
     "SlurmdTimeout": "5",
-    # A crashed node refuses connections, which Slurm tries again for so long, and it is down after two pings.
+    # Slurm retries connections to a crashed node for this long. The node is down after two pings.
     "MessageTimeout": "4",
     "InactiveLimit": "0",
     "MinJobAge": "300",
@@ -471,10 +478,10 @@ _SETTINGS = {
 
 
 def _reserve_ports(count: int) -> tuple[socket.socket, list[int]]:
-    """What holds ports for a cluster until it is closed, also those of crashed nodes; and the ports.
+    """Reserve ``count`` ports in a row, also for nodes that crash; return a holder and the ports.
 
-    They lie below those that the kernel gives to whoever asks for any. The holder is a socket by a name that
-    one process of the machine can have: it is free again whatever ends that process.
+    They lie below the ports that the kernel hands out. The holder is an abstract Unix socket, whose name only
+    one process of the machine can have. The ports are free again once it is closed, or its process has ended.
     """
     for first in PORTS:
         ports = list(range(first, first + count))
@@ -483,7 +490,7 @@ def _reserve_ports(count: int) -> tuple[socket.socket, list[int]]:
             holder.bind(f"\0slurm-testbed-{first}")
             for port in ports:
                 socket.create_server(("127.0.0.1", port)).close()
-        except OSError:  # another cluster has them, or somebody else has one of them
+        except OSError:  # another cluster, or another program, has one of these ports
             holder.close()
         else:
             return holder, ports
@@ -491,7 +498,7 @@ def _reserve_ports(count: int) -> tuple[socket.socket, list[int]]:
 
 
 def _uts(pid: int) -> str | None:
-    """The namespace of host names that a process lives in, None if it is gone."""
+    """Return the UTS namespace of a process; None if the process is gone."""
     try:
         return str(Path(f"/proc/{pid}/ns/uts").readlink())
     except OSError:
@@ -499,13 +506,13 @@ def _uts(pid: int) -> str | None:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process runs: an ending one gives up its namespaces a moment before it is a zombie."""
+    """Return whether a process runs. An ending one leaves its namespaces a moment before it is a zombie."""
     state = _read(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1]
     return state not in (b"", b"Z", b"X")
 
 
 def _read(path: Path) -> bytes:
-    """A file that may vanish, or not be for us."""
+    """Return the bytes of a file, or none if it has vanished or cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

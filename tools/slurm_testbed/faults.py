@@ -1,4 +1,4 @@
-"""Faults for a run on the cluster: processes and jobs; its files, its disk, a second process at work."""
+"""Faults for a run on the cluster: of processes, jobs, files and the disk, and second processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tba_hpc.launch.sbatch import RANK
 from tba_hpc.run.directory import SEARCHERS_FIRST, RunDir
 
 ENGINE = "tba_hpc.engine.engine_process"
-"""Module that a searcher's engine process runs."""
+"""Module that the engine process of a searcher runs."""
 
 ROLES: dict[str, Role] = {"train": "trainer", "search": "searcher"}
-"""Role by the verb of ``tba``."""
+"""Role of a rank, by the command of ``tba`` that starts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """A rank of a run: its node, its number within the role, its process ids as seen from here.
+    """A living rank of a run. Process ids are those outside the node's namespace.
 
-    engine: process id of its engine, None while there is none.
+    index: number of the rank within its role. engine: process id of its engine; None if it has none.
     """
 
     node: str
@@ -41,13 +41,13 @@ class RankProcess:
 
 
 def ranks(cluster: Cluster, run: RunDir) -> list[RankProcess]:
-    """The ranks of ``run`` that are alive, trainers first; none before a step has started them."""
+    """Return the living ranks of ``run``, trainers first."""
     found = [rank for node in cluster.up for pid in cluster.pids(node) if (rank := _rank(node, pid, run))]
     return sorted(found, key=lambda rank: (rank.role == "searcher", rank.index))
 
 
 def _rank(node: str, pid: int, run: RunDir) -> RankProcess | None:
-    """The rank that a process is, None if it is none or ends just now."""
+    """Return the rank that a process is; None if it is none, or is just ending."""
     try:
         process = psutil.Process(pid)
         command = process.cmdline()
@@ -68,7 +68,7 @@ def _rank(node: str, pid: int, run: RunDir) -> RankProcess | None:
 
 
 def strike(rank: RankProcess, *, engine: bool = False, sent: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a rank, whose engine is left to itself, or to its engine, which SIGSTOP makes hang."""
+    """Send a signal to a rank, or to its engine; SIGSTOP makes an engine hang."""
     pid = rank.engine if engine else rank.pid
     assert pid is not None, f"{rank.role} {rank.index} on {rank.node} has no engine process"
     os.kill(pid, sent)
@@ -76,10 +76,7 @@ def strike(rank: RankProcess, *, engine: bool = False, sent: signal.Signals = si
 
 @contextmanager
 def held_leader(cluster: Cluster, run: RunDir) -> Iterator[None]:
-    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile.
-
-    It may be killed inside.
-    """
+    """Stop the leading trainer during the block, so that the run cannot end. The block may kill it."""
     leader = ranks(cluster, run)[:1]
     for rank in leader:
         os.kill(rank.pid, signal.SIGSTOP)
@@ -92,7 +89,7 @@ def held_leader(cluster: Cluster, run: RunDir) -> Iterator[None]:
 
 
 def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
-    """A job of a higher partition wants all nodes that are up for a moment; returns once it has had them."""
+    """Preempt the run: a short job of a higher partition takes all nodes that are up. Return after it."""
     script = "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 1\n"
     high = cluster.submit(script, "-phigh", f"-N{len(cluster.up)}", "--exclusive")
     state = cluster.wait(high, seconds=seconds)
@@ -100,7 +97,7 @@ def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
 
 
 def ask_to_stop(cluster: Cluster, job: int) -> None:
-    """What a user types to have a job checkpoint and go back to the queue."""
+    """Send the signal with which users make a job checkpoint and go back to the queue."""
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
 
 
@@ -108,7 +105,7 @@ def ask_to_stop(cluster: Cluster, job: int) -> None:
 
 
 def flip_bit(path: Path, place: float) -> None:
-    """Change one bit of a file; ``place``: where, in [0, 1)."""
+    """Change one bit of a file. place: position in the file, in [0, 1)."""
     with path.open("r+b") as file:
         file.seek(int(place * path.stat().st_size))
         byte = file.read(1)
@@ -117,11 +114,11 @@ def flip_bit(path: Path, place: float) -> None:
 
 
 def fill_disk(folder: Path, seconds: float) -> None:
-    """Leave no byte free on the file system of ``folder`` for so long."""
+    """Leave no byte free on the file system of ``folder`` for ``seconds``."""
     ballast = folder / "ballast"
     with ballast.open("wb") as file:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:  # again and again: others may free some
+        while time.monotonic() < end:  # repeatedly, because others may free some space
             with suppress(OSError):
                 free = max(1, shutil.disk_usage(folder).free)
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), free)
@@ -133,7 +130,7 @@ def fill_disk(folder: Path, seconds: float) -> None:
 
 
 def refused(cluster: Cluster, *words: str, seconds: float = 120) -> str:
-    """What ``tba WORDS`` says on the login node as it is refused. Raises AssertionError if it is not."""
+    """Run ``tba WORDS`` on the login node; return its error message. Raises AssertionError if it succeeds."""
     done = cluster.done(sys.executable, "-m", "tba_hpc", *words, seconds=seconds)
     assert done.returncode, f"tba {' '.join(words)} was let in beside the one at work: {done.stdout}"
     return done.stderr

@@ -1,10 +1,10 @@
 """A cluster of hosts that share a network and a folder, and nothing else.
 
-Each node has a network namespace with an address of its own, and /tmp, /var/tmp and /dev/shm of its own; jobs
-are an ordinary user's. This checkout and its interpreter are there read-only, wherever they lie. The folder
-comes from a GlusterFS server, through FUSE, if glusterfs-client is installed (``apt-get install
---no-install-recommends glusterfs-client``); else it is a bind mount. A host's link can be cut or slowed, its
-way to the file server closed, and all its processes frozen.
+Each node has a network namespace with its own address, and its own /tmp, /var/tmp and /dev/shm. Jobs run as
+an ordinary user. Nodes see this checkout and its interpreter, read-only, wherever they lie. The shared folder
+comes from a GlusterFS server through FUSE, if glusterfs-client is installed (``apt-get install
+--no-install-recommends glusterfs-client``); otherwise it is a bind mount. The link of a host can be cut or
+slowed, its route to the file server closed, and all its processes frozen.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ end-volume
 FILE_PORT = 24007
 
 FILE_SERVER = 253
-"""Number of the file server's address, so that a host can lose the way to it alone."""
+"""Number in the file server's address, which is its own so that a host can lose the route to it alone."""
 
 
 def missing() -> str | None:
-    """As that of a cluster."""
+    """Return why no cluster of hosts can be started here, and the remedy; None if one can."""
     if absent := [name for name in ("ip", "tc", "nsenter") if find(name) is None]:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends iproute2 util-linux"
     if why := missing_of_cluster():
@@ -85,7 +85,7 @@ def missing() -> str | None:
 
 @dataclass
 class Hosts(Cluster):
-    """As a cluster, of hosts."""
+    """A cluster whose nodes are hosts."""
 
     user: str = "nobody"
     _away: dict[str, str] = field(default_factory=dict)
@@ -98,32 +98,32 @@ class Hosts(Cluster):
     # --- Faults: each lasts until ``mend`` ---
 
     def cut(self, node: str) -> None:
-        """Pull the network cable of a host."""
+        """Cut a host's link to the network."""
         self._away[node] = "cut"
         _ip("link", "set", self._link(node), "down")
 
     def slow(self, node: str, rate: str = "10mbit") -> None:
-        """Limit what a host sends and receives."""
+        """Limit the rate at which a host sends and receives."""
         limit = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
         subprocess.run(["tc", "qdisc", "replace", "dev", self._link(node), "root", *limit], check=True)
         self._inside(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
 
     def cut_folder(self, node: str) -> None:
-        """Take a host's way to the file server, and nothing else. Its processes wait, then see errors."""
+        """Close a host's route to the file server alone. Its processes wait, and then get errors."""
         self._inside(node, "ip", "route", "add", "blackhole", self.address(FILE_SERVER))
 
     def freeze(self, node: str) -> None:
-        """Stop every process of a host, as if the machine slept."""
+        """Stop every process of a host, as if the machine were asleep."""
         self._away[node] = "frozen"
         for pid in self.pids(node):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
 
     def mend(self, node: str) -> None:
-        """End what ails a host, and wait until Slurm would place a job on it if Slurm had lost it.
+        """End every fault of a host. If Slurm had lost the host, wait until it would place a job there again.
 
-        And until what was left there of a job is gone: on a node that still ends the last step of a job,
-        Slurm does not start the same job again ("Duplicate jobid"); it drains the node and holds the job.
+        Also wait until steps that were left there have ended. If Slurm starts a job again on a node that is
+        still ending the last step of this job, it drains the node and holds the job ("Duplicate jobid").
         """
         left = {pid for pid in self.pids(node) if _is_step(pid)} if node in self._away else set()
         if self._away.get(node) == "frozen":
@@ -143,25 +143,25 @@ class Hosts(Cluster):
             )
 
     def heal(self) -> None:
-        """As that of a cluster."""
+        """Mend all hosts; then do what a cluster's ``heal`` does."""
         for node in [*self._away]:
             self.mend(node)
         super().heal()
 
     @property
     def up(self) -> list[str]:
-        """Names of the nodes that have neither crashed, nor been cut off or frozen."""
+        """Names of the nodes that have not crashed, and are neither cut off nor frozen."""
         return [node for node in super().up if node not in self._away]
 
     # --- The network ---
 
     def address(self, node: int) -> str:
-        """On a bridge of this cluster."""
+        """Return a node's address on the bridge of this cluster."""
         return f"10.77.{self._number}.{node}"
 
     @property
     def _number(self) -> int:
-        """Of this cluster among those of this machine."""
+        """Number of this cluster among those on this machine."""
         return PORTS.index(self._ports[0]) % 250
 
     @property
@@ -169,13 +169,13 @@ class Hosts(Cluster):
         return f"hosts{self._number}"
 
     def _link(self, node: str) -> str:
-        """This machine's end of a host's link."""
+        """Return the name of this machine's end of a host's link."""
         return f"h{self._number}{node}"
 
     def _start_daemons(self) -> None:
-        with suppress(subprocess.CalledProcessError):  # left by one that was killed
+        with suppress(subprocess.CalledProcessError):  # left by a cluster that was killed
             _ip("link", "del", self._bridge)
-        # An address of its own: else it is that of a port, another one with each host that comes or goes.
+        # A fixed address: by default a bridge has that of a port, which changes when hosts come or go.
         own = f"02:77:00:00:00:{self._number:02x}"
         _ip("link", "add", self._bridge, "address", own, "type", "bridge")
         for number in (LOGIN, FILE_SERVER):
@@ -193,7 +193,7 @@ class Hosts(Cluster):
         own, link = Path("/proc/self/ns/net").readlink(), self._link(node)
         process = self._daemons[node].pid
         self.until(lambda: Path(f"/proc/{process}/ns/net").readlink() != own, f"{node}'s network", 10)
-        subprocess.run(["ip", "link", "del", link], capture_output=True)  # of a host that has crashed
+        subprocess.run(["ip", "link", "del", link], capture_output=True)  # left by a host that has crashed
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(process))
         _ip("link", "set", link, "master", self._bridge, "up")
         self._inside(node, "ip", "link", "set", "lo", "up")
@@ -202,7 +202,7 @@ class Hosts(Cluster):
         self._inside(node, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
 
     def _inside(self, node: str, *command: str, check: bool = True) -> None:
-        """A command in a host's network."""
+        """Run a command in the network namespace of a host."""
         words = ["nsenter", "--net", "--target", str(self._daemons[node].pid), *command]
         subprocess.run(words, check=check, capture_output=True)
 
@@ -210,7 +210,7 @@ class Hosts(Cluster):
 
     @property
     def served(self) -> bool:
-        """Whether the folder comes from a server."""
+        """True if the folder comes from a server."""
         return find("glusterfs") is not None and Path("/dev/fuse").exists()
 
     def _share_folder(self) -> None:
@@ -240,7 +240,7 @@ class Hosts(Cluster):
             self.until(lambda: self._answers(name), name, 10, seen=lambda: self._log(name))  # noqa: B023
 
     def _answers(self, name: str) -> bool:
-        """Whether the file server takes calls, or this machine's mount is there."""
+        """Return whether the file server answers (``fileserver``), or the mount works (``login``)."""
         with suppress(OSError):
             if name == "login":
                 return self.share.is_mount() and any([True, *self.share.iterdir()])
@@ -249,7 +249,7 @@ class Hosts(Cluster):
         return False
 
     def _view(self, private: Sequence[Path]) -> str:
-        """As that of a cluster, also with the way to all that users need; the code is read-only."""
+        """Return the commands of a cluster's ``_view``; the code is read-only, and users can reach it."""
         shut = view.closed([self.root, *view.code()])
         return view.script([*private, *shut], [self.root], view.code())
 
@@ -263,12 +263,12 @@ class Hosts(Cluster):
 
     @property
     def environment(self) -> dict[str, str]:
-        """As that of a cluster; of a user with a home of their own, in the folder."""
+        """Environment of a cluster, with the shared folder as the user's home."""
         return {**super().environment, "HOME": str(self.share)}
 
 
 def _is_step(pid: int) -> bool:
-    """Whether a process is Slurm's keeper of a step or of a batch script."""
+    """Return whether a process is slurmstepd, which runs a step or a batch script."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip() == "slurmstepd"
     return False

@@ -1,4 +1,4 @@
-"""A run on the cluster: submitted as a user would, followed by its records, ended when it is time."""
+"""A run on the cluster: submitted as a user would, followed by its records, and brought to its end."""
 
 from __future__ import annotations
 
@@ -30,41 +30,44 @@ SITE = {
     "memory": "3000",
     "time": "24:00:00",
     "signal_seconds": 60,
-    "relaunches": 10,  # deaths that may follow each other before anything is sealed
+    "relaunches": 10,  # restarts in a row without a sealed shard in between
 }
 
 COMMON = (
-    "train.steps=1000000",  # until it is told to end
+    "train.steps=1000000",  # the trial lowers it in the end
     "train.learning_rate={schedule: constant, peak: 1.0e-5}",
     "checkpoint.every=5",
     "evaluate.validation_prompts=0",
 )
 QUICKSTART = (
-    *("exchange.max_staleness=null", "buffer.initial_completions=64"),  # as in the measured storms
+    *(
+        "exchange.max_staleness=null",
+        "buffer.initial_completions=64",
+    ),  # as when docs/reliability.md was measured
     *("evaluate.test_prompts=64", "launch.timeout_seconds=80"),
 )
 TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")
-"""Settings of the two models' runs."""
+"""Overrides of runs of either model."""
 
 STEPS_AFTER = 3
-"""Optimizer steps to the end, once the run is told to end."""
+"""Number of optimizer steps that the run still takes after it is told to end."""
 
 DEADLINE = 300
-"""Seconds after which something that should happen counts as not happening."""
+"""Longest wait for anything that should happen, s."""
 
 RUN_CHECK_SECONDS = 0.5
 
 TAKEOVERS = ("started", "resumed")
-"""Events of a trainer that takes over: from nothing, or from a checkpoint."""
+"""Events with which a trainer begins: a new run, or a resume."""
 
 
 class NotSurvived(Exception):
-    """The run did not get where it should; the message says what was waited for, and ends with the logs."""
+    """Raised if the run failed. The message says what was waited for, and ends with the logs."""
 
 
 @dataclass
 class History:
-    """Events and metrics of a run, read as they come."""
+    """Events and metrics of a run, read as they are written."""
 
     run: RunDir
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +76,7 @@ class History:
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read what has been written since the last call."""
         self.events = read_events(self.run)
         self.trainer += self._new(self.run.metrics_file("trainer"))
         for index, path in self.run.searcher_files().items():
@@ -84,25 +87,25 @@ class History:
 
     @property
     def step(self) -> int:
-        """The newest optimizer step."""
+        """Number of the newest optimizer step."""
         return int(number(self.trainer[-1], "step", 0)) if self.trainer else 0
 
     def times(self, event: str, *, after: float = 0.0) -> list[float]:
-        """When events of that name happened, later than ``after``."""
+        """Return the Unix times of the events of a name later than ``after``."""
         return [e["time"] for e in self.events if e["event"] == event and e["time"] > after]
 
     def of_trainer(self, *events: str, after: float = 0.0) -> list[float]:
-        """When the trainer recorded one of these events; without any, when it took steps."""
+        """Return when the trainer recorded one of these events, or when it took steps if none is given."""
         wanted = events or (None,)
         return [time_of(r) for r in self.trainer if r.get("event") in wanted and time_of(r) > after]
 
     def first_step(self, *, after: float) -> float | None:
-        """When a trainer that took over later than ``after`` had taken its first step."""
+        """Return when the first trainer that began later than ``after`` took a step; None if it has not."""
         resumes = self.of_trainer(*TAKEOVERS, after=after)
         return next(iter(self.of_trainer(after=resumes[0])), None) if resumes else None
 
     def resumes_behind(self) -> int:
-        """How often a trainer took over from an older checkpoint than the newest whole one."""
+        """Return how often a trainer resumed from an older checkpoint than the newest undamaged one."""
         whole, behind = {0}, 0
         for record in self.trainer:
             event, step = record.get("event"), int(number(record, "step", 0))
@@ -116,13 +119,13 @@ class History:
 
 
 def time_of(record: Record) -> float:
-    """Unix time of a record."""
+    """Return the Unix time of a record."""
     return number(record, "time", 0.0)
 
 
 @dataclass
 class Trial:
-    """A submitted run."""
+    """A submitted run. job: its job id."""
 
     cluster: Cluster
     run: RunDir
@@ -132,7 +135,7 @@ class Trial:
         self.history = History(self.run)
 
     def wait_for(self, probe: Callable[[], object], what: str) -> None:
-        """Wait for a true value. Raises NotSurvived after DEADLINE, or when run or job is over first."""
+        """Wait until ``probe`` is true. Raises NotSurvived after DEADLINE, or if run or job ends first."""
         began = time.monotonic()
         while True:
             self.history.update()
@@ -151,13 +154,13 @@ class Trial:
         return "\n".join(f"--- {file}\n{text}" for file, text in texts)
 
     def end(self, *jobs: int) -> None:
-        """Have the run stop, and end a few steps after it has come back; wait for it and for ``jobs``."""
+        """Stop the run, let it resume and end a few steps later; wait for the end of it and of ``jobs``."""
         began = time.time()
 
         def stopped() -> bool:
             return bool(self.history.of_trainer("stopped", after=began))
 
-        while not stopped():  # ranks that are only starting end at once, and the job begins again
+        while not stopped():  # ranks that are starting end at once, and the job starts them again
             asked = time.time()
             faults.ask_to_stop(self.cluster, self.job)
             self.wait_for(lambda: stopped() or self.history.first_step(after=asked), "the run to stop")  # noqa: B023
@@ -165,7 +168,7 @@ class Trial:
         self.cluster.own(self.run.path)
         self.wait_for(lambda: self.run.finished, "the end of the run")
         for job in (self.job, *jobs):
-            # The first component's end is that of the run: others may have failed with a node.
+            # The run ends with the first component; others may have failed with a node.
             self.cluster.until(
                 lambda: self.cluster.state(job).split("+")[0] in ENDED,  # noqa: B023
                 f"job {job} to end",
@@ -181,13 +184,13 @@ def submit(
     partition: str,
     settings: Sequence[str],
 ) -> tuple[RunDir, int]:
-    """A run of the model that the options name, and its job."""
+    """Submit a run of the model that the options name; return the run and its job id."""
     if options.tabular:
         config, of_model = HOME / "tools/tabular.yaml", [*TABULAR]
     else:
         config, model = HOME / "configs/quickstart.yaml", root / "model"
         for file in shutil.copytree(options.model or MODEL, model).iterdir():
-            file.chmod(0o644)  # jobs may be another user's
+            file.chmod(0o644)  # jobs may belong to another user
         model.chmod(0o755)
         of_model = [*QUICKSTART, f"model.path={model}"]
     pairs = [*COMMON, *of_model, *settings, f"run.root={root}", *options.set]
@@ -197,7 +200,7 @@ def submit(
 
 
 def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partition: str) -> int:
-    """An array of jobs that search for a run."""
+    """Submit an array of ``nodes`` elastic searchers of a run; return its job id."""
     words = ("--elastic", str(run.path), "--nodes", str(nodes))
     return int(_submitted(cluster, root, partition, *words)["job"])
 
@@ -205,13 +208,13 @@ def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partit
 def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dict[str, Any]:
     site = root / f"{partition}.yaml"
     site.write_text(yaml.safe_dump({**SITE, "partition": partition}))
-    site.chmod(0o644)  # by its umask a run is its owner's business
+    site.chmod(0o644)  # its umask hides files from other users
     program = (sys.executable, str(HOME / "tools/submit.py"))
     return json.loads(cluster.run(*program, *words, "--site", str(site), "--json", user=True))
 
 
 def cluster_of(options: argparse.Namespace, **settings: Any) -> Cluster:
-    """The cluster that the options name, not yet up; ends the program if it cannot be."""
+    """Return the cluster that the options name, not yet started. Exits if it cannot be started here."""
     kind, reason = (Hosts, hosts.missing()) if options.hosts else (Cluster, missing())
     if reason:
         sys.exit(f"no Slurm cluster can be brought up here: {reason}")
@@ -219,13 +222,13 @@ def cluster_of(options: argparse.Namespace, **settings: Any) -> Cluster:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """A command line with what every trial takes."""
+    """Return a parser with the options of every trial."""
     parser = argparse.ArgumentParser(description=description)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=_model_folder, help=f"a tiny model; default: {MODEL.name}")
     model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
-    parser.add_argument("--hosts", action="store_true", help="nodes share a network and a folder alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and victims")
+    parser.add_argument("--hosts", action="store_true", help="nodes share only a network and a folder")
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="settings")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

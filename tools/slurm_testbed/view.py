@@ -1,4 +1,4 @@
-"""What a node sees of this machine: empty folders of its own, and in them this checkout, wherever it lies."""
+"""What a node sees of this machine: empty private folders, and within them this checkout."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ CLONE = Path(__file__).resolve().parents[2]
 
 
 def code() -> list[Path]:
-    """The checkout and its interpreter, also by the names of links that lead to them."""
+    """Return the folders of the checkout and its interpreter, also under the names of links to them."""
     named = [CLONE, Path(sys.prefix), Path(sys.base_prefix)]
     return _outermost([*named, *(path.resolve() for path in named)])
 
 
 def closed(paths: Iterable[Path]) -> list[Path]:
-    """The outermost folders on the way to ``paths`` that others may not enter, as the home of root."""
+    """Return the outermost parents of ``paths`` that other users may not enter, such as root's home."""
     ways = [[*reversed(path.parents)] for path in paths]
     first = [next((folder for folder in way if not folder.stat().st_mode & 0o001), None) for way in ways]
     return [folder for folder in first if folder]
 
 
 def script(private: Iterable[Path], shared: Sequence[Path], read_only: Sequence[Path]) -> str:
-    """Shell commands that mount empty folders, ``private``, and what is to be seen in them or elsewhere.
+    """Return shell commands that mount empty folders over ``private``, and show ``shared`` and ``read_only``.
 
-    A path is opened before it is hidden, and mounted again by its descriptor.
+    A path to show is opened before it is hidden, and mounted again by its descriptor.
     """
     seen = list(enumerate(sorted({*shared, *read_only}), 3))
     lines = [f"exec {number}<{quote(str(path))}" for number, path in seen]
