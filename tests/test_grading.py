@@ -42,11 +42,14 @@ def test_a_right_answer_counts_in_any_writing(grades: Equivalence, answer: str, 
     assert grades(answer, gold)
 
 
-@pytest.mark.parametrize("blank", ["\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ", ",", "{,}"])
-def test_thousands_may_be_separated_by_any_blank_or_comma(grades: Equivalence, blank: str) -> None:
-    assert grades(f"1{blank}000{blank}000", "1000000")
-    assert not grades(f"1{blank}000{blank}00", "1000000")
-    assert final_number(f"#### 1{blank}000{blank}000") == Decimal(1000000)
+BLANKS = ("\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ")
+
+
+@pytest.mark.parametrize("mark", [*BLANKS, ",", "{,}", "'", "’", "_", r"\_", "."])
+def test_thousands_may_be_separated_in_many_ways(grades: Equivalence, mark: str) -> None:
+    assert grades(f"1{mark}000{mark}000", "1000000")
+    assert not grades(f"1{mark}000{mark}00", "1000000")
+    assert final_number(f"#### 1{mark}000{mark}000") == Decimal(1000000)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,23 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("number", "#### 72,", "72", True),
         ("number", "#### 42" + "\nand more" * 75, "42", True),
         ("number", "In 2 100 g bags", "100", True),
+        ("number", "#### 1'000", "1000", True),
+        ("number", "#### 1'00", "100", False),
+        ("number", "#### 5'11\"", "511", False),
+        ("number", "It takes 1_000 steps.", "1000", True),
+        ("number", "#### 1_00", "100", False),
+        ("number", "#### 1.000", "1", True),
+        ("number", "#### 1.000", "1000", False),
+        ("number", "#### 1.000.000", "1000000", True),
+        ("number", "#### €1.000,50", "1000.5", True),
+        ("number", "They pay 1.000,50 € each.", "1000.5", True),
+        ("number", "#### 1.000,50", "1000.5", False),
+        ("number", "#### 12,50", "12.5", False),
+        ("number", "#### -₹500", "-500", True),
+        ("number", "#### - ₹500", "-500", True),
+        ("number", "#### ₹500 or ₹600", "500", False),
+        ("number", "#### ₹1,00,000", "100000", True),
+        ("number", "#### 1,00,000", "100000", False),
         # expressions
         ("expression", "So she sold 48 + 24 = 72 clips in total.", "72", True),
         ("expression", "In April 48, in May 24: 72 clips.", "72", True),
@@ -126,6 +146,12 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("expression", "#### 48+24", "72", False),
         ("expression", "It is −5", "5", False),
         ("expression", "It is −5", "-5", True),
+        ("expression", "They sold 1'000 clips.", "1000", True),
+        ("expression", "They sold 1_000 clips.", "1000", True),
+        ("expression", "It costs €1.000,50.", "1000.5", True),
+        ("expression", "It costs 1.000,50.", "1000.5", False),
+        ("expression", "They owe -₹500.", "-500", True),
+        ("expression", "They owe -₹500.", "500", False),
     ],
 )
 def test_an_answer_is_found_where_people_write_it(

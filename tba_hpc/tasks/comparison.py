@@ -96,12 +96,7 @@ def _bare(text: str) -> str:
         if inside is not None:
             single = len(pieces(inside, (",", ";"))[0]) == 1
             text = inside if single else rf"\{{{inside}\}}" if opening == "{" else text
-    return _joined(text)
-
-
-def _joined(text: str) -> str:
-    """Remove spaces and commas that separate thousands."""
-    return notation.rewritten(text, notation.NUMBERS[:2])
+    return notation.rewritten(text, notation.THOUSANDS)
 
 
 # --- Lists ---

@@ -19,6 +19,15 @@ NARROW = "\u00a0\u202f\u2009\u2007\u2008"
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
 """Thousands separators other than a comma or a plain space."""
 
+MONEY = {
+    "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
+    "₺": "lira", "₱": "peso", "₦": "naira",
+}  # fmt: skip
+"""Names of currencies by their signs, which stand before or after an amount."""
+
+SIGNS = "".join(MONEY).removeprefix("\\$")
+"""All signs of currencies but the dollar sign, which may also begin or end a formula."""
+
 COMMANDS = {
     "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
     "μ": "mu", "×": "cdot", "·": "cdot", "⋅": "cdot", "÷": "div", "√": "sqrt", "∞": "infty", "∅": "emptyset",
@@ -43,28 +52,6 @@ SYMBOLS = {
 }
 
 
-def characters(text: str) -> str:
-    """Convert digits, signs and letters to ASCII or LaTeX, and all kinds of spaces to plain ones."""
-    text = "".join(SYMBOLS.get(character, character) for character in text)
-    return "".join(_ascii_digit(character) for character in text)
-
-
-def digits(text: str) -> str:
-    """Convert the numbers in a text to ASCII, without the separators of WITHIN_NUMBER."""
-    if not text.isascii():
-        text = text.translate({ord(dash): "-" for dash in DASHES})
-        text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
-    return WITHIN_NUMBER.sub("", text)
-
-
-def _ascii_digit(character: str) -> str:
-    if character.isascii():
-        return character
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
-    return unicodedata.normalize("NFKC", character)
-
-
 Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 
@@ -77,6 +64,57 @@ def rewritten(text: str, rules: list[Rewriting]) -> str:
     for pattern, new in rules:
         text = pattern.sub(new, text)
     return text
+
+
+def _ungrouped(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match[0])
+
+
+def _without_commas(match: re.Match[str]) -> str:
+    return match[0].replace(",", "")
+
+
+def _with_point(match: re.Match[str]) -> str:
+    return match[0].replace(".", "").replace(",", ".")
+
+
+CONTINENTAL = r"\d{1,3}(?:\.\d{3})+,\d\d"
+END = r"(?!\d|[.,]\d)"
+
+SEPARATED = _rules(
+    (r"(?<![\w.,'’])[1-9]\d{0,2}(?P<mark>['’]|\\?_)\d{3}(?:(?P=mark)\d{3})*(?![\d_'’\"])", _ungrouped),
+    (rf"(?<![\w.,])[1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}{END}", _ungrouped),
+    (rf"[{SIGNS}]\s*{CONTINENTAL}{END}", _with_point),
+    (rf"(?<![\d.,]){CONTINENTAL}(?=\s*[{SIGNS}](?!\s*\d))", _with_point),
+    (rf"₹\s*\d{{1,2}}(?:,\d\d)+,\d{{3}}{END}", _without_commas),
+)
+"""Rules that remove the separators of 1'000, 1_000, 1.000.000, €1.000,50 and ₹1,00,000.
+
+Each of these forms can only be read as one number. Without a currency, 1.000,50 may also be a list of two
+numbers. It is read as the list, and 1.000 is read as 1.
+"""
+
+
+def characters(text: str) -> str:
+    """Convert digits, signs and letters to ASCII or LaTeX, and all kinds of spaces to plain ones."""
+    text = "".join(SYMBOLS.get(character, character) for character in text)
+    return "".join(_ascii_digit(character) for character in text)
+
+
+def digits(text: str) -> str:
+    """Convert the numbers in a text to ASCII, without thousands separators except commas and plain spaces."""
+    if not text.isascii():
+        text = text.translate({ord(dash): "-" for dash in DASHES})
+        text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
+    return rewritten(WITHIN_NUMBER.sub("", text), SEPARATED)
+
+
+def _ascii_digit(character: str) -> str:
+    if character.isascii():
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    return unicodedata.normalize("NFKC", character)
 
 
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -149,9 +187,16 @@ def _decimal(match: re.Match[str]) -> str:
     return rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
 
 
+THOUSANDS = [
+    *SEPARATED,
+    *_rules(
+        (r"(?<![\d.,_])(?<!\d )\d{1,3}(?:,\d{3})+(?!\d|,\d)", _ungrouped),
+        (r"(?<![\d.,_])(?<!\d )\d{1,3}(?: \d{3})+(?![\d/]| [\d/])", _ungrouped),
+    ),
+]
+"""Rules that remove all thousands separators."""
+
 NUMBERS = _rules(
-    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?:,\d{3})+)(?![\d]|,\d)", lambda m: m[1].replace(",", "")),
-    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?: \d{3})+)(?![\d/]| [\d/])", lambda m: m[1].replace(" ", "")),
     (r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])", _exponent),
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating),
     (r"(\d*)\.(\d*?)(\d)\3\3+\s*(?:\\[lc]?dots|\.\.\.|…)", _repeating),
@@ -162,7 +207,7 @@ NUMBERS = _rules(
     (r"(?<![_^\d])(\d+)\s*(?=\()|\)\s*(?=[\d(])", lambda m: f"{m[0]}\\cdot "),
     (r"(?<!_\{\d)\}\s*(?=\\frac)", r"}\\cdot "),
 )
-"""Rules that make numbers exact: thousands, 1e3, repeating decimals, mixed fractions, decimals.
+"""Rules that make numbers exact: 1e3, repeating decimals, mixed fractions, decimals.
 
 Products get an explicit sign, because the parser would read 2(3) as a mixed fraction.
 """
@@ -177,7 +222,7 @@ def in_one_form(text: str) -> str:
 
 def exact(text: str) -> str:
     """Rewrite numbers so that the parser reads them exactly."""
-    return rewritten(text, NUMBERS)
+    return rewritten(text, THOUSANDS + NUMBERS)
 
 
 # --- Parts ---
@@ -287,8 +332,6 @@ UNITS = {
 }  # fmt: skip
 """Full names of units by abbreviation."""
 
-MONEY = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
-
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Powers of ten by the words for them."""
 
@@ -318,11 +361,13 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Split a text into its value and the unit after it, or the currency before it."""
+    """Split a text into its value and its unit. A currency may stand before or after the value."""
     for sign, name in MONEY.items():
-        match = re.match(rf"(-?)\s*{re.escape(sign)}\s*", text)
+        mark = re.escape(sign)
+        match = re.fullmatch(rf"(-?)\s*{mark}\s*(.*)|(.*?)\s*{mark}", text, re.DOTALL)
         if match:
-            return Quantity(match[1] + text[match.end() :].strip(), name)
+            minus, before, after = match.groups(default="")
+            return Quantity((minus + before + after).strip(), name)
     degrees = re.fullmatch(r"(.*?)\s*\^\\circ\s*([CF]?)", text, re.DOTALL)
     if degrees and not re.search(r"\\(?:sin|cos|tan)", text):
         return Quantity(degrees[1], f"degree {degrees[2]}".strip())

@@ -36,8 +36,12 @@ from tba_hpc.tasks.rows import RightOrWrong
 
 MARKER = "####"
 
+MONEY = f"${notation.SIGNS}"
+"""Signs of currencies."""
+
 NUMBER = re.compile(
-    r"(?:(?<![\d)])-)?(?:\\?[$€£])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    rf"(?:(?<![\d)])-)?(?:\\?[{MONEY}])?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
@@ -46,10 +50,10 @@ NUMBER = re.compile(
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
 """A number with spaces as thousands separators."""
 
-SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
+SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{MONEY}\d.])")
 """A minus sign with a space before its number, after = or a colon. At the start of a line it is a bullet."""
 
-APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
+APART = re.compile(rf"^-\s+(?=[{MONEY}\d.])|{SIGN_APART.pattern}")
 """A minus sign with a space before its number in the text after a marker, where it is never a bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
@@ -58,7 +62,7 @@ PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
 """A formula in a line of words, as opposed to an amount of money."""
 
-RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
+RUN = re.compile(rf"(?:(?<![\w)])[-+])?[{MONEY}(.]*\d[\d\s+\-*/=^().,{MONEY}%]*", re.ASCII)
 """Arithmetic in a line of words."""
 
 Grader = Literal["final_number", "math_verify"]
@@ -135,7 +139,7 @@ def final_number(text: str) -> Decimal | None:
     numbers = NUMBER.findall(answer)
     if not numbers or (marker and len(numbers) > 1):
         return None
-    return Decimal(re.sub(r"[\\$€£,]", "", numbers[-1]))
+    return Decimal(re.sub(rf"[\\{MONEY},]", "", numbers[-1]))
 
 
 def _trimmed(text: str, ends: str) -> str:
@@ -156,7 +160,8 @@ def final_expression(text: str) -> str:
     if BOX.search(line) or not PROSE.search(re.sub(r"\\text\s*\{[^{}]*\}", "", line)):
         return found
     formulas = [one or other for one, other in INLINE.findall(line)]
-    runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(notation.characters(line))]
+    plain = notation.rewritten(notation.characters(line), notation.SEPARATED)
+    runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(plain)]
     return "" if marker and len(runs) > 1 else runs[-1] if runs else found
 
 
