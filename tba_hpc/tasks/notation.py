@@ -1,4 +1,4 @@
-"""Normalises mathematics as people write it, and divides a written answer into parts.
+"""Brings mathematics, as people write it, into one notation, and divides an answer into parts.
 
 Everything here works on text. ``comparison`` compares the values of the parts.
 """
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
-"""Characters used as a minus sign: U+2212, the en dash, hyphens."""
+"""Characters that are used as a minus sign: U+2212, the en dash, hyphens."""
 
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
-"""Spaces that may occur within a number: no-break, narrow, thin, as wide as a digit or a point."""
+"""Spaces that can occur within a number: no-break, narrow, thin, or as wide as a digit or a point."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Thousands separators other than a comma or a plain space."""
+"""Pattern of thousands separators that are spaces other than a plain one, or LaTeX."""
 
 MONEY = {
     "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
@@ -34,7 +34,7 @@ COMMANDS = {
     "≤": "leq", "≥": "geq", "≠": "ne", "≈": "approx", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm",
     "°": "degree", "ℝ": "mathbb{R}",
 }  # fmt: skip
-"""LaTeX commands by the equivalent characters."""
+"""Names of LaTeX commands, by the character that means the same."""
 
 SYMBOLS = {
     **{character: f"\\{command} " for character, command in COMMANDS.items()},
@@ -50,9 +50,11 @@ SYMBOLS = {
         "¾": r"\frac{3}{4}",
     },
 }
+"""ASCII or LaTeX for other characters."""
 
 
 Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""A pattern, and what replaces it."""
 
 
 def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rewriting]:
@@ -118,6 +120,7 @@ def _ascii_digit(character: str) -> str:
 
 
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+"""Pattern of the braced argument of a LaTeX command."""
 
 LAYOUT = _rules(
     (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])|(?<!\\)~(?!=)|\s", " "),
@@ -166,7 +169,7 @@ LAYOUT = _rules(
 )
 r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands.
 
-All typefaces become \text; "and" and "or" become commas.
+All typefaces become \text. "and" and "or" become commas.
 """
 
 
@@ -214,7 +217,7 @@ Products get an explicit sign, because the parser would read 2(3) as a mixed fra
 
 
 def in_one_form(text: str) -> str:
-    """Normalise characters and layout of a text; decimals stay as written."""
+    """Normalise the characters and the layout of a text. Decimals stay as written."""
     text = rewritten(characters(text).strip().strip("*"), LAYOUT)
     text = re.sub(r" +", " ", text).strip()
     return re.sub(r"(?<=[^.])\.$", "", text).strip()
@@ -232,7 +235,10 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split a text at the tokens ``at`` that are outside brackets; return parts and separators in order."""
+    """Split a text at those tokens of ``at`` that are outside brackets.
+
+    Returns the parts, and the separators between them, in order.
+    """
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):
         depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
@@ -246,7 +252,10 @@ def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list, tuple, set, interval or union. kind: its brackets, "" for none, or "cup" for a union."""
+    """A list, tuple, set, interval or union.
+
+    kind: its brackets, such as "()"; "" for none, and "cup" for a union. items: its texts in order.
+    """
 
     kind: str
     items: tuple[str, ...]
@@ -340,7 +349,7 @@ NO_UNIT = re.compile(
     r"half|halves|(?:ten|hundred|thousand|four|fif|six|seven|eigh|nin)ths?|third|dozen|infinity|"
     + "|".join(SCALES)
 )  # fmt: skip
-"""Words after a number that are not units, because they modify the value."""
+"""Pattern of words after a number that are not units, because they change the value or its meaning."""
 
 POWER = r"(?:\s*\^\s*\{?[23]\}?)?"
 TRAILING = re.compile(
@@ -348,12 +357,12 @@ TRAILING = re.compile(
     rf"|(?P<number>.*[\d)}}.])(?P<word>(?:\s+[a-zA-Z]{{2,}}|(?:cm|mm|km|kg|ft|mph))(?:[\s/]+[a-zA-Z]+)*{POWER})",
     re.DOTALL,
 )
-r"""A value and its unit, which is in \text or consists of words after a number."""
+r"""Pattern of a value and its unit, which is in \text or consists of words after a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value and its unit, which may be empty. percent: True for a percentage."""
+    """A value and its unit, which is empty if none is given. percent: True for a percentage."""
 
     value: str
     unit: str = ""
@@ -382,7 +391,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _measured(value: str, unit: str) -> Quantity | None:
-    """Return a quantity, or None if the words after the value are not a unit."""
+    """Return a value with its unit; None if the words after the value are not a unit."""
     scale, _, rest = unit.partition(" ")
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)

@@ -1,12 +1,12 @@
 r"""Problems with one right answer: GSM8K (arXiv 2110.14168) and MATH (arXiv 2103.03874).
 
-Rows of GSM8K have ``question`` and ``answer``; the target is the number after ``####``:
+Rows of GSM8K have ``question`` and ``answer``. The target is the number after ``####``:
 
     question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
     answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
 
-Rows of MATH have ``problem``, and ``solution``, whose last box is the target, or ``answer``, which is the
-target:
+Rows of MATH have ``problem``, and ``answer`` or ``solution``. The target is the answer, or else the last box
+of the solution:
 
     problem   What is the smallest positive perfect cube that can be written as the sum of three …?
     solution  The sum of three consecutive integers takes the form … \boxed{27}
@@ -45,43 +45,52 @@ NUMBER = re.compile(
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
-"""A number, with or without thousands commas, decimals, exponent, sign and currency; no final period."""
+"""Pattern of a number: with or without sign, currency, thousands commas, decimals and exponent.
+
+A final period does not belong to it.
+"""
 
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
-"""A number with spaces as thousands separators."""
+"""Pattern of a number with spaces as thousands separators."""
 
 SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{MONEY}\d.])")
-"""A minus sign with a space before its number, after = or a colon. At the start of a line it is a bullet."""
+"""Pattern of a minus sign with a space before its number, after = or a colon.
+
+At the start of a line such a sign is a bullet.
+"""
 
 APART = re.compile(rf"^-\s+(?=[{MONEY}\d.])|{SIGN_APART.pattern}")
-"""A minus sign with a space before its number in the text after a marker, where it is never a bullet."""
+"""Pattern of a minus sign with a space before its number, in the text after ####.
+
+At the start of that text it is no bullet.
+"""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-"""A word that is not a TeX command."""
+"""Pattern of a word that is not a TeX command."""
 
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
-"""A formula in a line of words, as opposed to an amount of money."""
+"""Pattern of a formula in a line of words, as opposed to amounts of money."""
 
 RUN = re.compile(rf"(?:(?<![\w)])[-+])?[{MONEY}(.]*\d[\d\s+\-*/=^().,{MONEY}%]*", re.ASCII)
-"""Arithmetic in a line of words."""
+"""Pattern of arithmetic in a line of words."""
 
 Grader = Literal["final_number", "math_verify"]
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-"""A TeX command that frames a result, up to its argument."""
+"""Pattern of a TeX command that frames a result, up to its argument."""
 
 BARE = re.compile(r"(?:\\[^()\[\]]|\{[^{}]*\}|[^\s${}\\])*")
-"""An argument without braces, which ends at a space or at the end of the formula."""
+"""Pattern of an argument without braces, which ends at a space or at the end of the formula."""
 
 Problem = tuple[str, str]
-"""A question, and its gold answer as text."""
+"""A question, and the right answer as text."""
 
 
 class WordProblems(RightOrWrong):
     """Task with reward 1 for a completion that ends by itself with the right answer, else 0."""
 
     HUB: ClassVar[Mapping[Split, HubData]]
-    """Hub data for splits without a file."""
+    """Data on the hub, for the splits without a file."""
     TEMPLATE: ClassVar[str]
     """Default template of a prompt."""
     ROW: ClassVar[str]
@@ -97,7 +106,11 @@ class WordProblems(RightOrWrong):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """Make a task from the config's options; see Rows. validation_problems: rows held out per split."""
+        """Make a task from the config's options.
+
+        template, chat: see ``Rows``. validation_problems: number of rows of the training data to hold out for
+        each split without a source of its own.
+        """
         super().__init__(tokenizer, chat=chat, template=self.TEMPLATE if template is None else template)
         self._table = Table(
             sources=sources_of(train_file, test_file, self.HUB),
@@ -118,7 +131,7 @@ class WordProblems(RightOrWrong):
         """Return the problem in a row, or None if the row is not as ``ROW`` describes."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Return (text of the prompt, target) for all problems of a split."""
+        """Return (text of the prompt, target) for each problem of a split. Raises ConfigError."""
         return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
 
@@ -126,10 +139,10 @@ class WordProblems(RightOrWrong):
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the number with which ``text`` answers, or None.
+    """Return the number with which ``text`` answers, or None if it has no answer.
 
-    After the last ``####`` there must be exactly one number; several, or an unfinished sum, are not an
-    answer. Without ``####`` it is the last number of the text, as in the paper's reward.
+    After the last ``####`` there must be exactly one number: several numbers, or an unfinished sum, are not
+    an answer. Without ``####`` the answer is the last number of the text, as in the paper's reward.
     """
     _, marker, answer = text.rpartition(MARKER)
     answer = notation.digits(answer)
@@ -151,8 +164,8 @@ def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
     The answer is the text after the last ``####``, or else the last line. If it contains words, the
-    expression is its last formula, or without formulas its last arithmetic. After ``####`` several of these
-    give an empty result.
+    expression is its last formula, or its last arithmetic if it has no formula. If there are several of these
+    after ``####``, the result is empty.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -168,8 +181,8 @@ def final_expression(text: str) -> str:
 class GSM8K(WordProblems):
     r"""Task with reward 1 for a completion that ends by itself with the right number, else 0.
 
-    grader: with "final_number", the paper's rule, the final number must equal the target as a decimal (72.0
-    is 72). With "math_verify" the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
+    grader: "final_number", the rule of TBA's paper: the final number must equal the target as a decimal (72.0
+    is 72). "math_verify": the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -177,16 +190,16 @@ class GSM8K(WordProblems):
         "test": HubData("openai/gsm8k", "main", "test"),
     }
     TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-    """The prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
+    """Prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
     def __init__(self, tokenizer: Tokenizer, *, grader: Grader = "final_number", **options: Any) -> None:
-        """Make a task from the config's options; see WordProblems for the others."""
+        """Make a task from the config's options. See ``WordProblems`` for those besides ``grader``."""
         super().__init__(tokenizer, **options)
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question and the target, which is the number after ``####``, without commas."""
+        """Return the question, and as its target the number after ``####``, without commas."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
@@ -207,7 +220,7 @@ class GSM8K(WordProblems):
 def boxed(text: str) -> str | None:
     r"""Return the content of the last box, such as ``\boxed{…}``, ``\boxed 2`` or ``\fbox{…}``.
 
-    It is None if there is no box, or if the last box is empty or not closed.
+    The result is None if there is no box, or if the last box is empty or not closed.
     """
     boxes = list(BOX.finditer(text))
     if not boxes:
@@ -218,13 +231,13 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return the argument without braces at the start of a text, without a final punctuation mark."""
+    """Return the argument without braces at the start of a text, without a punctuation mark at its end."""
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
 
 
 def _braced(text: str) -> str:
-    """Return the text between the brace at the start and its closing brace; empty if it is not closed."""
+    """Return the text between the brace at the start and its closing brace; "" if that is missing."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # an escaped brace is a character
         depth += (match[0] == "{") - (match[0] == "}")
@@ -236,7 +249,7 @@ def _braced(text: str) -> str:
 class Math(WordProblems):
     """Task with reward 1 for a completion that ends by itself and whose last box equals the target, else 0.
 
-    Both are compared mathematically, with math-verify's parser.
+    Box and target are compared mathematically (``comparison``).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -248,7 +261,7 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question and the target, which is the answer, or the last box of the solution."""
+        """Return the question, and as its target the answer, or else the last box of the solution."""
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)
