@@ -98,6 +98,7 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("number", "#### - 5", "-5", True),
         ("number", "#### -€5", "-5", True),
         ("number", "#### 1 000", "1000", True),
+        ("number", "#### 1 000.50", "1000.5", True),
         ("number", "#### 1e3", "1000", True),
         ("number", "#### 1e3", "1", False),
         ("number", "#### 1.5e3", "1500", True),

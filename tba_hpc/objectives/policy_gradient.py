@@ -43,7 +43,8 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
-    advantage_BK = _kl_advantage(groups, beta) - baseline_shift
+    kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
+    advantage_BK = leave_one_out(groups.reward_BK - beta * kl_BK) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
 
 
@@ -170,12 +171,6 @@ def _surrogate(
         return surrogate_BKL, token_share(acts_BKL, groups)
     stays_BKL = second_moment_mask(groups.policy_BKL - groups.behaviour_BKL, advantage_BK1, limit)
     return ratio_BKL * advantage_BK1 * stays_BKL, token_share(~stays_BKL, groups)
-
-
-def _kl_advantage(groups: Groups, beta: float) -> Tensor:
-    """Return r − β·log(π_behaviour/π_ref) minus its mean over the others of the group, [B, K], detached."""
-    kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
-    return leave_one_out(groups.reward_BK - beta * kl_BK)
 
 
 def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor, **metrics: Tensor) -> ObjectiveOutput:

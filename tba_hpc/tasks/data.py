@@ -22,7 +22,7 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
-"""Largest share of rows that may be unusable. With more, these are probably the wrong data, and refused."""
+"""Largest share of rows that may be unusable. With more, the data are refused as the wrong ones."""
 
 MOST_LEVELS = 100
 """Deepest nesting of lists and objects in a row, such that every thread of every rank can handle it."""
@@ -98,7 +98,7 @@ def sources_of(
 ) -> dict[Split, str | HubData]:
     """Return the source of each split: the given files, or the hub's data if there is no training file.
 
-    A test file replaces the hub's test split. The result may lack a split.
+    A test file replaces the hub's test split. A held-out split may have no source.
     """
     found: dict[Split, str | HubData] = {**hub} if train_file is None else {"train": train_file}
     if test_file:

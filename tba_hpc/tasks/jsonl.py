@@ -111,7 +111,10 @@ class Jsonl(Rows[Fields]):
         return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that a reward function needs. line: its name in errors."""
+        """Raise ConfigError if a row lacks a field that a reward function needs.
+
+        line: name of the row in errors.
+        """
         for reward in self._rewards.values():
             if isinstance(reward, Function):
                 reward.require(row, line)
@@ -148,7 +151,7 @@ class Jsonl(Rows[Fields]):
         return tokenizer
 
     def _checked(self, row: Fields) -> Fields:
-        """Return the row unchanged. Raises Unusable if its prompt cannot be made, or cannot be judged.
+        """Return the row unchanged. Raises Unusable if it makes no prompt, or if a judge cannot use it.
 
         A field of the template must be a number, a text that is not blank, or the prompt's messages. A field
         that a judge's prompt shows must not be null.
@@ -177,7 +180,7 @@ class Jsonl(Rows[Fields]):
         """Try each judge and each function once on the first training row.
 
         seconds: time limit of a call. Raises ConfigError if a judge is unreachable, or if a function cannot
-        be called so or returns no number.
+        be called with that row or returns no number.
         """
         row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():

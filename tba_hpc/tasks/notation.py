@@ -72,23 +72,22 @@ def _ungrouped(match: re.Match[str]) -> str:
     return re.sub(r"\D", "", match[0])
 
 
-def _without_commas(match: re.Match[str]) -> str:
-    return match[0].replace(",", "")
-
-
 def _with_point(match: re.Match[str]) -> str:
     return match[0].replace(".", "").replace(",", ".")
 
 
 CONTINENTAL = r"\d{1,3}(?:\.\d{3})+,\d\d"
+"""Pattern of an amount as written on the European continent, such as 1.000,50."""
+
 END = r"(?!\d|[.,]\d)"
+"""Pattern of the end of a number."""
 
 SEPARATED = _rules(
     (r"(?<![\w.,'’])[1-9]\d{0,2}(?P<mark>['’]|\\?_)\d{3}(?:(?P=mark)\d{3})*(?![\d_'’\"])", _ungrouped),
     (rf"(?<![\w.,])[1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}{END}", _ungrouped),
     (rf"[{SIGNS}]\s*{CONTINENTAL}{END}", _with_point),
     (rf"(?<![\d.,]){CONTINENTAL}(?=\s*[{SIGNS}](?!\s*\d))", _with_point),
-    (rf"₹\s*\d{{1,2}}(?:,\d\d)+,\d{{3}}{END}", _without_commas),
+    (rf"(?<=₹)\s*\d{{1,2}}(?:,\d\d)+,\d{{3}}{END}", _ungrouped),
 )
 """Rules that remove the separators of 1'000, 1_000, 1.000.000, €1.000,50 and ₹1,00,000.
 

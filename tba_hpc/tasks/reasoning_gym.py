@@ -1,8 +1,8 @@
 """Problems from the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
 
-The config names each generator with its options, its level of difficulty and its weight. A problem depends
-only on the task's seed and its place in the split, so that every process makes the same ones. No problem is
-in two splits. No other module imports the library.
+The config names each generator with its options, its level of difficulty and its weight. Every process makes
+the same problems, because they depend only on the task's options. No problem is in two splits. No other
+module imports the library.
 """
 
 from __future__ import annotations

@@ -92,8 +92,7 @@ class RedTeam(Task):
         victim_chat: apply the victim's chat template to that text, as a user's message.
         victim_…: sampling and memory, as in the sections model and generator.
         classifier_batch, guard_batch: texts per forward pass.
-        embedder: model of sentence embeddings, for the diversity of attacks; None: needed only by
-        ``summary``.
+        embedder: model of sentence embeddings, which ``summary`` needs.
         attacks: number of attacks in an evaluation.
         """
         remedy = "its one prompt is task.options.attack_prompt_file"

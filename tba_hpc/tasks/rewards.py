@@ -102,7 +102,10 @@ class Function:
         self._first = first
 
     def require(self, fields: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that the function needs. line: its row, for errors."""
+        """Raise ConfigError if a row lacks a field that the function needs.
+
+        line: name of the row in errors.
+        """
         for name, needed in self._named.items():
             if needed and name not in fields:
                 meant = did_you_mean(name, fields)

@@ -36,11 +36,11 @@ from tba_hpc.tasks.rows import RightOrWrong
 
 MARKER = "####"
 
-MONEY = f"${notation.SIGNS}"
-"""Signs of currencies."""
+CURRENCY = f"${notation.SIGNS}"
+"""All signs of currencies."""
 
 NUMBER = re.compile(
-    rf"(?:(?<![\d)])-)?(?:\\?[{MONEY}])?"
+    rf"(?:(?<![\d)])-)?(?:\\?[{CURRENCY}])?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
@@ -50,16 +50,13 @@ NUMBER = re.compile(
 A final period does not belong to it.
 """
 
-THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
-"""Pattern of a number with spaces as thousands separators."""
-
-SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{MONEY}\d.])")
+SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{CURRENCY}\d.])")
 """Pattern of a minus sign with a space before its number, after = or a colon.
 
 At the start of a line such a sign is a bullet.
 """
 
-APART = re.compile(rf"^-\s+(?=[{MONEY}\d.])|{SIGN_APART.pattern}")
+APART = re.compile(rf"^-\s+(?=[{CURRENCY}\d.])|{SIGN_APART.pattern}")
 """Pattern of a minus sign with a space before its number, in the text after ####.
 
 At the start of that text it is no bullet.
@@ -71,7 +68,7 @@ PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
 """Pattern of a formula in a line of words, as opposed to amounts of money."""
 
-RUN = re.compile(rf"(?:(?<![\w)])[-+])?[{MONEY}(.]*\d[\d\s+\-*/=^().,{MONEY}%]*", re.ASCII)
+RUN = re.compile(rf"(?:(?<![\w)])[-+])?[{CURRENCY}(.]*\d[\d\s+\-*/=^().,{CURRENCY}%]*", re.ASCII)
 """Pattern of arithmetic in a line of words."""
 
 Grader = Literal["final_number", "math_verify"]
@@ -147,12 +144,12 @@ def final_number(text: str) -> Decimal | None:
     _, marker, answer = text.rpartition(MARKER)
     answer = notation.digits(answer)
     if marker:
-        answer = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), answer.strip())
+        answer = notation.rewritten(answer.strip(), notation.THOUSANDS)
     answer = (APART if marker else SIGN_APART).sub("-", answer)
     numbers = NUMBER.findall(answer)
     if not numbers or (marker and len(numbers) > 1):
         return None
-    return Decimal(re.sub(rf"[\\{MONEY},]", "", numbers[-1]))
+    return Decimal(re.sub(rf"[\\{CURRENCY},]", "", numbers[-1]))
 
 
 def _trimmed(text: str, ends: str) -> str:
