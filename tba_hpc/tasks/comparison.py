@@ -207,7 +207,7 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
-    """Remove the sides of an equation that only name the value: first ones, or the last of two."""
+    """Remove the sides of an equation that only name the value: the first ones, or the last of two."""
     while len(sides) > 1 and _names(sides[0], value):
         sides = sides[1:]
     return sides[:1] if len(sides) == 2 and _names(sides[1], value) else sides
@@ -380,7 +380,7 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Return random values for symbols, POINTS times, or once nothing if there are no symbols.
+    """Return POINTS assignments of random numbers to the symbols, or one that is empty if there are none.
 
     Expressions that agree at all these points are taken as equal.
     """

@@ -23,7 +23,7 @@ MONEY = {
     "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
     "₺": "lira", "₱": "peso", "₦": "naira",
 }  # fmt: skip
-"""Names of currencies by their signs, which stand before or after an amount."""
+"""Names of currencies by their signs. A sign may stand before or after its amount."""
 
 SIGNS = "".join(MONEY).removeprefix("\\$")
 """All signs of currencies but the dollar sign, which may also begin or end a formula."""
@@ -196,7 +196,7 @@ THOUSANDS = [
         (r"(?<![\d.,_])(?<!\d )\d{1,3}(?: \d{3})+(?![\d/]| [\d/])", _ungrouped),
     ),
 ]
-"""Rules that remove all thousands separators."""
+"""Rules that remove thousands separators: those of SEPARATED, commas and plain spaces."""
 
 NUMBERS = _rules(
     (r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])", _exponent),
@@ -341,7 +341,7 @@ UNITS = {
 """Full names of units by abbreviation."""
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Powers of ten by the words for them."""
+"""Exponents of ten, by the words for the powers."""
 
 NO_UNIT = re.compile(
     r"not|no|minus|plus|times|over|squared|cubed|factorial|root|base|mod(?:ulo)?|more|less|than|least|most|about|"

@@ -112,7 +112,7 @@ class Rows(Task, Generic[Row]):
 
 
 class RightOrWrong(Rows[None]):
-    """Task with reward 1 for a completion that ends by itself and that ``accepts`` takes, else 0."""
+    """Task with reward 1 for a completion that ends by itself with a right answer (``accepts``), else 0."""
 
     @abstractmethod
     def questions(self, split: Split) -> Iterable[tuple[str, str]]:

@@ -59,7 +59,7 @@ class TextModel(ABC):
 
     @torch.inference_mode()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """Return the output of ``_read`` for each text, float32 [N, …], on the CPU.
+        """Return the model's output for each text, float32 [N, …], on the CPU.
 
         A text that is too long for the model loses its beginning. Several threads may call this. They wait
         for each other, because a tokenizer is not thread-safe.
@@ -94,9 +94,9 @@ class TextModel(ABC):
     def _own_padding(self) -> int | None:
         """Return the padding token with which the model was trained; None if it had none.
 
-        This matters because a decoder's score is read at the last token that is not padding. If a model's
-        config pads with the end-of-sequence token, its score was read before that token in training, and so
-        it is here. If only its tokenizer pads with that token, the score must be read at the token: None.
+        A decoder's score is read at the last token that is not padding. If the model's config pads with the
+        end-of-sequence token, its score was read before that token in training, and so it is here. If only
+        the tokenizer pads with it, the score must be read at that token, and the result is None.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -203,7 +203,7 @@ LEAD = "\n\n"
 """Text before the verdict. Some versions write it; in others it is the end of the chat template."""
 
 PROBE = ("a question", "an answer")
-"""Texts by which it is found out what a chat template shows."""
+"""Texts for finding out what a chat template shows."""
 
 
 class Guard(TextModel):

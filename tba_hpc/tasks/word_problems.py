@@ -41,19 +41,19 @@ CURRENCY = f"${notation.SIGNS}"
 
 NUMBER = re.compile(
     rf"(?:(?<![\d)])-)?(?:\\?[{CURRENCY}])?"
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?<!\d)(?<!\d\.)(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
 """Pattern of a number: with or without sign, currency, thousands commas, decimals and exponent.
 
-A final period does not belong to it.
+A final period does not belong to it, and a part of 1.2.3 does not match.
 """
 
 SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{CURRENCY}\d.])")
 """Pattern of a minus sign with a space before its number, after = or a colon.
 
-At the start of a line such a sign is a bullet.
+At the start of a line such a sign is taken for a bullet.
 """
 
 APART = re.compile(rf"^-\s+(?=[{CURRENCY}\d.])|{SIGN_APART.pattern}")
@@ -196,7 +196,7 @@ class GSM8K(WordProblems):
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question, and as its target the number after ``####``, without commas."""
+        """Return the question, and as its target the number after ``####`` in plain decimals."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
