@@ -114,7 +114,7 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("number", "In 2 100 g bags", "100", True),
         ("number", "#### 1'000", "1000", True),
         ("number", "#### 1'00", "100", False),
-        ("number", "#### 5'11\"", "511", False),
+        ("number", "#### 5'100\"", "5100", False),
         ("number", "It takes 1_000 steps.", "1000", True),
         ("number", "#### 1_00", "100", False),
         ("number", "#### 1.000", "1", True),
