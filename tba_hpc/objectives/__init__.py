@@ -31,10 +31,8 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "gspo": gspo,
     "topr": topr,
 }
-"""Function that computes each objective, by ``train.objective.name``.
-
-The other keys of that section are its keyword arguments.
-"""
+"""Function that computes each objective, by ``train.objective.name``. The other keys of that section are its
+keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:

@@ -16,10 +16,8 @@ from torch import Tensor
 from tba_hpc.objectives.common import Groups
 
 LEAST_MASS = 1e-6
-"""Lower limit on the total probability of all tokens but the C likeliest.
-
-It is about the rounding error of a sum in float32.
-"""
+"""Lower limit on the total probability of all tokens but the C likeliest. It is about the rounding error of a
+sum in float32."""
 
 
 def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:

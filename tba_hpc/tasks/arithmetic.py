@@ -38,11 +38,8 @@ LARGEST = 50
 """Largest total at any point of a problem. The smallest is 0."""
 
 PARTS = 10
-"""Number of parts into which expressions are divided by their checksums.
-
-Part 0 is held out for validation and part 1 for test, in the order of HELD_OUT. The other eight are for
-training.
-"""
+"""Number of parts into which expressions are divided by their checksums. Part 0 is held out for validation
+and part 1 for test, in the order of HELD_OUT. The other eight are for training."""
 
 Size = Annotated[int, Field(ge=0, le=100_000)]
 

@@ -17,10 +17,8 @@ from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
 
 LONGEST = 4000
-"""Largest number of characters of an answer that is parsed.
-
-A longer answer is right only if it is identical to the gold answer.
-"""
+"""Largest number of characters of an answer that is parsed. A longer answer is right only if it is identical
+to the gold answer."""
 
 POINTS, DIGITS = 5, 40
 """Number of random points at which expressions are compared, and number of digits that must agree."""
@@ -35,10 +33,8 @@ NAME = re.compile(
     rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""Pattern of a text before "=" that only names a value: letters, sums of letters, or words.
-
-It may contain digits only as indices and exponents.
-"""
+"""Pattern of a text before "=" that only names a value: letters, sums of letters, or words. It may contain
+digits only as indices and exponents."""
 
 SYMBOL = re.compile(
     rf"(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))\s*(?:_\s*(?:\w|\{{\w*\}})|\^\{{-1\}})*\s*(?:\(.*\))?"

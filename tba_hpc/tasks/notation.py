@@ -166,10 +166,8 @@ LAYOUT = _rules(
     (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
     (r"(?<=[a-zA-Z])'", "_{prime}"),
 )
-r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands.
-
-All typefaces become \text. "and" and "or" become commas.
-"""
+r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands. All typefaces
+become \text. "and" and "or" become commas."""
 
 
 def _exponent(match: re.Match[str]) -> str:
@@ -209,10 +207,8 @@ NUMBERS = _rules(
     (r"(?<![_^\d])(\d+)\s*(?=\()|\)\s*(?=[\d(])", lambda m: f"{m[0]}\\cdot "),
     (r"(?<!_\{\d)\}\s*(?=\\frac)", r"}\\cdot "),
 )
-"""Rules that make numbers exact: 1e3, repeating decimals, mixed fractions, decimals.
-
-Products get an explicit sign, because the parser would read 2(3) as a mixed fraction.
-"""
+"""Rules that make numbers exact: 1e3, repeating decimals, mixed fractions, decimals. Products get an explicit
+sign, because the parser would read 2(3) as a mixed fraction."""
 
 
 def in_one_form(text: str) -> str:

@@ -45,10 +45,8 @@ BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_
 """Generators whose problems depend on PYTHONHASHSEED, because they draw from sets of strings (0.1.25)."""
 
 TRIES = 20
-"""Largest number of problems that are generated for each one of a split.
-
-More than one may be needed, because problems of other splits are skipped.
-"""
+"""Largest number of problems that are generated for each one of a split. More than one may be needed, because
+problems of other splits are skipped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,22 +45,16 @@ NUMBER = re.compile(
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
-"""Pattern of a number: with or without sign, currency, thousands commas, decimals and exponent.
-
-A final period does not belong to it, and a part of 1.2.3 does not match.
-"""
+"""Pattern of a number: with or without sign, currency, thousands commas, decimals and exponent. A final
+period does not belong to it, and a part of 1.2.3 does not match."""
 
 SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{CURRENCY}\d.])")
-"""Pattern of a minus sign with a space before its number, after = or a colon.
-
-At the start of a line such a sign is taken for a bullet.
-"""
+"""Pattern of a minus sign with a space before its number, after = or a colon. At the start of a line such a
+sign is taken for a bullet."""
 
 APART = re.compile(rf"^-\s+(?=[{CURRENCY}\d.])|{SIGN_APART.pattern}")
-"""Pattern of a minus sign with a space before its number, in the text after ####.
-
-At the start of that text it is no bullet.
-"""
+"""Pattern of a minus sign with a space before its number, in the text after ####. At the start of that text
+it is no bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 """Pattern of a word that is not a TeX command."""
