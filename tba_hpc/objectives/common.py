@@ -70,7 +70,7 @@ class RecordedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """B groups of K completions of the same prompt, in rectangles padded to the longest, of L tokens.
+    """B groups, each of K completions of one prompt, in rectangles padded to the longest, of L tokens.
 
     Groups must be whole, because objectives compute baselines from the completions given here.
 
@@ -256,13 +256,13 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
     (log ρ)² until the mean square of the rest is at most ``limit``, nats². All other tokens are kept.
     """
     log_ratio_BKL = log_ratio_BKL.detach()
-    beyond_BC = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
-    square_BC = log_ratio_BKL.flatten(1).square().where(beyond_BC, math.inf)  # kept anyway: sorted last
-    rising_BC, order_BC = square_BC.sort(dim=1)
-    count_C = torch.arange(1, square_BC.shape[1] + 1, device=square_BC.device)
-    within_BC = rising_BC.cumsum(1) / count_C <= limit  # the means rise, so these come first
-    stays_BC = torch.empty_like(beyond_BC).scatter(1, order_BC, within_BC)
-    return (stays_BC | ~beyond_BC).view(log_ratio_BKL.shape)
+    beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
+    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # kept anyway: sorted last
+    rising_BT, order_BT = square_BT.sort(dim=1)
+    count_T = torch.arange(1, square_BT.shape[1] + 1, device=square_BT.device)
+    within_BT = rising_BT.cumsum(1) / count_T <= limit  # the means rise, so these come first
+    stays_BT = torch.empty_like(beyond_BT).scatter(1, order_BT, within_BT)
+    return (stays_BT | ~beyond_BT).view(log_ratio_BKL.shape)
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:

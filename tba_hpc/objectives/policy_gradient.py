@@ -1,4 +1,4 @@
-"""Policy-gradient objectives, to compare with trajectory balance: RLOO, GRPO, Dr. GRPO, PPO, GSPO and TOPR.
+"""Policy-gradient objectives to compare with: RLOO, GRPO, Dr. GRPO, decoupled PPO, GSPO and TOPR.
 
 They are correct on data that are on-policy or nearly so.
 
@@ -34,12 +34,12 @@ EPSILON = 1e-4
 def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> ObjectiveOutput:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): the loss of a completion is −A·log π_θ.
 
-    A is R minus the mean R of the other completions in the group, minus ``baseline_shift``.
-    R = r − β·log(π_behaviour/π_ref) includes the KL penalty, computed for the policy that sampled. Nothing
-    corrects for the age of the data.
+    R = r − β·log(π_behaviour/π_ref) is the reward with the KL penalty of the policy that sampled. A is R
+    minus the mean R of the other completions in the group, minus ``baseline_shift``. Nothing corrects for the
+    age of the data.
 
-    On on-policy data the expected gradient is that of −(E[r] − β·KL(π_θ‖π_ref)), which is K/(K−1) times the
-    expected gradient of trajectory balance.
+    On on-policy data the expected gradient is the gradient of −(E[r] − β·KL(π_θ‖π_ref)). That is K/(K−1)
+    times the expected gradient of trajectory balance.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
@@ -59,8 +59,8 @@ def grpo(
 
     ρ is a token's π_θ/π_behaviour. A = (r − r̄)/(σ_r + 1e-4), where σ_r is the sample standard deviation in
     the group. So that they do not overflow, ρ and π_ref/π_θ are limited to exp(MAX_LOG_RATIO), without
-    gradient beyond it. The paper's loss is a mean over tokens instead of a sum, which is what the normaliser
-    completion_tokens makes of this one.
+    gradient beyond it. The paper's loss is a mean over tokens instead of a sum; the normaliser
+    completion_tokens makes this one a mean, too.
 
     second_moment_limit: use M2PO's mask (``second_moment_mask``) with this limit instead of the clip; None:
     clip. M2PO's paper masks within a batch. Here each group is masked alone, so that results do not depend on

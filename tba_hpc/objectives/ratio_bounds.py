@@ -33,11 +33,11 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
     """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
     centred: also apply score centering (``score_centering``). It subtracts from each weighted score ∇log π_t
-    the mean score of the candidates, which are the tokens that could have been sampled there. In this mean, a
-    bound of OF_TOKENS weights every candidate by its own ratio, so that the expected gradient is 0 if the
-    slope is constant. The other bounds depend on later tokens, which a candidate does not have. A taper
-    therefore weights all candidates like the sampled token. A binary_kl weights each by its own ratio, and
-    masks all or none.
+    its mean over the candidates, which are the tokens that the sampling policy could have chosen there. In
+    this mean, a bound of OF_TOKENS weights every candidate by its own ratio, so that the expected gradient is
+    0 if all have the same slope. The other bounds depend on later tokens, which a candidate does not have. A
+    taper therefore weights all candidates like the sampled token. A binary_kl weights each by its own ratio,
+    and masks all or none.
 
     Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
     acts.
