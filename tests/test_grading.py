@@ -5,6 +5,7 @@ r"""Graders of mathematics: cheap answers that are wrong, and right ones in othe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer
 
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.word_problems import GSM8K, Math, final_number
+from tba_hpc.tasks.word_problems import GSM8K, Math, final_expression, final_number
 
 LINES = (Path(__file__).parent / "data/answers.tsv").read_text(encoding="utf-8").splitlines()
 CASES = [tuple(line.split("\t")) for line in LINES]
@@ -66,6 +67,14 @@ def test_thousands_may_be_separated_in_many_ways(grades: Equivalence, mark: str)
 def test_answers_too_long_to_read_are_wrong_and_the_grader_goes_on(grades: Equivalence, answer: str) -> None:
     assert not grades(answer, "5")
     assert grades("5.0", "5")
+
+
+@pytest.mark.parametrize("flood", ["(", ".", "$", "€", r"\("])
+def test_a_flood_of_signs_takes_linear_time(flood: str) -> None:
+    """In quadratic time each would take more than a minute."""
+    begun = time.process_time()
+    assert "words" in final_expression(f"{flood * 100_000} words")
+    assert time.process_time() - begun < 20
 
 
 @pytest.fixture(scope="module")

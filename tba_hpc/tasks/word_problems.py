@@ -59,11 +59,14 @@ it is no bullet."""
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 """Pattern of a word that is not a TeX command."""
 
-INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
+INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\(((?:(?!\\\().)+?)\\\)")
 """Pattern of a formula in a line of words, as opposed to amounts of money."""
 
-RUN = re.compile(rf"(?:(?<![\w)])[-+])?[{CURRENCY}(.]*\d[\d\s+\-*/=^().,{CURRENCY}%]*", re.ASCII)
-"""Pattern of arithmetic in a line of words."""
+RUN = re.compile(
+    rf"(?:(?<![\w)])[-+]|(?<![{CURRENCY}(.]))[{CURRENCY}(.]*\d[\d\s+\-*/=^().,{CURRENCY}%]*", re.ASCII
+)
+"""Pattern of arithmetic in a line of words. A match never begins within a run of brackets, points or currency
+signs, so that a flood of them takes linear time."""
 
 Grader = Literal["final_number", "math_verify"]
 
