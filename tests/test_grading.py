@@ -165,6 +165,8 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("expression", "It costs 1.000,50.", "1000.5", False),
         ("expression", "They owe -₹500.", "-500", True),
         ("expression", "They owe -₹500.", "500", False),
+        ("expression", "She pays 5€ + 3€ = 8€ in total.", "8", True),
+        ("expression", "She pays €5 + €3 = €9 in total.", "9", False),
     ],
 )
 def test_an_answer_is_found_where_people_write_it(

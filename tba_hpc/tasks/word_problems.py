@@ -62,10 +62,8 @@ PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\(((?:(?!\\\().)+?)\\\)")
 """Pattern of a formula in a line of words, as opposed to amounts of money."""
 
-RUN = re.compile(
-    rf"(?:(?<![\w)])[-+]|(?<![{CURRENCY}(.]))[{CURRENCY}(.]*\d[\d\s+\-*/=^().,{CURRENCY}%]*", re.ASCII
-)
-"""Pattern of arithmetic in a line of words. A match never begins within a run of brackets, points or currency
+RUN = re.compile(r"(?:(?<![\w)])[-+]|(?<![$(.]))[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
+"""Pattern of arithmetic in a line of words. A match never begins within a run of brackets, points or dollar
 signs, so that a flood of them takes linear time."""
 
 Grader = Literal["final_number", "math_verify"]
@@ -168,6 +166,7 @@ def final_expression(text: str) -> str:
         return found
     formulas = [one or other for one, other in INLINE.findall(line)]
     plain = notation.rewritten(notation.characters(line), notation.SEPARATED)
+    plain = re.sub(f"[{notation.SIGNS}]", "", plain)
     runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(plain)]
     return "" if marker and len(runs) > 1 else runs[-1] if runs else found
 
