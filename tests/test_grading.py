@@ -5,6 +5,7 @@ r"""Graders of mathematics: cheap answers that are wrong, and right ones in othe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer
 
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.word_problems import GSM8K, Math, final_number
+from tba_hpc.tasks.word_problems import GSM8K, Math, final_expression, final_number
 
 LINES = (Path(__file__).parent / "data/answers.tsv").read_text(encoding="utf-8").splitlines()
 CASES = [tuple(line.split("\t")) for line in LINES]
@@ -42,11 +43,14 @@ def test_a_right_answer_counts_in_any_writing(grades: Equivalence, answer: str, 
     assert grades(answer, gold)
 
 
-@pytest.mark.parametrize("blank", ["\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ", ",", "{,}"])
-def test_thousands_may_be_separated_by_any_blank_or_comma(grades: Equivalence, blank: str) -> None:
-    assert grades(f"1{blank}000{blank}000", "1000000")
-    assert not grades(f"1{blank}000{blank}00", "1000000")
-    assert final_number(f"#### 1{blank}000{blank}000") == Decimal(1000000)
+BLANKS = ("\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ")
+
+
+@pytest.mark.parametrize("mark", [*BLANKS, ",", "{,}", "'", "’", "_", r"\_", "."])
+def test_thousands_may_be_separated_in_many_ways(grades: Equivalence, mark: str) -> None:
+    assert grades(f"1{mark}000{mark}000", "1000000")
+    assert not grades(f"1{mark}000{mark}00", "1000000")
+    assert final_number(f"#### 1{mark}000{mark}000") == Decimal(1000000)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,14 @@ def test_thousands_may_be_separated_by_any_blank_or_comma(grades: Equivalence, b
 def test_answers_too_long_to_read_are_wrong_and_the_grader_goes_on(grades: Equivalence, answer: str) -> None:
     assert not grades(answer, "5")
     assert grades("5.0", "5")
+
+
+@pytest.mark.parametrize("flood", ["(", ".", "$", "€", r"\("])
+def test_a_flood_of_signs_takes_linear_time(flood: str) -> None:
+    """In quadratic time each would take more than a minute."""
+    begun = time.process_time()
+    assert "words" in final_expression(f"{flood * 100_000} words")
+    assert time.process_time() - begun < 20
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +107,7 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("number", "#### - 5", "-5", True),
         ("number", "#### -€5", "-5", True),
         ("number", "#### 1 000", "1000", True),
+        ("number", "#### 1 000.50", "1000.5", True),
         ("number", "#### 1e3", "1000", True),
         ("number", "#### 1e3", "1", False),
         ("number", "#### 1.5e3", "1500", True),
@@ -108,6 +121,26 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("number", "#### 72,", "72", True),
         ("number", "#### 42" + "\nand more" * 75, "42", True),
         ("number", "In 2 100 g bags", "100", True),
+        ("number", "#### 1'000", "1000", True),
+        ("number", "#### 1'00", "100", False),
+        ("number", "#### 5'100\"", "5100", False),
+        ("number", "It takes 1_000 steps.", "1000", True),
+        ("number", "#### 1_00", "100", False),
+        ("number", "#### 1.000", "1", True),
+        ("number", "#### 1.000", "1000", False),
+        ("number", "#### 1.000.000", "1000000", True),
+        ("number", "#### 1.2.3", "2.3", False),
+        ("number", "#### 1.000.00", "0", False),
+        ("number", "5 things (see 1.2.3)", "5", True),
+        ("number", "#### €1.000,50", "1000.5", True),
+        ("number", "They pay 1.000,50 € each.", "1000.5", True),
+        ("number", "#### 1.000,50", "1000.5", False),
+        ("number", "#### 12,50", "12.5", False),
+        ("number", "#### -₹500", "-500", True),
+        ("number", "#### - ₹500", "-500", True),
+        ("number", "#### ₹500 or ₹600", "500", False),
+        ("number", "#### ₹1,00,000", "100000", True),
+        ("number", "#### 1,00,000", "100000", False),
         # expressions
         ("expression", "So she sold 48 + 24 = 72 clips in total.", "72", True),
         ("expression", "In April 48, in May 24: 72 clips.", "72", True),
@@ -126,6 +159,14 @@ def judges() -> Iterator[dict[str, Math | GSM8K]]:
         ("expression", "#### 48+24", "72", False),
         ("expression", "It is −5", "5", False),
         ("expression", "It is −5", "-5", True),
+        ("expression", "They sold 1'000 clips.", "1000", True),
+        ("expression", "They sold 1_000 clips.", "1000", True),
+        ("expression", "It costs €1.000,50.", "1000.5", True),
+        ("expression", "It costs 1.000,50.", "1000.5", False),
+        ("expression", "They owe -₹500.", "-500", True),
+        ("expression", "They owe -₹500.", "500", False),
+        ("expression", "She pays 5€ + 3€ = 8€ in total.", "8", True),
+        ("expression", "She pays €5 + €3 = €9 in total.", "9", False),
     ],
 )
 def test_an_answer_is_found_where_people_write_it(

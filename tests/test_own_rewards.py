@@ -478,23 +478,23 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
     ):
         make(own, "own_rewards:texts").try_rewards()
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
-    assert "last raised IndexError: string index out of range on empty completions: where it" in caplog.text
+    assert "last raised IndexError: string index out of range on empty completions: if it r" in caplog.text
 
 
 def test_a_function_written_for_trl_is_named_before_the_start(
     own: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It takes a field of the row for a list with one value for each completion, or a text for messages."""
-    with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; they are texts, and"):
+    with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; these are texts, and"):
         make(own, "own_rewards:zipped").try_rewards()
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
-    assert caplog.text.count("on empty completions: they are texts, and other arguments hold") == 2
+    assert caplog.text.count("on empty completions: these are texts, and every other argument") == 2
 
 
 def test_a_call_that_can_never_succeed_is_refused_before_the_start(own: Path) -> None:
-    with pytest.raises(ConfigError, match=r"wrapped raised TypeError: .*'prompts': no completion could help"):
+    with pytest.raises(ConfigError, match=r"wrapped raised TypeError: .*'prompts', whatever the completion"):
         make(own, "own_rewards:wrapped").try_rewards()
 
 

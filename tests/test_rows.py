@@ -148,7 +148,7 @@ def test_files_of_other_kinds_are_refused_with_the_reason(tmp_path: Path, data: 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (MESSAGES, "'prompt' is a list of messages, which takes task.options.chat=true"),
+        (MESSAGES, "'prompt' is a list of messages, which needs task.options.chat=true"),
         ({"text": "x"}, "'prompt' is an object, but must be a text or a number"),
         (True, "'prompt' is true or false"),
         (None, "'prompt' is null"),
@@ -240,7 +240,7 @@ def test_tools_that_are_no_schemas_are_refused(tmp_path: Path, tools: object) ->
 def test_messages_need_a_template_of_their_own_and_one_that_can_render(tmp_path: Path, chat: bool) -> None:
     row = "\n".join([json.dumps({"prompt": MESSAGES})] * 3)
     needs = "" if chat else " and task.options.chat=true"
-    with pytest.raises(ConfigError, match=r"which takes task.options.template=\{prompt\}" + needs + r"\)"):
+    with pytest.raises(ConfigError, match=r"which needs task.options.template=\{prompt\}" + needs + r"\)"):
         load(tmp_path, row, make_tokenizer("hermes"), options={"chat": chat, "template": "{prompt}\n"})
     with pytest.raises(ConfigError, match="the task jsonl needs a chat template, which the tokenizer"):
         load(tmp_path, row, options={"chat": True})
@@ -265,7 +265,7 @@ def test_held_out_rows_that_are_trained_on_are_told(tmp_path: Path, caplog: pyte
     rows = [*lines(6), lines(1)[0].replace("}", ', "id": 7}'), lines(9)[8]]
     load(tmp_path, "\n".join(rows), options={"validation_prompts": 1})
     assert [said[:53] for said in caplog.messages] == [
-        "1 of 1 test rows are also trained on, so what they sc"
+        "1 of 1 test rows are also trained on, so their score "
     ]
     caplog.clear()
     load(tmp_path, "\n".join(lines(1) * 200), options={"validation_prompts": 64})

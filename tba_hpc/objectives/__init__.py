@@ -31,14 +31,16 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "gspo": gspo,
     "topr": topr,
 }
-"""Objectives by ``train.objective.name``. The other keys of that section are the keyword arguments."""
+"""Function that computes each objective, by ``train.objective.name``. The other keys of that section are its
+keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """Make the loss of a config from its objective, normaliser, ratio bound and score centering.
+    """Build the loss that ``train`` describes: objective, normaliser, ratio bound and score centering.
 
-    Its metrics include the ``moments`` from which ``figures`` computes what is logged. max_tokens: length
-    limit of completions. Raises ConfigError if a user's own objective cannot be imported or called.
+    Its metrics include the ``moments`` of the groups, from which ``figures`` computes what is logged.
+    max_tokens: largest number of tokens of a completion. Raises ConfigError if a user's own objective cannot
+    be imported or called.
     """
     objective = _find(train.objective)
 
@@ -56,5 +58,5 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
 def _find(section: ObjectiveSection) -> Objective:
     if isinstance(section, OwnObjective):
         return own_objective(section)
-    keys = section.model_dump(exclude={"value_beta"})  # the buffer's merge computes OAPL's values
+    keys = section.model_dump(exclude={"value_beta"})  # the buffer uses it, to compute V̂
     return partial(OBJECTIVES[keys.pop("name")], **keys)

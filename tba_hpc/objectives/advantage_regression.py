@@ -6,19 +6,25 @@ from tba_hpc.objectives.common import Groups, ObjectiveOutput
 
 
 def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
-    """Optimal advantage regression on the lagged policy (arXiv 2602.19362, eq. 3): mean of residual²/2β₂.
+    """Optimal advantage regression on completions of a lagged policy (arXiv 2602.19362, eq. 3).
 
-        V̂ = β₁·log mean exp(r/β₁), over all completions that were sampled for a request
+    The loss of a completion is residual²/(2β₂), where
+
+        V̂ = β₁·log mean exp(r/β₁), over all completions that were sampled for the same request
         residual = β₂·log(π_θ/π_lag) − (r − V̂)
 
-    π_lag is the policy that sampled the completion. β₂ is ``beta``. β₁ is ``value_beta``; the buffer computes
-    V̂ when completions arrive, so a group may mix requests and versions. The paper's loss has no factor. With
-    1/2β₂ the gradient is −A·∇log π_θ, where A = (r − V̂) − β₂·log(π_θ/π_lag). This is the scale of trajectory
-    balance, with V̂ instead of the group's mean.
+    π_lag is the policy that sampled the completion, and β₂ is ``beta``. The buffer computes V̂
+    (``groups.value_BK``) when completions arrive, with β₁ = ``train.objective.value_beta``. A group may
+    therefore mix requests and versions of the weights.
 
-    If β₁ = β₂, and V̂ averages infinitely many completions, all residuals are 0 at π_lag·exp(r/β)/Z and
-    nowhere else. With another β₁ they cannot all be 0, and the minimum depends on the completions drawn.
-    V̂ assumes that π_lag, as recorded, is the distribution that was sampled; Config ensures it.
+    The paper's loss is residual². The factor 1/(2β₂) makes the gradient −A·∇log π_θ, where
+    A = (r − V̂) − β₂·log(π_θ/π_lag). That is the scale of trajectory balance, whose baseline is the group's
+    mean instead of V̂.
+
+    If β₁ = β₂ and V̂ averages infinitely many completions, the policy π_lag·exp(r/β)/Z makes all residuals 0,
+    and no other policy does. If β₁ ≠ β₂, no policy does, and the minimum depends on the completions that were
+    drawn. The completions must be samples of exactly the distribution that is recorded as π_lag; Config
+    ensures this.
 
     Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
     value, in units of the reward).

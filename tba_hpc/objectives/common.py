@@ -1,4 +1,4 @@
-"""Common parts of all objectives: input, signature and result."""
+"""Common parts of all objectives: their input, signature and result, and formulas that several use."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tba_hpc.config.variants import LossNormaliser
 from tba_hpc.core.types import TrajectoryBatch
 
 MAX_LOG_RATIO = 20.0
-"""Limit on log-ratios, in nats. Beyond it a ratio of probabilities is constant at e^20, without gradient.
+"""Upper limit on log-ratios, in nats. A ratio of probabilities above e^20 becomes e^20, without gradient.
 
-The squared gradient norm of a million tokens with an advantage of 1000 is then at most 2e35, which float32
-can hold.
+The gradients of a million tokens with this ratio and an advantage of 1000 then add up to a squared norm of at
+most 2e35, which float32 can hold.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroups:
-    """Recorded values of a batch in rectangles: numpy arrays, or the tensors that were made of them.
+    """Values recorded in a batch, arranged in rectangles: numpy arrays, or tensors made from them.
 
-    cell_T: int64, index of each completion token in a flattened rectangle [B, K, L]. For the other fields see
-    ``Groups``.
+    cell_T: int64, index of each completion token in the flattened rectangle [B, K, L]. The other fields are
+    those of ``Groups``. top_behaviour_BKLC is None if no likeliest tokens were recorded.
     """
 
     cell_T: Any
@@ -42,14 +42,14 @@ class RecordedGroups:
 
     @staticmethod
     def of(batch: TrajectoryBatch) -> RecordedGroups:
-        """Make numpy arrays for all groups of ``batch``."""
+        """Arrange the recorded values of all groups of ``batch`` as numpy arrays."""
         sampled_T, cell_T = batch.action_T, batch.cell_T
         shape = batch.groups, batch.group_size
         cell_A = cell_T[sampled_T]
         top_AC = batch.top_logprobs["logprob"][sampled_T]
 
         def spread(value_A: np.ndarray) -> np.ndarray:
-            """Put the values of the sampled tokens into a rectangle that is 0 elsewhere."""
+            """Put the sampled tokens' values, [A, …], into a rectangle, [B, K, L, …], that is 0 elsewhere."""
             cells = (*shape, int(batch.completion_length_N.max()), *value_A.shape[1:])
             value_BKL = np.zeros(cells, value_A.dtype)
             value_BKL.reshape(-1, *value_A.shape[1:])[cell_A] = value_A
@@ -70,22 +70,22 @@ class RecordedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """B groups of K completions of the same prompt, in rectangles of L positions.
+    """B groups, each of K completions of one prompt, in rectangles padded to the longest, of L tokens.
 
-    Groups must be whole, because baselines are computed from what is given here.
+    Groups must be whole, because objectives compute baselines from the completions given here.
 
-    policy_BKL: float, log π_θ of each token, with gradient. behaviour_BKL, reference_BKL: float, the same
-    under the weights that sampled the token and under the reference, without gradient. All three use
-    model.logprob_temperature. mask_BKL: bool, tokens that the policy sampled, EOS included; elsewhere the
-    three are 0. Tokens from an environment are masked, because all three policies give them the same
-    probability.
+    policy_BKL: float, log π_θ of each token, with gradient. behaviour_BKL: float, the log-probability under
+    the weights that sampled the token. reference_BKL: float, the log-probability under the reference. All
+    three are taken at the temperature model.logprob_temperature, and only the first has a gradient. mask_BKL:
+    bool, True for each token that the policy sampled, EOS included. It is False at padding, and at tokens
+    that an environment wrote, whose probability does not depend on the policy; there the three are 0.
 
-    reward_BK: float. value_BK: float, V̂ of each completion's request. batch_tokens: mean number of sampled
-    tokens per completion in the whole batch; None: these groups are the whole batch. on_policy_BK: bool,
-    whether the weights θ sampled the completion; None: unknown. age_BKL: int32, optimizer steps from the
-    weights that sampled a token to θ; None: unknown. top_policy_BKLC, top_behaviour_BKLC: float,
-    log-probabilities under θ and under the sampling weights of the C tokens that were likeliest at each
-    position when sampling; None: not recorded.
+    reward_BK: float. value_BK: float, V̂ of each completion's request (see ``oapl``). batch_tokens: mean
+    number of sampled tokens per completion in the whole batch, of which these groups are a part; None: they
+    are the whole batch. on_policy_BK: bool, True if the current weights θ sampled the completion; None:
+    unknown. age_BKL: int32, number of optimizer steps from the weights that sampled a token to θ; None:
+    unknown. top_policy_BKLC, top_behaviour_BKLC: float, log-probabilities of the C tokens that were likeliest
+    when a position was sampled, under θ and under the sampling weights; None: not recorded.
     """
 
     policy_BKL: Tensor
@@ -102,10 +102,11 @@ class Groups:
 
     @classmethod
     def of(cls, policy_T: Tensor, recorded: RecordedGroups, *, batch_tokens: float | None = None) -> Groups:
-        """Combine recorded values, as tensors, with the policy's log-probabilities.
+        """Combine recorded values, given as tensors, with the policy's log-probabilities.
 
-        policy_T: float32 [T], log π_θ of all completion tokens, with gradient, 0 at an environment's tokens;
-        or [T, 1 + C], with log π_θ of the C tokens of ``top_policy_BKLC`` in the last C columns.
+        policy_T: float32 [T], log π_θ of all completion tokens, with gradient, and 0 at tokens that an
+        environment wrote. If likeliest tokens were recorded, it is [T, 1 + C], and its last C columns are
+        their log π_θ.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape
@@ -117,7 +118,7 @@ class Groups:
         return cls(policy_BKL=policy_BKLJ[..., 0], batch_tokens=batch_tokens, **rest)
 
     def one_by_one(self) -> Iterator[Groups]:
-        """Yield each group alone, with B = 1."""
+        """Yield each group alone, as Groups with B = 1."""
         tensors: dict[str, Any] = {
             field.name: value
             for field in fields(self)
@@ -153,7 +154,7 @@ class Groups:
 
     @property
     def log_ratio_BK(self) -> Tensor:
-        """Log-ratio log π_θ/π_ref of whole completions, with gradient: k1 estimate of KL(π_θ‖π_ref), nats."""
+        """Log-ratio log π_θ/π_ref of whole completions, with gradient, nats (k1 estimator of the KL)."""
         return self.logprob_BK - self.ref_logprob_BK
 
     @property
@@ -163,22 +164,22 @@ class Groups:
 
     @property
     def token_ratio_BKL(self) -> Tensor:
-        """Ratio π_θ/π_behaviour of each token, with gradient, bounded; 1 where no token was sampled."""
+        """Ratio π_θ/π_behaviour of each token, with gradient, at most e^20; 1 where the mask is False."""
         return bounded_exp(self.policy_BKL - self.behaviour_BKL)
 
     @property
     def ratio_BK(self) -> Tensor:
-        """Ratio π_θ/π_behaviour of whole completions, with gradient, bounded."""
+        """Ratio π_θ/π_behaviour of whole completions, with gradient, at most e^20."""
         return bounded_exp(self.logprob_BK - self.behaviour_logprob_BK)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """Losses of completions ("rows"), and metrics.
+    """Loss of each completion, and metrics.
 
-    loss_BK: loss of each row, with gradient, summed over its tokens; ``make_objective`` then divides it by
-    the config's normaliser. metrics: detached scalars, means over the same rows. The loss and metrics of a
-    batch are therefore means over its micro-batches, weighted by their numbers of groups.
+    loss_BK: loss summed over a completion's tokens, with gradient; ``make_objective`` then divides it by the
+    config's normaliser. metrics: detached scalars, each a mean over the completions. The loss and the metrics
+    of a batch are therefore means over its micro-batches, weighted by their numbers of groups.
     """
 
     loss_BK: Tensor
@@ -186,16 +187,19 @@ class ObjectiveOutput:
 
     @property
     def loss(self) -> Tensor:
-        """Mean over the rows, a scalar with gradient."""
+        """Mean of ``loss_BK`` over all completions, a scalar with gradient."""
         return self.loss_BK.mean()
 
 
 Objective = Callable[[Groups, float], ObjectiveOutput]
-"""A loss over whole groups. The second argument is the KL coefficient β, above 0."""
+"""Function from groups and the KL coefficient β, which is above 0, to their loss."""
 
 
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
-    """Return the divisor of each completion's loss, [B, K], or one number for all of them."""
+    """Return the divisor of each completion's loss, [B, K], or one number for all completions.
+
+    name: what to divide by. max_tokens: largest number of tokens of a completion.
+    """
     match name:
         case "sum":
             return 1.0
@@ -208,12 +212,12 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), with gradient; beyond MAX_LOG_RATIO the result is constant."""
+    """Return exp(log_ratio) with gradient. Above MAX_LOG_RATIO it is exp(MAX_LOG_RATIO), without gradient."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def group_mean(value_BK: Tensor) -> Tensor:
-    """Return the mean of every group, [B, 1], detached."""
+    """Return the mean of each group, [B, 1], detached."""
     return value_BK.detach().mean(dim=1, keepdim=True)
 
 
@@ -223,15 +227,19 @@ def centred(value_BK: Tensor) -> Tensor:
 
 
 def leave_one_out(value_BK: Tensor) -> Tensor:
-    """Return each value minus the mean of its group's *others*, [B, K], detached: K/(K−1) × ``centred``."""
+    """Return each value minus the mean of the group's other values, [B, K], detached.
+
+    This is K/(K − 1) times ``centred``; K must be at least 2.
+    """
     completions = value_BK.shape[1]
     return centred(value_BK) * completions / (completions - 1)
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return PPO's surrogate min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) (arXiv 1707.06347, eq. 7), to maximise.
+    """Return PPO's clipped surrogate, to be maximised, and where it is clipped (arXiv 1707.06347, eq. 7).
 
-    Also returns a mask, bool, of where the clipped term is the lower one, so that there is no gradient.
+    The surrogate is min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), where ρ is ``ratio`` and A is ``advantage``. The
+    second result is a bool mask of where the clipped term is the smaller one; there the gradient is 0.
     """
     plain = ratio * advantage
     surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -239,26 +247,28 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 
 
 def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: float) -> Tensor:
-    """Return which tokens of each group M2PO's mask keeps, bool [B, K, L] (arXiv 2510.01161, algorithm 1).
+    """Return which tokens M2PO's mask keeps, bool [B, K, L] (arXiv 2510.01161, algorithm 1).
 
-    Like PPO's clip, the mask acts on tokens whose ratio has moved in the direction of the advantage: A > 0
-    and ρ > 1, or A < 0 and ρ < 1. Of these, the tokens with the largest (log ρ)² are masked until the mean
-    square of the rest is at most ``limit``, nats². All other tokens are kept.
+    log_ratio_BKL: log ρ of each token, where ρ = π_θ/π_behaviour. advantage_BK1: its advantage A.
+
+    Like PPO's clip, the mask concerns only tokens whose ratio has already moved in the direction of the
+    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. In each group, it drops those of them with the largest
+    (log ρ)² until the mean square of the rest is at most ``limit``, nats². All other tokens are kept.
     """
     log_ratio_BKL = log_ratio_BKL.detach()
-    beyond_BC = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
-    square_BC = log_ratio_BKL.flatten(1).square().where(beyond_BC, math.inf)  # the others come last
-    rising_BC, order_BC = square_BC.sort(dim=1)
-    count_C = torch.arange(1, square_BC.shape[1] + 1, device=square_BC.device)
-    within_BC = rising_BC.cumsum(1) / count_C <= limit  # means rise with the squares, so this is a prefix
-    stays_BC = torch.empty_like(beyond_BC).scatter(1, order_BC, within_BC)
-    return (stays_BC | ~beyond_BC).view(log_ratio_BKL.shape)
+    beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
+    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # kept anyway: sorted last
+    rising_BT, order_BT = square_BT.sort(dim=1)
+    count_T = torch.arange(1, square_BT.shape[1] + 1, device=square_BT.device)
+    within_BT = rising_BT.cumsum(1) / count_T <= limit  # the means rise, so these come first
+    stays_BT = torch.empty_like(beyond_BT).scatter(1, order_BT, within_BT)
+    return (stays_BT | ~beyond_BT).view(log_ratio_BKL.shape)
 
 
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
-    """Return the share of sampled tokens at which ``acts_BKL``, bool, is True, as a scalar.
+    """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
-    The divisor is the mean length in the whole batch, so that the mean over micro-batches is the batch's
-    share.
+    It is divided by the mean number of tokens in the whole batch. The mean over micro-batches is therefore
+    the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

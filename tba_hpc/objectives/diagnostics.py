@@ -1,7 +1,7 @@
 """Measures of how far a batch's completions are from the policy that learns from them, for any objective.
 
-``moments`` are means over completions, which can be averaged over micro-batches and ranks. ``figures`` are
-computed from the moments of the whole batch.
+``moments`` computes means over completions, which can be averaged over micro-batches and ranks. From the
+moments of the whole batch, ``figures`` computes what is logged.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ MAX_LOG_WEIGHT = 300.0
 """Limit on |log π_θ/π_behaviour|, in nats, so that sums of squared ratios do not overflow float64."""
 
 MOMENTS = ("weight", "squared_weight", "better", "better_log_weight", "on_policy_tokens", "gap")
-"""Names of the ``moments`` from which figures are computed."""
+"""Names of the ``moments`` that are not logged themselves: ``figures`` removes them."""
 
 
 def moments(groups: Groups) -> dict[str, Tensor]:
-    """Compute the means over completions from which ``figures`` are made, as detached float64 scalars.
+    """Compute means over completions, from which ``figures`` are made, as detached float64 scalars.
 
-    w is the completion's ratio π_θ/π_behaviour. log_weight, weight, squared_weight: means of log w, w and w².
-    better: share of completions with a reward above the group's mean. better_log_weight: mean of log w,
-    counted as 0 for the other completions. on_policy_tokens: mean number of tokens, counted as 0 unless θ
-    itself sampled the completion. gap: mean of the sum of |log π_behaviour − log π_θ| over those tokens.
+    w is a completion's ratio π_θ/π_behaviour. log_weight, weight, squared_weight: means of log w, w and w².
+    better: share of completions whose reward is above the mean of their group.
+    better_log_weight: mean of log w, with 0 in place of log w for completions that are not better.
+    on_policy_tokens: mean number of sampled tokens, with 0 for completions that θ itself did not sample.
+    gap: mean of Σ_t |log π_behaviour − log π_θ|, with 0 for completions that θ itself did not sample.
     """
     log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
     log_weight_BK = log_ratio_BKL.sum(2, dtype=float64)
@@ -44,14 +45,16 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 
 
 def figures(means: Mapping[str, float]) -> dict[str, float]:
-    """Replace the ``moments`` among a whole batch's ``means`` by the figures that are logged.
+    """Replace the ``moments`` among the ``means`` of a whole batch by the figures that are logged.
 
-    log_weight: mean of log π_θ/π_behaviour, nats per completion. better_log_weight: the same over completions
-    with a reward above their group's mean. It is negative if rewarded completions have become less likely
-    since they were sampled, and omitted if all rewards in each group are equal. ess: effective sample size
-    (Σw)²/(N·Σw²), a share of the N completions: 1 if all weights are equal, 1/N if one outweighs all others.
-    engine_gap: mean of |log π_behaviour − log π_θ| over tokens that θ itself sampled, nats per token. It
-    measures how differently engine and learner compute the same policy, and is omitted without such tokens.
+    log_weight: mean of log π_θ/π_behaviour, nats per completion; it stays as it is.
+    better_log_weight: the same mean over completions with a reward above the mean of their group. If it is
+    negative, rewarded completions have become less likely since they were sampled. Omitted if no reward is
+    above its group's mean.
+    ess: effective sample size (Σw)²/(N·Σw²), as a share of the N completions. It is 1 if all weights are
+    equal, and 1/N if one outweighs all others.
+    engine_gap: mean of |log π_behaviour − log π_θ| over the tokens that θ itself sampled, nats per token. It
+    measures how differently engine and learner compute the same policy. Omitted if θ sampled no token.
     """
     rest = dict(means)
     weight, square, better, risen, tokens, gap = (rest.pop(name) for name in MOMENTS)

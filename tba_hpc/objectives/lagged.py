@@ -1,4 +1,4 @@
-"""A reference that lags behind the policy, computed without a model of its own."""
+"""A reference that lags behind the policy, computed from log-probabilities, without a model of its own."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ import torch
 from tba_hpc.objectives.common import Groups
 
 LEAST_AGE = 4
-"""Lower bound on the age Δ in the approximation, in steps. The paper's author suggests it, because the
-relative error was 5.9 for data of at most two steps (bbartoldson/tba-prime, results_fp4.tex)."""
+"""Lower limit on the age Δ in ``with_lagged_reference``, in optimizer steps.
+
+The author of TBA proposes such a limit, because the approximation's relative error was 5.9 on data of at most
+two steps (bbartoldson/tba-prime, results_fp4.tex).
+"""
 
 
 def with_lagged_reference(groups: Groups, decay: float) -> Groups:
     """Set the groups' reference to a moving average of the policy, approximated to first order.
 
-    An average with this decay lags decay/(1 − decay) steps behind a policy that moves evenly. In the Δ steps
-    since π_μ sampled a token, its log-probability moved by (log π_θ − log π_μ)/Δ per step. Therefore
+    If a policy moves evenly, its moving average with this decay lags decay/(1 − decay) steps behind. Let π_μ
+    be the policy that sampled a token, Δ steps ago. Since then the token's log-probability has moved by (log
+    π_θ − log π_μ)/Δ per step. Therefore
 
         log π_ref = log π_θ − c·(log π_θ − log π_μ),   c = decay/((1 − decay)·max(Δ, LEAST_AGE)),
 
-    without gradient. If Δ = 0 the reference is π_θ: θ itself sampled the token, and π_μ differs from π_θ only
-    by the rounding of engine and learner.
+    without gradient. If Δ = 0, π_ref is π_θ: θ itself sampled the token, and log π_μ differs from log π_θ
+    only by the rounding of engine and learner. The groups' ages must be known.
     """
     assert groups.age_BKL is not None, "Groups.of knows the ages"
     policy_BKL = groups.policy_BKL.detach()

@@ -4,8 +4,8 @@
         advantage = groups.reward_BK - groups.reward_BK.mean(1, keepdim=True)
         return -scale * advantage * groups.logprob_BK
 
-The arguments are one group as ``Groups`` (B = 1), β, and train.objective.options by name. The function
-returns the loss of each completion, float [1, K], with gradient.
+The function is called for each group alone. Its arguments are that group as ``Groups`` (B = 1), β, and
+train.objective.options by name. It returns the loss of each completion, float [1, K], with gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
 def own_objective(section: OwnObjective) -> Objective:
     """Make an objective from a user's function.
 
-    Raises ConfigError if there is no such function, or if it does not accept the arguments. The objective
-    raises ConfigError if the function does not return a loss with gradient for each completion.
+    Raises ConfigError if there is no such function, or if it does not accept the arguments. A call of the
+    objective raises ConfigError if the function does not return a loss with gradient for each completion.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion).
     """
@@ -42,7 +42,7 @@ def own_objective(section: OwnObjective) -> Objective:
 
     def objective(groups: Groups, beta: float) -> ObjectiveOutput:
         losses = []
-        for group in groups.one_by_one():  # so that micro-batches do not change the function's own means
+        for group in groups.one_by_one():  # so that no mean depends on micro-batches
             loss_1K = loss(group, beta)
             _require_loss(key, loss_1K, group)
             losses.append(loss_1K)

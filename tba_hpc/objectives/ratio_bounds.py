@@ -1,7 +1,8 @@
 """Bounds on the influence of stale data, for any loss: weights on the gradient of each token.
 
-A loss depends on the policy only through log-probabilities, so it is enough to weight ∂loss/∂log π_t. Where
-that is positive, a step makes the token less likely.
+A loss depends on the policy only through the log-probabilities of tokens. It is therefore enough to weight
+its derivative ∂loss/∂log π at each token, called the slope. A gradient step makes a token with a positive
+slope less likely.
 """
 
 from __future__ import annotations
@@ -25,42 +26,49 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 from tba_hpc.objectives.score_centering import mean_score
 
 OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
-"""Bounds that are computed per token; the others are computed per completion."""
+"""Bounds whose weight depends on one token alone; that of the others depends on the whole completion."""
 
 
 def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
-    centred: subtract from each weighted score ∇log π_t its mean under the policy that sampled the token
-    (score centering). In this mean, a bound per token weights every candidate token by its own ratio, so that
-    the expected gradient under a constant slope is 0. A bound per completion weights the mean like the
-    score, because it also depends on later tokens.
+    centred: also apply score centering (``score_centering``). It subtracts from each weighted score ∇log π_t
+    its mean over the candidates, which are the tokens that the sampling policy could have chosen there. In
+    this mean, a bound of OF_TOKENS weights every candidate by its own ratio, so that the expected gradient is
+    0 if all have the same slope. The other bounds depend on later tokens, which a candidate does not have. A
+    taper therefore weights all candidates like the sampled token. A binary_kl weights each by its own ratio,
+    and masks all or none.
 
-    Metrics: the objective's, and clip_share, the share of tokens or completions on which the bound acts.
+    Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
+    acts.
     """
     if isinstance(bound, Unbounded) and not centred:
         return objective
 
-    def weighed(groups: Groups, beta: float) -> ObjectiveOutput:
+    def weighted(groups: Groups, beta: float) -> ObjectiveOutput:
         policy_BKL = groups.policy_BKL.detach().requires_grad_()
         output = objective(replace(groups, policy_BKL=policy_BKL), beta)
         (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
         weight_BKL, acts_BKL = weights(bound, groups, slope_BKL)
         score_BKL = weight_BKL * groups.policy_BKL
         if centred:
-            alike = partial(_alike, bound, slope_BKL, weight_BKL, acts_BKL)
-            score_BKL = score_BKL - mean_score(groups, alike)
-        pull_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)
+            weigh = partial(_candidate_weights, bound, slope_BKL, weight_BKL, acts_BKL)
+            score_BKL = score_BKL - mean_score(groups, weigh)
+        zero_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)  # has the weighted gradient
         clip_share = {} if isinstance(bound, Unbounded) else {"clip_share": _share(acts_BKL, groups)}
-        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, {**output.metrics, **clip_share})
+        return ObjectiveOutput(output.loss_BK.detach() + zero_BK, {**output.metrics, **clip_share})
 
-    return weighed
+    return weighted
 
 
-def _alike(
+def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return weights of the candidate tokens for ``mean_score``; each has the slope of the sampled token."""
+    """Return the weights of candidate tokens, for ``mean_score``.
+
+    slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens; candidates have their
+    slope.
+    """
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
         return weights(bound, candidates, slope_BKL.repeat_interleave(each, 2))[0]
@@ -70,9 +78,10 @@ def _alike(
 
 
 def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights, and a mask, bool, of where the bound acts: per token [B, K, L] or completion [B, K, 1].
+    """Return the weights of ``bound``, and a bool mask of where it caps, tapers or masks, both detached.
 
-    Both are detached. slope_BKL: ∂loss/∂log π of each token.
+    Each is [B, K, L], or [B, K, 1] if it is the same for all tokens of a completion. slope_BKL: ∂loss/∂log π
+    of each token.
     """
     down_BK1 = slope_BKL.sum(2, keepdim=True) > 0
     ratio_BKL = groups.token_ratio_BKL.detach()
@@ -93,10 +102,10 @@ def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tenso
 def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) -> Tensor:
     """Return which tokens, bool [B, K, L], or completions, [B, K, 1], have moved too far from π_behaviour.
 
-    IcePop masks ratios outside the band (arXiv 2510.18855). DPPO masks tokens with |π_θ − π_behaviour| above
-    the limit if a step would increase it (arXiv 2602.04879, eq. 12 and 13; the paper's limit is 0.15).
-    FlashREINFORCE masks completions with a mean ``_binary_kl`` above the limit
-    (github.com/yifanzhang-pro/FlashREINFORCE, whose limit is 0.003).
+    IcePop (arXiv 2510.18855): tokens whose ratio is outside the band. DPPO (arXiv 2602.04879, eq. 12 and 13):
+    tokens with |π_θ − π_behaviour| above the limit that a step would move further; the paper's limit is 0.15.
+    FlashREINFORCE (github.com/yifanzhang-pro/FlashREINFORCE): completions whose mean ``_binary_kl`` is above
+    the limit, which is 0.003 there.
     """
     match bound:
         case IcePop(band=(low, high)):
@@ -111,10 +120,10 @@ def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) 
 
 
 def _binary_kl(groups: Groups) -> Tensor:
-    """Return the binary KL(p‖q) of each token, [B, K, L], detached, nats.
+    """Return the binary KL(p‖q) at each token, [B, K, L], detached, nats; 0 where no token was sampled.
 
     The two outcomes are "this token" and "another token". p and q are the token's probabilities under
-    π_behaviour and π_θ, clamped to 1e-6 … 1 − 1e-6. The KL is 0 where no token was sampled.
+    π_behaviour and π_θ, clamped to 1e-6 … 1 − 1e-6.
     """
     p, q = (
         logprob_BKL.detach().exp().clamp(1e-6, 1 - 1e-6)

@@ -9,31 +9,33 @@ from tba_hpc.config.variants import LogZ
 from tba_hpc.objectives.common import Groups, ObjectiveOutput, group_mean
 
 LOG_RATIO_LIMIT = 10.0
-"""Limit on a token's |log π_θ/π_ref| in the KL estimate of TBA′, in nats."""
+"""Limit on a token's |log π/π_ref| in the KL estimates of TBA′, in nats."""
 
 
 def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> ObjectiveOutput:
-    """VarGrad trajectory balance (§3): β/2 · mean over all rows of residual².
+    """VarGrad trajectory balance (§3): the loss of a completion is β/2 · residual².
 
         log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_μ(y_ij|x_i) + r_ij/β ]
         residual_ij = log Ẑ(x_i) + log π_θ(y_ij|x_i) − log π_ref(y_ij|x_i) − r_ij/β
 
-    log_z: the policy π_μ in log Ẑ. "behaviour": the policy that sampled each completion. "policy": the
-    current θ, without gradient, exactly as in equation 7. The two agree on fresh data. With "policy",
-    however, a group's residuals always sum to 0, so nothing constrains a common shift of its log π_θ: on old
-    data they can all sink together. "none": log Ẑ = r̄/β, without KL.
+    x_i is the prompt of group i, and y_ij is its completion j, with reward r_ij.
 
-    The paper's loss has no factor. With β/2 the gradient is −A·∇log π_θ, where A = −β·residual, so that
-    gradient clipping means the same at every β of an annealing schedule. With "policy" the loss is 0 on a set
-    of completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whichever policy sampled them. With
-    "behaviour" it is 0 if both π_θ and π_μ have that form, which is the fixed point of a continuing run.
+    log_z: the policy π_μ in log Ẑ. "behaviour": the policy that sampled each completion. "policy": the
+    current θ, without gradient, as in equation 7. "none": log Ẑ = r̄/β, without KL. The first two agree on
+    fresh data. But with "policy" the residuals of a group always sum to 0. Nothing then prevents log π_θ of
+    all its completions from moving together, and on old data they can all fall.
+
+    The paper's loss has no factor β/2. The factor makes the gradient −A·∇log π_θ, where A = −β·residual, so
+    that gradient clipping means the same at every β of a schedule. With "policy" the loss is 0 on a set of
+    completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whichever policy sampled them. With "behaviour"
+    it is 0 if both π_θ and π_μ have that form, which is the fixed point of a continuing run.
 
     π_ref may be a power of the reference (``schedules.reference_power``), because log Ẑ does not need
     probabilities that sum to 1. For log R = (log π_ref/γ + r/β)/T, as in red-teaming, the optimum is
     π_ref^(1/γT)·exp(r/βT)/Z.
 
-    Metrics: log_z (mean over groups, nats), log_ratio (mean of log π_θ/π_ref, nats per completion),
-    residual (mean absolute value, nats).
+    Metrics: log_z (mean over groups, nats), log_ratio (mean of log π_θ/π_ref, nats per completion), residual
+    (mean absolute value, nats).
     """
     log_z_B1 = group_mean(groups.reward_BK / beta - _kl(groups, log_z).sum(2))
     residual_BK = log_z_B1 + groups.log_ratio_BK - groups.reward_BK / beta
@@ -46,12 +48,12 @@ def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour"
 
 
 def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> ObjectiveOutput:
-    """TBA′ (§5 and appendix, for large models): mean over rows of −A·log π_θ.
+    """TBA′ (§5 and appendix, for large models): the loss of a completion is −A·log π_θ.
 
         A_ij = (r_ij − r̄_i) − β(KL_ij − mean_j KL′_ij),   KL = Σ_t clamp(log π_θ/π_ref, ±10), no gradient
 
-    KL′ is the same sum for the policy that ``log_z`` chooses: "behaviour" the policy that sampled, "policy" θ
-    as in the paper; "none" makes it 0. Unless a clamp acts, the gradient is that of trajectory balance.
+    KL′ is the same sum for the policy that ``log_z`` names. "behaviour": the policy that sampled. "policy":
+    θ, as in the paper. "none": KL′ is 0. If no clamp acts, the gradient is that of trajectory balance.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
@@ -61,11 +63,11 @@ def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> Obje
     return ObjectiveOutput(-advantage_BK * groups.logprob_BK, metrics)
 
 
-def _kl(groups: Groups, whose: LogZ) -> Tensor:
-    """Return log π/π_ref of each token for the policy ``whose``, [B, K, L], detached; 0 for "none"."""
-    if whose == "none":
+def _kl(groups: Groups, log_z: LogZ) -> Tensor:
+    """Return log π/π_ref of each token, [B, K, L], detached, for the policy named log_z; 0 for "none"."""
+    if log_z == "none":
         return torch.zeros_like(groups.behaviour_BKL)
-    logprob_BKL = groups.behaviour_BKL if whose == "behaviour" else groups.policy_BKL.detach()
+    logprob_BKL = groups.behaviour_BKL if log_z == "behaviour" else groups.policy_BKL.detach()
     return logprob_BKL - groups.reference_BKL
 
 

@@ -4,9 +4,10 @@ A task is a class with the methods of ports.Task and this constructor:
 
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
-``options`` stands for annotated keyword arguments, against which the config's ``task.options`` are checked.
-An argument named ``serve`` receives a ports.Serve, which serves another model for the task. An argument named
-``reward`` receives the config.RewardSections of task.reward, by name.
+In place of ``**options`` stand a task's own keyword arguments. They receive the config's ``task.options``,
+whose types are checked against the annotations. An argument named ``serve`` receives a ports.Serve, a
+function that starts another model for the task. An argument named ``reward`` receives the sections of
+``task.reward``, as config.RewardSection by name.
 
 A classmethod ``resources(section)`` returns the models, hub data and files that a TaskSection names, as
 types.Resource. ``tba fetch`` downloads them, and ``tba submit`` checks that they exist. A task's module is
@@ -43,15 +44,16 @@ TASKS = {
 }
 
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward"))
-"""Constructor arguments with a fixed meaning; all others are a task's options."""
+"""Constructor arguments with a fixed meaning. All other arguments are options of the task."""
 
 
 def load_task(
     config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
 ) -> Task:
-    """Make a task as ``make_task`` does, and read and check all its prompts.
+    """Make a task as ``make_task`` does, then read and check all its prompts.
 
-    Also raises ConfigError if there is no training problem, or if prompts violate ports.Task.
+    Besides the errors of ``make_task``, raises ConfigError if there is no training problem, or if prompts
+    violate the rules of ports.Task.
     """
     task = make_task(config, tokenizer, serve, room=room)
     if not checked_prompts(task, "train"):
@@ -68,10 +70,11 @@ def make_task(
 ) -> Task:
     """Make the task that ``config`` names, with its options and ``tokenizer``.
 
-    serve: for tasks that query another model. room: length limit of prompts, in tokens; tasks.rows.Rows sets
-    a few longer prompts aside. Raises ConfigError for an unknown task, a class that is not a task, an
-    unknown, ill-typed or missing option, a file that the task does not use, or a missing ``serve``. Files are
-    only read when prompts are needed, so missing or malformed ones are not noticed here.
+    serve: function that starts another model, for tasks that query one. room: largest number of tokens of a
+    prompt; None: no limit. Tasks that derive from ``Rows`` set a few longer prompts aside. Raises ConfigError
+    for an unknown task, a class that is not a task, an unknown, ill-typed or missing option, a file that the
+    task does not use, or a missing ``serve``. Missing or malformed data files are not noticed here, because
+    they are read only when prompts are needed.
     """
     task_class = with_defaults(_find(config.name), config.name)
     _check_options(config.options, task_class, config.name)
@@ -97,7 +100,10 @@ def make_task(
 
 
 def task_resources(config: TaskSection) -> list[Resource]:
-    """Return the models, hub data and files that a task declares. Raises ConfigError as make_task does."""
+    """Return the models, hub data and files that a task declares.
+
+    Raises ConfigError for an unknown task, or a wrong option.
+    """
     task_class = _find(config.name)
     _check_options(config.options, task_class, config.name)
     declare = getattr(task_class, "resources", None)
@@ -105,7 +111,7 @@ def task_resources(config: TaskSection) -> list[Resource]:
 
 
 def _find(name: str) -> type:
-    """Return the class with a registered name or ``module:Class``. Raises ConfigError."""
+    """Return the class of a built-in task, or of the user's ``module:Class``. Raises ConfigError."""
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
@@ -131,7 +137,10 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
 
 
 def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
-    """Return a constructor's parameters by name; ``**options`` adds those of the next base class."""
+    """Return the parameters of a class's constructor by name, without ``self``.
+
+    A constructor's ``**options`` stand for the parameters of its base class's constructor.
+    """
     found: dict[str, inspect.Parameter] = {}
     for make in (vars(kind)["__init__"] for kind in task_class.__mro__[:-1] if "__init__" in vars(kind)):
         own = list(inspect.signature(make, eval_str=True).parameters.values())[1:]
@@ -157,5 +166,6 @@ def _check_value(key: str, value: object, annotation: Any) -> None:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
         rule = error.errors()[0]["msg"]
-        hint = ": put a text that begins with { in quotes" if isinstance(value, dict) else ""  # YAML
+        # YAML reads such a text as a mapping.
+        hint = ": put a text that begins with { in quotes" if isinstance(value, dict) else ""
         raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}{hint}") from None

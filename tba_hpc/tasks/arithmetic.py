@@ -32,20 +32,25 @@ LOSSES = ("drops", "loses", "sells")
 START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
+"""Fewest and most changes. START and CHANGE are ranges of the first number and of each change, inclusive."""
+
 LARGEST = 50
-"""Largest value of any total; the smallest is 0. START, CHANGE and STEPS are inclusive ranges of the first
-number, of each change, and of the number of changes."""
+"""Largest total at any point of a problem. The smallest is 0."""
 
 PARTS = 10
-"""Number of parts into which checksums divide expressions. Part p is held out for HELD_OUT[p]; the other
-eight are for training."""
+"""Number of parts into which expressions are divided by their checksums. Part 0 is held out for validation
+and part 1 for test, in the order of HELD_OUT. The other eight are for training."""
 
 Size = Annotated[int, Field(ge=0, le=100_000)]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A word problem: ``name`` has ``start`` of ``item``, then gains or loses ``changes`` by ``verbs``."""
+    """A word problem about a person who has some things, and then gains or loses a few, several times.
+
+    name: the person. item: the things, in the plural. start: how many the person has at first. changes:
+    numbers that are gained (positive) or lost (negative), in order. verbs: a verb for each change.
+    """
 
     name: str
     item: str
@@ -60,12 +65,12 @@ class Problem:
 
     @property
     def totals(self) -> list[int]:
-        """Running totals, beginning with the number before any change."""
+        """Total before any change, and after each change."""
         return list(accumulate(self.changes, initial=self.start))
 
     @property
     def target(self) -> str:
-        """Final number of items, the gold answer."""
+        """Final total, which is the right answer."""
         return str(self.totals[-1])
 
     @property
@@ -78,19 +83,19 @@ class Problem:
 
     @property
     def bare_answer(self) -> str:
-        """The result without a worked solution, such as ``#### 23``."""
+        """Right answer without a worked solution, such as ``#### 23``."""
         return f"#### {self.target}"
 
     @property
     def solution(self) -> str:
-        """Worked solution: an equation per change, then the result."""
+        """Worked solution: an equation for each change, then the right answer."""
         totals = self.totals
         work = [f"{a}{c:+d}={b};" for a, c, b in zip(totals, self.changes, totals[1:], strict=False)]
         return "".join(work) + self.bare_answer
 
     @property
     def counted_solution(self) -> str:
-        """Worked solution that counts one by one, ``17-3=16-2=15-1=14;``, which is long but easy to learn."""
+        """Worked solution that counts one by one, ``17-3=16-2=15-1=14;``: long, but easy to learn."""
         totals = self.totals
         work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
         return "".join(work) + self.bare_answer
@@ -134,7 +139,7 @@ def _draw(rng: np.random.Generator) -> Problem:
 
 
 def _draw_change(rng: np.random.Generator, total: int) -> int:
-    """Draw a gain or a loss that keeps the total between 0 and LARGEST."""
+    """Draw a gain or a loss that keeps ``total`` between 0 and LARGEST."""
     size = _between(rng, CHANGE)
     gains = bool(rng.integers(2))
     return size if total < size or (gains and total + size <= LARGEST) else -size
@@ -150,7 +155,7 @@ def _between(rng: np.random.Generator, ends: tuple[int, int]) -> int:
 
 
 def is_correct(text: str, target: str) -> bool:
-    """Return whether exactly the target follows the first ``####``; a second attempt is wrong."""
+    """Return whether exactly the target follows the first ``####``, so that a second attempt is wrong."""
     _, _, answer = text.partition("####")
     return answer.strip() == target
 
@@ -169,7 +174,10 @@ class Arithmetic(RightOrWrong):
         test_problems: Size = 512,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Set the number of problems of each split, and the seed. Raises ConfigError if a file is given."""
+        """Set the number of problems of each split, and the seed that determines them.
+
+        Raises ConfigError if a file is given.
+        """
         remedy = "it generates its problems; remove them or choose another task.name"
         refuse_files("arithmetic", train_file, test_file, remedy=remedy)
         super().__init__(tokenizer)
@@ -181,14 +189,14 @@ class Arithmetic(RightOrWrong):
         }
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Return (question, target) of the problems drawn for a split."""
+        """Return (text of the prompt, target) for each problem drawn for a split."""
         problems = draw_problems(split, self._sizes[split], self._seed)
         return [(problem.question, problem.target) for problem in problems]
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a question with a newline at its end, as in the problems."""
+        """Encode a user's question with a newline at its end, as in the problems, int32 [T]."""
         return self._encode(f"{text.strip()}\n")
 
     def accepts(self, text: str, target: str) -> bool:
-        """Return whether a completion's text has the right result; see ``is_correct``."""
+        """Return whether the text of a completion has the right answer, by ``is_correct``."""
         return is_correct(text, target)

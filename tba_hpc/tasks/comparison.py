@@ -1,8 +1,9 @@
 """Compares a written mathematical answer with the gold answer, exactly, by the rules of docs/tasks.md.
 
 Whole texts are compared first, then their parts: lists, relations, words, quantities. Values are compared
-last, with math-verify's parser and sympy. math-verify's own comparison is too lenient: it accepts the last
-side of an equation as the answer, letters in any order as a word, and six decimals as a number.
+last, with math-verify's parser and sympy. math-verify's own comparison is not used, because it is too
+lenient. It accepts the last side of an equation as the answer, letters in any order as a word, and numbers
+that agree to six decimals.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
 
 LONGEST = 4000
-"""Length limit of an answer that is parsed, characters. A longer one must be identical to the gold one."""
+"""Largest number of characters of an answer that is parsed. A longer answer is right only if it is identical
+to the gold answer."""
 
 POINTS, DIGITS = 5, 40
 """Number of random points at which expressions are compared, and number of digits that must agree."""
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+"""Inequality signs by the signs that they become when the sides are exchanged."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -30,7 +33,7 @@ NAME = re.compile(
     rf"|\\(?:angle|triangle|frac|cdot|{GREEK})(?![a-zA-Z])"
     r"|[a-zA-Z]|_\s*(?:\w|\{\w*\})|[\s()+{}|,-]|\^\{?\d\}?)+"
 )
-"""Pattern of the text before "=" that only names a value: letters, sums of letters, or words. It may contain
+"""Pattern of a text before "=" that only names a value: letters, sums of letters, or words. It may contain
 digits only as indices and exponents."""
 
 SYMBOL = re.compile(
@@ -38,25 +41,30 @@ SYMBOL = re.compile(
     r"|[A-Z]{2,3}|\[[A-Z]+\]|\\(?:angle|triangle)\s*[A-Z]+|\\overline\s*\{[A-Z]+\}"
     r"|\\frac\{d\w\}\{d\w\}|\\text\{[^{}]*\}"
 )
-"""A single name: a letter, function, line, area, angle, derivative, or words."""
+"""Pattern of a single name: a letter, function, line, area, angle, derivative, or words."""
 
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
-"""A letter that is a name, not part of a LaTeX command."""
+"""Pattern of a letter that is a name, and not part of a LaTeX command."""
 
 PLAIN = re.compile(r"(-?)\s*(\d+)(?:\.(\d+))?(?:/(\d+))?")
+"""Pattern of an integer, a decimal, or a fraction of integers."""
+
 SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\frac(?=\{))+", re.DOTALL)
-"""Arithmetic of numbers alone, without letters."""
+"""Pattern of arithmetic with numbers alone, without letters."""
 
 LEFT_TO_DO = re.compile(
     r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"
 )
+"""Pattern of operations that an answer must have carried out, such as a sum over k."""
+
 BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)?\s*base\s*\}?\s*(\d+))")
+"""Pattern of a number that is written with its base."""
 
 
 def equal(given: str, gold: str) -> bool:
     """Return whether an answer equals the gold answer; both LaTeX or plain, without dollar signs or boxes.
 
-    Raises whatever sympy raises for a text that it cannot read.
+    Raises whatever the parser or sympy raises for a text that it cannot read.
     """
     if max(len(given), len(gold)) > LONGEST:
         return given == gold
@@ -96,12 +104,7 @@ def _bare(text: str) -> str:
         if inside is not None:
             single = len(pieces(inside, (",", ";"))[0]) == 1
             text = inside if single else rf"\{{{inside}\}}" if opening == "{" else text
-    return _joined(text)
-
-
-def _joined(text: str) -> str:
-    """Remove spaces and commas that separate thousands."""
-    return notation.rewritten(text, notation.NUMBERS[:2])
+    return notation.rewritten(text, notation.THOUSANDS)
 
 
 # --- Lists ---
@@ -120,7 +123,10 @@ def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | N
 
 
 def _kinds_agree(mine: str, theirs: str) -> bool:
-    """Return whether kinds of lists match. A list without brackets matches a set, a union or a tuple."""
+    """Return whether lists of two kinds can be equal.
+
+    Their brackets must be the same, but a list without brackets can equal a set, a union or a tuple.
+    """
     sets = ("", r"\{\}"), ("", "()"), ("", "cup")
     return mine == theirs or any({mine, theirs} == set(pair) for pair in sets)
 
@@ -166,7 +172,10 @@ def _same_relation(given: str, gold: str) -> bool:
 
 
 def _is_solved(sides: list[str]) -> bool:
-    """Return whether a relation is solved, such as x = 3. An unsolved one does not equal a solved one."""
+    """Return whether a relation is solved, such as x = 3.
+
+    If the gold answer is solved, an unsolved relation such as 2x = 6 is wrong.
+    """
     ends = sides[0], sides[-1]
     return any(SYMBOL.fullmatch(end) for end in ends) and any(not LETTER.search(end) for end in ends)
 
@@ -194,16 +203,17 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
+    """Remove the sides of an equation that only name the value: the first ones, or the last of two."""
     while len(sides) > 1 and _names(sides[0], value):
         sides = sides[1:]
     return sides[:1] if len(sides) == 2 and _names(sides[1], value) else sides
 
 
 def _names(side: str, value: str) -> bool:
-    """Return whether a side is a name for the value, which must not contain that name.
+    """Return whether a side of an equation is a name for the value, which must not contain that name.
 
-    A value with letters may only have a single name. A value that is itself a name, or words, may have none,
-    since A=B would be two answers.
+    A value with letters can only be named by a single symbol. A value that is itself a symbol, or words, can
+    have no name, because A=B would give two answers.
     """
     is_name = SYMBOL.fullmatch(side) or (NAME.fullmatch(side) and re.search(r"[a-zA-Z]", side))
     if side.startswith(("-", "+")) or not is_name:
@@ -217,10 +227,10 @@ def _names(side: str, value: str) -> bool:
 
 
 def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
-    """Compare relations that contain ≈.
+    """Compare two texts of which at least one contains ≈.
 
     If the gold answer contains ≈, every value that rounds to it is right. Otherwise one side must equal the
-    gold answer exactly.
+    gold answer exactly, and the others must round to the same value.
     """
     mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
     if len(theirs) > 1 or "." in theirs[-1]:
@@ -230,7 +240,7 @@ def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Return whether a value rounds to ``decimal``; if that is not a decimal, whether they are equal."""
+    """Return whether a value rounds to ``decimal``, or equals it if it is not a decimal number."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -238,6 +248,7 @@ def _near(text: str, decimal: str) -> bool:
 
 
 def _number(text: str) -> Any:
+    """Return the value of a text as a rational number. Raises ValueError if it is not real."""
     import sympy
 
     found = sympy.N(_value(text), 50)
@@ -277,7 +288,7 @@ def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -
 
 
 def _same_quantity(given: str, gold: str) -> bool:
-    """Compare two values, and their units if both have one. 28 % equals 28 and 0.28, but no 28 cm."""
+    """Compare two values, and their units if both have one. 28 % equals 28 and 0.28, but not 28 cm."""
     mine, theirs = quantity(given), quantity(gold)
     if mine.value != theirs.value and _are_times(mine.value, theirs.value):
         return False
@@ -317,7 +328,7 @@ def _plain(text: str) -> Fraction | None:
 
 
 def _based(text: str) -> tuple[str, str] | None:
-    """Return the digits and the base of a number that is written with a base, otherwise None."""
+    """Return the digits and the base of a number with a base, such as 101_2; None for any other text."""
     match = BASED.fullmatch(text)
     return (match[1].lstrip("0"), match[2] or match[3]) if match else None
 
@@ -326,7 +337,7 @@ UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
     r"|'|\"|…|\\[lc]?dots|\\approx|\\begin\{(?!\w*matrix)"
 )
-"""Marks that the parser would ignore or misread."""
+"""Pattern of marks that the parser would ignore or misread, so that the text has no value."""
 
 
 def _value(text: str) -> Any:
@@ -365,7 +376,10 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Return random points for comparing expressions. Those that agree at all points are taken as equal."""
+    """Return POINTS assignments of random numbers to the symbols, or one that is empty if there are none.
+
+    Expressions that agree at all these points are taken as equal.
+    """
     import sympy
 
     draw, names = random.Random(0), sorted(symbols, key=str)
@@ -379,9 +393,9 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Return whether two numbers agree to DIGITS digits; if their difference is rational, it must be 0.
+    """Return whether two numbers agree to DIGITS digits. If their difference is rational, it must be 0.
 
-    If one is not a finite number, sympy must simplify the difference to 0.
+    If one of them is not a finite number, sympy must simplify the difference to 0.
     """
     import sympy
 

@@ -22,18 +22,18 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
-"""Largest share of rows that may be unusable. Above it, the data are refused as the wrong ones."""
+"""Largest share of rows that may be unusable. With more, the data are refused as the wrong ones."""
 
 MOST_LEVELS = 100
-"""Deepest nesting of lists and objects in a row that every thread of every rank can handle."""
+"""Deepest nesting of lists and objects in a row, such that every thread of every rank can handle it."""
 
 BLANK = b" \t\r\xef\xbb\xbf"
-"""Bytes that a blank line may contain, including those of a byte-order mark."""
+"""Bytes of which a blank line may consist, including those of a byte-order mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubData:
-    """A split of a data set on the hub."""
+    """A split of a data set on the hub. config: name of its configuration; None if there is only one."""
 
     name: str
     config: str | None
@@ -42,13 +42,14 @@ class HubData:
 
 @dataclass(kw_only=True)
 class Table(Generic[T]):
-    """A task's rows by split; each source is read once.
+    """A task's rows by split. Each source is read once, when its rows are first needed.
 
     A held-out split without a source of its own is taken from the end of the usable training rows, which are
-    then not trained on: the last ``held_out`` rows are for validation, and those before them for test.
+    then not trained on. If neither validation nor test has one, the last ``held_out`` rows are for
+    validation, and as many before them for test.
 
-    parse, wanted: see ``usable_rows``. key: config key of ``held_out``, for errors. identity: function that
-    returns equal strings for rows with the same question.
+    parse, wanted: see ``usable_rows``. key: config key of ``held_out``, for errors. identity: function from a
+    row to a string that is equal for rows with the same question.
     """
 
     sources: Mapping[Split, str | HubData]
@@ -60,7 +61,10 @@ class Table(Generic[T]):
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Return the rows of a split; warn if held-out rows are also trained on. Raises ConfigError."""
+        """Return the rows of a split. Logs a warning if held-out rows are also trained on.
+
+        Raises ConfigError if the data cannot be used.
+        """
         found = self._rows(split)
         if split != "train" and "train" in self._read:
             self._tell_shared(split, found)
@@ -77,7 +81,7 @@ class Table(Generic[T]):
         trained = {key for row in self._rows("train") if (key := self.identity(row)) in times}
         if trained:
             log.warning(
-                "%d of %d %s rows are also trained on, so what they score is learned by heart: leave them "
+                "%d of %d %s rows are also trained on, so their score shows what was memorised: leave them "
                 "out of one of the two",
                 *(sum(times[key] for key in trained), len(held_out), split),
             )
@@ -92,7 +96,10 @@ class Table(Generic[T]):
 def sources_of(
     train_file: str | None, test_file: str | None, hub: Mapping[Split, HubData]
 ) -> dict[Split, str | HubData]:
-    """Return the source of each split: the given files, or the hub's data if there is no training file."""
+    """Return the source of each split: the given files, or the hub's data if there is no training file.
+
+    A test file replaces the hub's test split. A held-out split may have no source.
+    """
     found: dict[Split, str | HubData] = {**hub} if train_file is None else {"train": train_file}
     if test_file:
         found["test"] = test_file
@@ -100,14 +107,14 @@ def sources_of(
 
 
 def hub_resources(task: TaskSection, sources: Mapping[Split, str | HubData]) -> list[Resource]:
-    """Return the hub data sets among the sources of a task, without repeats."""
+    """Return the hub data sets among the sources of a task, each once."""
     parts = [source for source in sources.values() if isinstance(source, HubData)]
     key = f"task.name={task.name}, data"
     return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in parts))
 
 
 def refuse_files(task: str, *files: str | None, remedy: str) -> None:
-    """Raise ConfigError if a file is given to a task that reads none."""
+    """Raise ConfigError if a file is given to the task named ``task``, which reads none."""
     for file in filter(None, files):
         raise ConfigError(
             f"task.train_file and task.test_file ({file}) are not used by the task {task}: {remedy}"
@@ -115,7 +122,7 @@ def refuse_files(task: str, *files: str | None, remedy: str) -> None:
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
-    """Return the resources named by the given options, as far as these are set."""
+    """Return the resources that the given options of a task name, without those that are not set."""
     values = {f"task.options.{option}": task.options.get(option) for option in options}
     return [Resource(kind, key, str(value)) for key, value in values.items() if value]
 
@@ -130,7 +137,7 @@ def download(data: Resource) -> None:
 def usable_rows(
     where: str | HubData, split: Split, *, parse: Callable[[Mapping[str, object]], T | None], wanted: str
 ) -> list[T]:
-    """Parse the rows of a local JSONL file or a hub data set; return the usable ones.
+    """Parse the rows of a local JSONL file or a hub data set, and return the usable ones.
 
     A row is set aside if ``parse`` returns None or raises Unusable, or if its line is not a JSON object. The
     log names such rows. Blank lines are skipped. wanted: description of a good row, for errors. Raises
@@ -156,9 +163,10 @@ def usable_rows(
 def split_rows(
     rows: Sequence[T], held_out: Sequence[Split], *, size: int, key: str
 ) -> dict[Split, Sequence[T]]:
-    """Take ``size`` rows from the end for each held-out split; the rest is for training.
+    """Take ``size`` rows from the end for each held-out split, the last ones for the first split.
 
-    key: config key of ``size``, for errors. Raises ConfigError if nothing would be left.
+    The rest is for training. key: config key of ``size``, for errors. Raises ConfigError if nothing would be
+    left for training.
     """
     rest = len(rows) - size * len(held_out)
     if rest <= 0:
@@ -174,7 +182,7 @@ def split_rows(
 def _parsed(
     row: bytes | Mapping[str, object], parse: Callable[[Mapping[str, object]], T | None]
 ) -> T | Unusable:
-    """Parse a row, or a line of a file. Returns Unusable, with the reason, if that fails."""
+    """Parse a row, or a line of a file. If that fails, return Unusable with the reason."""
     try:
         fields = _object(row) if isinstance(row, bytes) else row
         parsed = parse(fields)
@@ -184,7 +192,7 @@ def _parsed(
 
 
 def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
-    """Return the number and bytes of each line that is not blank. Lines end with LF or CRLF."""
+    """Return the number, from 1, and the bytes of each line that is not blank. Lines end with LF or CRLF."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -196,7 +204,7 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """Parse the JSON object of a line. Raises Unusable if any rank could fail to handle it."""
+    """Parse the JSON object of a line. Raises Unusable if there is none, or if some rank could fail on it."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse

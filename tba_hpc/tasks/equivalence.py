@@ -1,8 +1,8 @@
-"""Compares mathematical answers in a worker process with limits on time and memory.
+"""Compares mathematical answers in a worker process, with limits on time and memory.
 
-math-verify limits its time by signals, which only a main thread can handle, but rewards are computed in
-another thread. Some computations, such as power towers of integers, cannot be interrupted by a signal at all.
-A worker that exceeds its deadline is therefore replaced.
+math-verify limits its time by signals, which only a main thread can handle. But rewards are computed in
+another thread, and some computations, such as power towers of integers, cannot be interrupted by a signal at
+all. A worker that exceeds its deadline is therefore replaced.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tba_hpc.tasks import comparison
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 3
-"""Time limit for an answer within the worker, s."""
+"""Time limit of a comparison within the worker, s."""
 
 DEADLINE_SECONDS = 30.0
-"""Longest wait for a worker that is ready, s. After it, the answer counts as wrong."""
+"""Longest wait for the result of a worker that has started, s. After it, the answer counts as wrong."""
 
 START_SECONDS = 300.0
-"""Longest wait for a worker to be ready, s."""
+"""Longest wait for a worker to start, s."""
 
 WORKER_BYTES = 8 << 30
-"""Limit of the worker's address space, bytes."""
+"""Limit on the worker's address space, bytes."""
 
 
 class Equivalence:
-    """Compares one answer at a time. The worker starts with the first answer."""
+    """Compares answers, one at a time, in a worker process that starts with the first of them."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -59,7 +59,10 @@ class Equivalence:
 
 
 def _start() -> Pool:
-    """Start a worker and wait until it is ready, which a busy machine may delay. Raises TimeoutError."""
+    """Start a worker and wait until it can compare, which may take long on a busy machine.
+
+    Raises TimeoutError.
+    """
     pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)  # an MPI rank must not be forked
     try:
         pool.apply_async(len, ("",)).get(START_SECONDS)
@@ -75,13 +78,13 @@ def _start() -> Pool:
 def _begin() -> None:
     """Limit the worker's memory, and import slow libraries before the first answer."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    # The first answer will raise any error again; raised here, it would make the pool start workers forever.
+    # An error raised here would make the pool start workers forever. The first answer raises it again.
     with suppress(Exception):
         _equal(r"\frac{1}{\pi}", "x^2", seconds=0)
 
 
 def _equal(answer: str, target: str, seconds: int = STEP_SECONDS) -> bool:
-    """Compare two answers within the worker; False if one cannot be read or if it takes too long."""
+    """Compare two answers within the worker. False if one cannot be read, or after ``seconds``."""
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout  # slow to import
 

@@ -1,4 +1,4 @@
-"""Uses the fields of a row as text: in templates, and as the messages of a conversation."""
+"""Turns the fields of a row into text: in templates, and as the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that messages of a prompt may have."""
+"""Roles that the messages of a prompt may have."""
 
 ANSWERED = ("user", "tool")
 """Roles that the last message of a prompt may have, because the model answers it."""
 
 KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
-"""Names, in errors, of values that are not text."""
+"""Names, in errors, of the types that a field must not have where text is needed."""
 
 
 class Unusable(ValueError):
@@ -29,12 +29,15 @@ def as_text(value: object) -> str:
 
 
 def filled_in(template: str, fields: Mapping[str, object]) -> str:
-    """Replace each {name} in ``template`` by the field of that name, if any; braces within fields stay."""
+    """Replace each {name} in ``template`` by the field of that name, if there is one.
+
+    Braces within a field stay as they are.
+    """
     return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
 def require_text(row: Mapping[str, object], name: str) -> None:
-    """Raise Unusable unless a field is a number or a text that is not blank."""
+    """Raise Unusable unless the field ``name`` is a number, or a text that is not blank."""
     if name not in row:
         raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
     value = row[name]
@@ -47,7 +50,10 @@ def require_text(row: Mapping[str, object], name: str) -> None:
 
 
 def require_messages(messages: Sequence[object], name: str) -> None:
-    """Raise Unusable unless ``messages`` is a conversation that a model can answer. name: its field."""
+    """Raise Unusable unless ``messages`` are a conversation that a model can answer.
+
+    name: the field that holds them, for errors.
+    """
     role: object = None
     for place, message in enumerate(messages, start=1):
         role, content = (

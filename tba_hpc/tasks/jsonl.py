@@ -1,6 +1,6 @@
-"""Prompts from a JSONL file with the user's own rewards: functions, judges, programs.
+"""Prompts from a JSONL file, with the user's own rewards: functions, judges, programs.
 
-Each row is a JSON object, whose fields fill in the prompt's template and are available to rewards:
+Each row is a JSON object. Its fields fill in the template of the prompt, and rewards receive them:
 
     {"prompt": "What is 2 + 3?", "answer": "5"}
 
@@ -27,14 +27,17 @@ from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
 PROMPT = "{prompt}"
-"""Default template, which is the row's prompt unchanged."""
+"""Default template: the row's prompt, unchanged."""
 
 
 class Jsonl(Rows[Fields]):
-    """Task whose reward is the weighted sum of the named rewards; these are 0 for a truncated completion.
+    """Task whose reward is a weighted sum of the rewards that the config names.
 
-    own_reward: whether the environment's reward of a completion is added, even if it was truncated. A
-    completion whose environment's reward is NaN always gets NaN, and named rewards do not see it.
+    A completion that the token limit cut off gets 0 from each of them, unless ``judge_truncated`` is set.
+
+    own_reward: True if the environment's own reward of a completion is added to the sum, even if the
+    completion was cut off. If the environment's reward is NaN, the sum is NaN, and the named rewards do not
+    see the completion.
     """
 
     own_reward = False
@@ -55,12 +58,12 @@ class Jsonl(Rows[Fields]):
     ) -> None:
         """Make a task from the config's options. Raises ConfigError.
 
-        template: text of the prompt, with {name} for the row's field of that name. target: field with the
-        right answer, if any; it is only displayed. chat: apply the model's chat template to the prompt, as a
-        user's message, or to its list of messages. correct_from: lowest reward of an answer that counts as
-        correct in evaluations. judge_truncated: also reward completions that the token limit cut off, instead
-        of giving them 0. validation_prompts: number of rows of train_file to hold out for each split without
-        a source of its own.
+        reward: the rewards by name. template: text of the prompt, with {name} for the row's field of that
+        name. target: field with the right answer, if any; it is only displayed. chat: apply the model's chat
+        template to the prompt, as a user's message, or to its list of messages. correct_from: lowest reward
+        of an answer that counts as correct in evaluations. judge_truncated: also ask the rewards about
+        completions that the token limit cut off. validation_prompts: number of rows of train_file to hold out
+        for each split without a source of its own.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -98,20 +101,26 @@ class Jsonl(Rows[Fields]):
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """Return (text of the prompt, target, row) for all rows of a split, with rendered chat messages."""
+        """Return (text of the prompt, target, row) for each row of a split. Raises ConfigError.
+
+        If the prompt is a list of messages, its text is what the chat template makes of them.
+        """
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
         return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that a reward function needs. line: its name in errors."""
+        """Raise ConfigError if a row lacks a field that a reward function needs.
+
+        line: name of the row in errors.
+        """
         for reward in self._rewards.values():
             if isinstance(reward, Function):
                 reward.require(row, line)
 
     def identity(self, row: Fields) -> str:
-        """Return a string that is equal for rows with the same question, apart from spacing."""
+        """Return a string that is equal for rows with the same question, whatever their spacing."""
         return repr([" ".join(as_text(row.get(name)).split()) for name in self._needed])
 
     def shown(self, row: Fields) -> str:
@@ -122,18 +131,18 @@ class Jsonl(Rows[Fields]):
         return self.chat_tokenizer(self._tokenizer).render(messages, tools=(), ask=True)
 
     def encoded(self, text: str, row: Fields) -> np.ndarray:
-        """Encode the text of a prompt; a rendered conversation already has its special tokens."""
+        """Encode the text of a row's prompt, int32 [T]. A rendered chat gets no further special tokens."""
         if self.given_messages(row) is None:
             return super().encoded(text, row)
         return self.chat_tokenizer(self._tokenizer).encode_rendered(text)
 
     def given_messages(self, row: Fields) -> list[Any] | None:
-        """Return the prompt of a row if it is a list of messages, otherwise None."""
+        """Return the prompt of a row if it is a list of messages; None if it is a text."""
         given = row.get("prompt")
         return given if isinstance(given, list) and self._template == PROMPT else None
 
     def chat_tokenizer(self, tokenizer: Tokenizer) -> ChatTokenizer:
-        """Return a tokenizer that has a chat template. Raises ConfigError if it has none."""
+        """Return ``tokenizer``, which has a chat template. Raises ConfigError if it has none."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "
@@ -142,10 +151,10 @@ class Jsonl(Rows[Fields]):
         return tokenizer
 
     def _checked(self, row: Fields) -> Fields:
-        """Return the row unchanged. Raises Unusable if it cannot be asked or judged.
+        """Return the row unchanged. Raises Unusable if it makes no prompt, or if a judge cannot use it.
 
         A field of the template must be a number, a text that is not blank, or the prompt's messages. A field
-        in a judge's prompt must not be null.
+        that a judge's prompt shows must not be null.
         """
         lacking = [key for key, is_set in self._for_messages.items() if not is_set]
         for name in sorted(self._needed):
@@ -153,7 +162,7 @@ class Jsonl(Rows[Fields]):
             if not isinstance(value, list) or name != "prompt":
                 require_text(row, name)
             elif lacking:
-                raise Unusable(f"'prompt' is a list of messages, which takes {' and '.join(lacking)}")
+                raise Unusable(f"'prompt' is a list of messages, which needs {' and '.join(lacking)}")
             else:
                 require_messages(value, name)
         for name in sorted(self._judged & row.keys()):
@@ -162,15 +171,16 @@ class Jsonl(Rows[Fields]):
         return row
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a user's question, within the template if that has exactly one field."""
+        """Encode a user's question, int32 [T], within the template if that has exactly one field."""
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
     def try_rewards(self, seconds: float = math.inf) -> None:
-        """Try each judge and function once on the first row. Raises ConfigError if one gives no number.
+        """Try each judge and each function once on the first training row.
 
-        seconds: time limit of a call.
+        seconds: time limit of a call. Raises ConfigError if a judge is unreachable, or if a function cannot
+        be called with that row or returns no number.
         """
         row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():
@@ -180,20 +190,20 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row, seconds)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the weighted sum of all rewards. ``reward_parts`` then returns the terms."""
+        """Return the weighted sum of all rewards for each completion; ``reward_parts`` has its terms."""
         return self._judge([prompt] * len(completions), completions)
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return each unweighted reward of the last call by name; empty if there is only one."""
+        """Return the unweighted rewards of the last call by name; empty if there is only one."""
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Return whether each completion's reward, kept for ``grades``, is at least ``correct_from``."""
+        """Return whether the reward of each completion, kept for ``grades``, is at least ``correct_from``."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 
     def grades(self) -> list[float]:
-        """Return the rewards of the last call of ``correct``."""
+        """Return the rewards that the last call of ``correct`` computed."""
         return self._grades
 
     def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:

@@ -1,9 +1,10 @@
 """A reward from a judge over HTTP: a chat model, or the user's own server.
 
-Each answer is judged in one POST of JSON. If the config names a model, the POST is a chat with one message,
-and the reward is the last number in the reply (8 for 8/10). Otherwise the POST contains the row's fields and
-the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not followed,
-because they would disclose the key. For the same reason the environment's proxy is only used for https.
+Each completion is judged in one POST of JSON. If the config names a model, the POST is a chat with one
+message, and the reward is the last number in the reply (8 for 8/10). Otherwise the POST contains the row's
+fields and the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not
+followed, because they would send the key to another address. For the same reason the environment's proxy is
+only used for https.
 """
 
 from __future__ import annotations
@@ -26,36 +27,37 @@ LONGEST_ANSWER = 1 << 20
 """Largest number of bytes that are read of a reply."""
 
 RETRIES = 3
-"""Number of retries if a judge is busy, unreachable or silent."""
+"""Number of retries after a judge was busy, unreachable or silent."""
 
 FIRST_PAUSE = 0.5
 """Pause before the first retry, s. It doubles each time, up to LONGEST_PAUSE."""
 
 LONGEST_PAUSE = 30.0
+"""Longest pause before a retry, s."""
 
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes after which a request is tried again."""
 
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-"""Status codes of a wrong key or a wrong address."""
+"""Status codes that show a wrong key or a wrong address."""
 
 TRIAL_SECONDS = 5.0
-"""Time limit of the trial request before a run, s."""
+"""Longest wait for the reply to the trial request before a run, s."""
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 BEST = re.compile(rf"({NUMBER.pattern})[*_]*\s*(?:/|out of|of)\s*[*_]*{NUMBER.pattern}", re.ASCII)
-"""A rating and the best possible one, as in 8/10."""
+"""Pattern of a rating and the best possible rating, as in 8/10."""
 
 SCALE = re.compile(
     rf"\([^()]*\)|\bscale\b\W*(?:of|from)?\W*{NUMBER.pattern}\s*(?:to|-|\u2013)\s*{NUMBER.pattern}",
     re.ASCII | re.IGNORECASE,
 )
-"""Text whose numbers are not ratings: remarks in brackets, and the range of a scale."""
+"""Pattern of text whose numbers are not ratings: remarks in brackets, and the range of a scale."""
 
 
 class Reply(NamedTuple):
-    """Reply of a judge. wait: seconds after which to ask again, from Retry-After; 0 if not given."""
+    """Reply of a judge. wait: Retry-After, the number of seconds after which to ask again; 0 if not given."""
 
     status: int
     body: bytes
@@ -63,14 +65,14 @@ class Reply(NamedTuple):
 
 
 class JudgeError(RuntimeError):
-    """Raised if a judge gives no reward; the message says what it did instead, and never contains the key."""
+    """Raised if a judge gives no reward. The message says what it did instead, and never contains its key."""
 
 
 class Judge:
-    """Reward that asks a judge about up to ``concurrency`` answers at once.
+    """Reward that asks a judge over HTTP, about up to ``concurrency`` completions at once.
 
-    key: name of the judge in errors. pause: function that waits for the given seconds. The constructor raises
-    ConfigError if the environment lacks the judge's secret key; calls raise JudgeError.
+    key: config key of the reward, for errors. pause: function that waits for the given number of seconds. The
+    constructor raises ConfigError if the environment lacks the judge's API key.
     """
 
     def __init__(
@@ -84,13 +86,17 @@ class Judge:
         self._secret = _secret(key, section.key_variable)
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """Return the judge's number for each (row, completion); NaN if a chat model writes no number."""
+        """Return the judge's number for each (row, completion); NaN if a chat model writes no number.
+
+        Raises JudgeError if the judge does not reply, or not with a reward.
+        """
         return asyncio.run(self._ask_all(answers))
 
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout or another status is ignored: a judge may be slow at first, or reject empty completions.
+        A timeout is ignored, because a judge may be slow at first. Other status codes are ignored, because a
+        judge may reject an empty completion.
         """
         try:
             status = asyncio.run(self._try_on(row)).status
@@ -186,7 +192,7 @@ class Judge:
 
 
 def _rating_of(choice: Mapping[str, Any]) -> float:
-    """Return the rating in a chat model's message, whose content may be in parts; NaN if it was truncated.
+    """Return the rating in a chat model's message, whose content may be in parts; NaN if it was cut off.
 
     Raises LookupError or TypeError if ``choice`` contains no message.
     """
@@ -197,7 +203,7 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
 
 
 def rating(text: str) -> float:
-    """Return the last number in a judge's text, 8 for 8/10 or 8 out of 10; NaN if there is none."""
+    """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8."""
     text = text.replace("\N{MINUS SIGN}", "-")
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
@@ -207,7 +213,11 @@ def rating(text: str) -> float:
 
 
 def _secret(key: str, variable: str | None) -> str:
-    """Return the judge's key; empty if it needs none. Raises ConfigError if the key is missing or invalid."""
+    """Return the judge's API key from the environment; empty if it needs none.
+
+    variable: name of the environment variable; None: no key. Raises ConfigError if the key is missing or
+    invalid.
+    """
     if variable is None:
         return ""
     secret = os.environ.get(variable, "").strip()
@@ -221,7 +231,7 @@ def _secret(key: str, variable: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of an error's first cause, which is often more precise than httpx's own."""
+    """Return the message of the first cause of an error, which is often more precise than httpx's own."""
     while not isinstance(error, TimeoutError) and (cause := error.__cause__ or error.__context__):
         error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
     if isinstance(error, ConnectionError) and error.errno:

@@ -1,4 +1,4 @@
-"""Normalises mathematics as people write it, and divides a written answer into parts.
+"""Brings mathematics, as people write it, into one notation, and divides an answer into parts.
 
 Everything here works on text. ``comparison`` compares the values of the parts.
 """
@@ -11,13 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
-"""Characters used as a minus sign: U+2212, the en dash, hyphens."""
+"""Characters that are used as a minus sign: U+2212, the en dash, hyphens."""
 
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
-"""Spaces that may occur within a number: no-break, narrow, thin, as wide as a digit or a point."""
+"""Spaces that can occur within a number: no-break, narrow, thin, or as wide as a digit or a point."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Thousands separators other than a comma or a plain space."""
+"""Pattern of thousands separators that are spaces other than a plain one, or LaTeX."""
+
+MONEY = {
+    "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
+    "₺": "lira", "₱": "peso", "₦": "naira",
+}  # fmt: skip
+"""Names of currencies by their signs. A sign may stand before or after its amount."""
+
+SIGNS = "".join(MONEY).removeprefix("\\$")
+"""All signs of currencies but the dollar sign, which may also begin or end a formula."""
 
 COMMANDS = {
     "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "φ": "phi", "ω": "omega", "λ": "lambda",
@@ -25,7 +34,7 @@ COMMANDS = {
     "≤": "leq", "≥": "geq", "≠": "ne", "≈": "approx", "∪": "cup", "∩": "cap", "∈": "in", "±": "pm",
     "°": "degree", "ℝ": "mathbb{R}",
 }  # fmt: skip
-"""LaTeX commands by the equivalent characters."""
+"""Names of LaTeX commands, by the character that means the same."""
 
 SYMBOLS = {
     **{character: f"\\{command} " for character, command in COMMANDS.items()},
@@ -41,31 +50,11 @@ SYMBOLS = {
         "¾": r"\frac{3}{4}",
     },
 }
-
-
-def characters(text: str) -> str:
-    """Convert digits, signs and letters to ASCII or LaTeX, and all kinds of spaces to plain ones."""
-    text = "".join(SYMBOLS.get(character, character) for character in text)
-    return "".join(_ascii_digit(character) for character in text)
-
-
-def digits(text: str) -> str:
-    """Convert the numbers in a text to ASCII, without the separators of WITHIN_NUMBER."""
-    if not text.isascii():
-        text = text.translate({ord(dash): "-" for dash in DASHES})
-        text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
-    return WITHIN_NUMBER.sub("", text)
-
-
-def _ascii_digit(character: str) -> str:
-    if character.isascii():
-        return character
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
-    return unicodedata.normalize("NFKC", character)
+"""ASCII or LaTeX for other characters."""
 
 
 Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""A pattern, and what replaces it."""
 
 
 def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rewriting]:
@@ -79,7 +68,58 @@ def rewritten(text: str, rules: list[Rewriting]) -> str:
     return text
 
 
+def _ungrouped(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match[0])
+
+
+def _with_point(match: re.Match[str]) -> str:
+    return match[0].replace(".", "").replace(",", ".")
+
+
+CONTINENTAL = r"\d{1,3}(?:\.\d{3})+,\d\d"
+"""Pattern of an amount as written on the European continent, such as 1.000,50."""
+
+END = r"(?!\d|[.,]\d)"
+"""Pattern of the end of a number."""
+
+SEPARATED = _rules(
+    (r"(?<![\w.,'’])[1-9]\d{0,2}(?P<mark>['’]|\\?_)\d{3}(?:(?P=mark)\d{3})*(?![\d_'’\"])", _ungrouped),
+    (rf"(?<![\w.,])[1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}{END}", _ungrouped),
+    (rf"[{SIGNS}]\s*{CONTINENTAL}{END}", _with_point),
+    (rf"(?<![\d.,]){CONTINENTAL}(?=\s*[{SIGNS}](?!\s*\d))", _with_point),
+    (rf"(?<=₹)\s*\d{{1,2}}(?:,\d\d)+,\d{{3}}{END}", _ungrouped),
+)
+"""Rules that remove the separators of 1'000, 1_000, 1.000.000, €1.000,50 and ₹1,00,000.
+
+Each of these forms can only be read as one number. Without a currency, 1.000,50 may also be a list of two
+numbers. It is read as the list, and 1.000 is read as 1.
+"""
+
+
+def characters(text: str) -> str:
+    """Convert digits, signs and letters to ASCII or LaTeX, and all kinds of spaces to plain ones."""
+    text = "".join(SYMBOLS.get(character, character) for character in text)
+    return "".join(_ascii_digit(character) for character in text)
+
+
+def digits(text: str) -> str:
+    """Convert the numbers in a text to ASCII, without thousands separators except commas and plain spaces."""
+    if not text.isascii():
+        text = text.translate({ord(dash): "-" for dash in DASHES})
+        text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
+    return rewritten(WITHIN_NUMBER.sub("", text), SEPARATED)
+
+
+def _ascii_digit(character: str) -> str:
+    if character.isascii():
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    return unicodedata.normalize("NFKC", character)
+
+
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+"""Pattern of the braced argument of a LaTeX command."""
 
 LAYOUT = _rules(
     (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])|(?<!\\)~(?!=)|\s", " "),
@@ -126,10 +166,8 @@ LAYOUT = _rules(
     (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
     (r"(?<=[a-zA-Z])'", "_{prime}"),
 )
-r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands.
-
-All typefaces become \text; "and" and "or" become commas.
-"""
+r"""Rules that remove differences of layout: spacing, brackets, typefaces, synonymous commands. All typefaces
+become \text. "and" and "or" become commas."""
 
 
 def _exponent(match: re.Match[str]) -> str:
@@ -149,9 +187,16 @@ def _decimal(match: re.Match[str]) -> str:
     return rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
 
 
+THOUSANDS = [
+    *SEPARATED,
+    *_rules(
+        (r"(?<![\d.,_])(?<!\d )\d{1,3}(?:,\d{3})+(?!\d|,\d)", _ungrouped),
+        (r"(?<![\d.,_])(?<!\d )\d{1,3}(?: \d{3})+(?![\d/]| [\d/])", _ungrouped),
+    ),
+]
+"""Rules that remove thousands separators: those of SEPARATED, commas and plain spaces."""
+
 NUMBERS = _rules(
-    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?:,\d{3})+)(?![\d]|,\d)", lambda m: m[1].replace(",", "")),
-    (r"(?<![\d.,_])(?<!\d )(\d{1,3}(?: \d{3})+)(?![\d/]| [\d/])", lambda m: m[1].replace(" ", "")),
     (r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])", _exponent),
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating),
     (r"(\d*)\.(\d*?)(\d)\3\3+\s*(?:\\[lc]?dots|\.\.\.|…)", _repeating),
@@ -162,14 +207,12 @@ NUMBERS = _rules(
     (r"(?<![_^\d])(\d+)\s*(?=\()|\)\s*(?=[\d(])", lambda m: f"{m[0]}\\cdot "),
     (r"(?<!_\{\d)\}\s*(?=\\frac)", r"}\\cdot "),
 )
-"""Rules that make numbers exact: thousands, 1e3, repeating decimals, mixed fractions, decimals.
-
-Products get an explicit sign, because the parser would read 2(3) as a mixed fraction.
-"""
+"""Rules that make numbers exact: 1e3, repeating decimals, mixed fractions, decimals. Products get an explicit
+sign, because the parser would read 2(3) as a mixed fraction."""
 
 
 def in_one_form(text: str) -> str:
-    """Normalise characters and layout of a text; decimals stay as written."""
+    """Normalise the characters and the layout of a text. Decimals stay as written."""
     text = rewritten(characters(text).strip().strip("*"), LAYOUT)
     text = re.sub(r" +", " ", text).strip()
     return re.sub(r"(?<=[^.])\.$", "", text).strip()
@@ -177,7 +220,7 @@ def in_one_form(text: str) -> str:
 
 def exact(text: str) -> str:
     """Rewrite numbers so that the parser reads them exactly."""
-    return rewritten(text, NUMBERS)
+    return rewritten(text, THOUSANDS + NUMBERS)
 
 
 # --- Parts ---
@@ -187,7 +230,10 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split a text at the tokens ``at`` that are outside brackets; return parts and separators in order."""
+    """Split a text at those tokens of ``at`` that are outside brackets.
+
+    Returns the parts, and the separators between them, in order.
+    """
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):
         depth += (token in OPEN or token == r"\begin") - (token in CLOSED or token == r"\end")
@@ -201,7 +247,10 @@ def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list, tuple, set, interval or union. kind: its brackets, "" for none, or "cup" for a union."""
+    """A list, tuple, set, interval or union.
+
+    kind: its brackets, such as "()"; "" for none, and "cup" for a union. items: its texts in order.
+    """
 
     kind: str
     items: tuple[str, ...]
@@ -287,17 +336,15 @@ UNITS = {
 }  # fmt: skip
 """Full names of units by abbreviation."""
 
-MONEY = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
-
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Powers of ten by the words for them."""
+"""Exponents of ten, by the words for the powers."""
 
 NO_UNIT = re.compile(
     r"not|no|minus|plus|times|over|squared|cubed|factorial|root|base|mod(?:ulo)?|more|less|than|least|most|about|"
     r"half|halves|(?:ten|hundred|thousand|four|fif|six|seven|eigh|nin)ths?|third|dozen|infinity|"
     + "|".join(SCALES)
 )  # fmt: skip
-"""Words after a number that are not units, because they modify the value."""
+"""Pattern of words after a number that are not units, because they change the value or its meaning."""
 
 POWER = r"(?:\s*\^\s*\{?[23]\}?)?"
 TRAILING = re.compile(
@@ -305,12 +352,12 @@ TRAILING = re.compile(
     rf"|(?P<number>.*[\d)}}.])(?P<word>(?:\s+[a-zA-Z]{{2,}}|(?:cm|mm|km|kg|ft|mph))(?:[\s/]+[a-zA-Z]+)*{POWER})",
     re.DOTALL,
 )
-r"""A value and its unit, which is in \text or consists of words after a number."""
+r"""Pattern of a value and its unit, which is in \text or consists of words after a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value and its unit, which may be empty. percent: True for a percentage."""
+    """A value and its unit, which is empty if none is given. percent: True for a percentage."""
 
     value: str
     unit: str = ""
@@ -318,11 +365,13 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Split a text into its value and the unit after it, or the currency before it."""
+    """Split a text into its value and its unit. A currency may stand before or after the value."""
     for sign, name in MONEY.items():
-        match = re.match(rf"(-?)\s*{re.escape(sign)}\s*", text)
+        mark = re.escape(sign)
+        match = re.fullmatch(rf"(-?)\s*{mark}\s*(.*)|(.*?)\s*{mark}", text, re.DOTALL)
         if match:
-            return Quantity(match[1] + text[match.end() :].strip(), name)
+            minus, before, after = match.groups(default="")
+            return Quantity((minus + before + after).strip(), name)
     degrees = re.fullmatch(r"(.*?)\s*\^\\circ\s*([CF]?)", text, re.DOTALL)
     if degrees and not re.search(r"\\(?:sin|cos|tan)", text):
         return Quantity(degrees[1], f"degree {degrees[2]}".strip())
@@ -337,7 +386,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _measured(value: str, unit: str) -> Quantity | None:
-    """Return a quantity, or None if the words after the value are not a unit."""
+    """Return a value with its unit; None if the words after the value are not a unit."""
     scale, _, rest = unit.partition(" ")
     if scale in SCALES:
         return Quantity(rf"({value})\cdot 10^{{{SCALES[scale]}}}", rest)

@@ -1,13 +1,13 @@
 """Runs programs within limits of time and memory, among them a reward program for each completion.
 
 A reward program reads one line of JSON, with the row's fields and the completion, and writes the reward as
-the last line of its output. It is started without a shell, in a new, empty folder. It gets only the variables
-PATH, LANG and LC_ALL of the run's environment.
+the last line of its output. It is started without a shell, in a new, empty folder. Of the run's environment
+it gets only the variables PATH, LANG and LC_ALL.
 
-Limited are its time, each process's memory and processor time, and the size of each file. NOT limited are the
-network, reading and writing of other files, and the number of its processes. A process that starts its own
-session outlives the program. If the program executes completions as code, run it in a container or
-bubblewrap.
+There are limits on its time, on the memory and the processor time of each process, and on the size of each
+file. There is NO limit on the network, on reading and writing other files, and on the number of its
+processes. A process that starts a session of its own outlives the program. If the program executes
+completions as code, run it in a container or bubblewrap.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
-"""Largest size of any file that a program writes, its output included, bytes."""
+"""Largest size of a file that a program writes, including its output, bytes."""
 
 LARGEST_LINE = 1 << 16
-"""Number of bytes read from the end of a program's error output."""
+"""Number of bytes that are read from the end of a program's error output."""
 
 OPEN_FILES = 64
 """Largest number of files that a program may have open."""
 
 START_SECONDS = 60.0
-"""Longest wait for a program's process, s."""
+"""Longest wait for the process of a program to be created, s."""
 
 QUOTED = 200
-"""Largest number of characters that an error quotes of a program's last line."""
+"""Largest number of characters of a program's last line that an error quotes."""
 
-# Limits are set in a separate program, because code between fork and exec may hang in a process with threads.
-# The kernel kills it together with the thread that starts it, as in run.signals.die_with.
+# This program sets the limits, and then becomes the program that is wanted. Code that set them between fork
+# and exec might hang, because this process has threads. prctl(1, 9) has the kernel kill the program together
+# with the thread that starts it.
 LIMITER = """
 import ctypes, os, resource, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -64,7 +65,7 @@ except OSError as error:
     sys.exit(f"cannot start {sys.argv[6]}: {error.strerror}")
 """
 
-# If this process is killed, processes that programs have started would survive: the keeper kills them.
+# If this process is killed, processes that its programs have started would survive. The keeper kills them.
 KEEPER = """
 import glob, os, shutil, sys
 sys.stdin.read()
@@ -85,10 +86,11 @@ Process = subprocess.Popen[Any]
 
 
 class Keeper:
-    """Helper process that kills this process's programs and their children once this process has ended.
+    """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds them by the TMPDIR in their environment, and removes their folders. It starts with the first
-    program, as does a thread that starts programs, because the kernel kills each together with this thread.
+    It finds them by the TMPDIR in their environment, and removes their folders. The first program starts it,
+    and also a thread that starts all programs: the kernel kills a program together with the thread that
+    started it, so this thread must live as long as the process.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class Keeper:
         self._prefix = f"tba-program-{secrets.token_hex(8)}-"
 
     def prefix(self) -> str:
-        """Start helper and thread unless they run; return the prefix of the names of programs' folders."""
+        """Start helper and thread unless they run, and return a prefix for the names of programs' folders."""
         with self._lock:
             if self._process is None:
                 self._starter = Worker("programs")
@@ -109,7 +111,7 @@ class Keeper:
         return self._prefix
 
     def start(self, words: Sequence[str], **options: Any) -> Process:
-        """Start a program in the thread; ``options`` are those of Popen. ``prefix`` must have been called."""
+        """Start a program in the thread. ``options`` are those of Popen. ``prefix`` must have been called."""
         return self._starter.submit(partial(subprocess.Popen, words, **options)).result(START_SECONDS)
 
 
@@ -117,13 +119,13 @@ _keeper = Keeper()
 
 
 class ProgramError(RuntimeError):
-    """Raised if a program ends without giving a reward; the message says how it ended."""
+    """Raised if a program ends without giving a reward. The message says how it ended."""
 
 
 class Program:
-    """Reward that runs a program, up to ``concurrency`` at once. Raises ProgramError.
+    """Reward that runs a program for each completion, up to ``concurrency`` at once.
 
-    key: name of the program in errors.
+    key: config key of the reward, for errors. Raises ConfigError if a script of the command does not exist.
     """
 
     def __init__(self, key: str, section: RewardSection) -> None:
@@ -134,7 +136,11 @@ class Program:
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
-        """Run the program for each (row, completion); return the numbers that it writes."""
+        """Run the program for each (row, completion), and return the numbers that it writes.
+
+        A program that was killed, also by its time limit, gives ``when_killed``, or NaN if that is not set.
+        Raises ProgramError if a program ends in another way without a number.
+        """
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
         return [one.result() for one in running]
 
@@ -148,11 +154,10 @@ class Program:
 
 
 class Ended(NamedTuple):
-    """Result of a program. said: its output.
+    """Result of a program that has ended.
 
-    status: exit status, negative if it was killed, or if its output reached LARGEST_FILE.
-
-    last_error: last line of its error output.
+    status: exit status. It is negative if the program was killed, or if its output reached LARGEST_FILE.
+    said: its output. last_error: last line of its error output.
     """
 
     status: int
@@ -160,7 +165,11 @@ class Ended(NamedTuple):
     last_error: str
 
     def reward(self, name: str) -> float:
-        """Return the number in the last line of the output. Raises ProgramError, which calls it ``name``."""
+        """Return the number in the last line of the output.
+
+        name: name of the program in errors. Raises ProgramError if the status is not 0, or if the line is no
+        number.
+        """
         last = self.said.strip().rpartition("\n")[2]
         with suppress(ValueError):
             if self.status == 0:
@@ -171,10 +180,10 @@ class Ended(NamedTuple):
 
 
 class Confined:
-    """A running program with ``text`` as its input, within the limits that the module describes.
+    """A running program, within the limits that the module describes.
 
-    seconds: limit on the processor time of each of its processes. variables: additional environment
-    variables.
+    words: its command. text: its input. seconds: limit on the processor time of each of its processes.
+    memory_mb: limit on the address space of each, MiB. variables: additional environment variables.
     """
 
     def __init__(
@@ -207,20 +216,23 @@ class Confined:
             self._files = files.pop_all()
 
     def end(self) -> Ended:
-        """Kill what is left of the program's session, and return its result. May be called only once."""
+        """Kill what is left of the program's session, and return its result. Must be called exactly once."""
         status = self.process.poll()
         kill_session(self.process.pid)
         self.process.wait()
         with self._files:
             if LARGEST_FILE in (os.fstat(one.fileno()).st_size for one in (self._said, self._errors)):
-                status = -signal.SIGXFSZ  # as the kernel does, but Python ignores that signal
+                status = -signal.SIGXFSZ  # the kernel's signal for it, which Python ignores
             last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)
 
 
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
-    """Run a command to its end, or for ``seconds``, within the limits that the module describes."""
+    """Run a command to its end, or for ``seconds`` at most, within the limits that the module describes.
+
+    words: the command. text: its input. memory_mb: limit on the address space of each process, MiB.
+    """
     program = Confined(words, text, seconds=seconds, memory_mb=memory_mb)
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -231,9 +243,9 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
 
 
 def find_word(key: str, word: str) -> str:
-    """Resolve a word of a command to the run's Python, a file beside the config, or the word itself.
+    """Resolve a word of a command: to the run's Python, to a file beside the config, or to the word itself.
 
-    key: config key of the command, for errors. Raises ConfigError if a script does not exist.
+    key: config key of the command, for errors. Raises ConfigError if a Python script does not exist.
     """
     if word == "python":
         return sys.executable

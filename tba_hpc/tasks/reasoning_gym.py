@@ -1,7 +1,7 @@
 """Problems from the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
 
-The config names each generator with its options, its level of difficulty and its weight. In every process a
-problem depends only on the task's seed and its place in the split. No problem is in two splits. No other
+The config names each generator with its options, its level of difficulty and its weight. Every process makes
+the same problems, because they depend only on the task's options. No problem is in two splits. No other
 module imports the library.
 """
 
@@ -34,30 +34,31 @@ TEMPLATES = {
     "tags": "{question}\n\nThink first. Then write the answer alone between <answer> and </answer>.\n",
     "whole": "{question}\n",
 }
-"""Default templates, by the option ``answer``."""
+"""Default template of a prompt, by the option ``answer``."""
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer without content. Its grade shows what any answer gets."""
+"""An answer without content. Its grade is what a generator's grader gives to any answer."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Generators of version 0.1.25 that draw from sets of strings, whose order depends on PYTHONHASHSEED."""
+"""Generators whose problems depend on PYTHONHASHSEED, because they draw from sets of strings (0.1.25)."""
 
 TRIES = 20
-"""Largest number of problems generated per problem of a split, to find enough that are in no other."""
+"""Largest number of problems that are generated for each one of a split. More than one may be needed, because
+problems of other splits are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A problem: ``entry`` contains ``question`` and ``answer``, and ``generator`` grades answers."""
+    """A problem. generator: object of the library that grades answers. entry: its "question" and "answer"."""
 
     generator: Any
     entry: Mapping[str, Any]
 
 
 class ReasoningGym(Rows[Item]):
-    """Task with reward 1 for a completion that ends by itself with the right answer; otherwise less."""
+    """Task with reward 1 for a completion that ends by itself with the right answer, and otherwise less."""
 
     def __init__(
         self,
@@ -78,12 +79,15 @@ class ReasoningGym(Rows[Item]):
         """Make a task from the config's options. Raises ConfigError.
 
         generators: name of a generator; or several by name, each with its options, ``level`` (0, 1, …) and
-        ``weight``, to which its share of the problems is proportional (1 by default). A level sets all
-        attributes of difficulty; an attribute with fewer levels uses its highest.
-        answer: what is graded: the last text between <answer> and </answer> ("tags"), or all ("whole").
+        ``weight``. A generator's share of the problems is proportional to its weight, which is 1 by default.
+        A level sets all attributes of difficulty; an attribute with fewer levels uses its highest.
+        answer: what is graded. "tags": the last text between <answer> and </answer>. "whole": the whole
+        completion.
         template: text of the prompt, with {question}. chat: apply the model's chat template to it, as a
-        user's message. partial_credit: reward a partly right answer by the generator's grade, unless it only
-        contains the right answer among other words, or "I do not know" gets as high a grade. seed: seed of
+        user's message.
+        partial_credit: reward a partly right answer with the generator's grade. An answer gets none if it
+        only contains the right one among other words, or if "I do not know" gets as high a grade.
+        train_problems, validation_problems, test_problems: number of problems of each split. seed: seed of
         the problems.
         """
         super().__init__(tokenizer, chat=chat, template=TEMPLATES[answer] if template is None else template)
@@ -107,7 +111,7 @@ class ReasoningGym(Rows[Item]):
             yield self.filled(item.entry["question"]), str(item.entry["answer"] or ""), item
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the score of each completion."""
+        """Return the score of each completion, from 0 to 1."""
         return [self._score(prompt, completion) for completion in completions]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
@@ -128,7 +132,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return the problems of a split, drawn so that none is in an earlier split of ``order``."""
+        """Return the problems of a split, of which none is in a split that is earlier in ``order``."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {
@@ -147,9 +151,12 @@ class ReasoningGym(Rows[Item]):
         return [next(streams[chosen]) for chosen in chosen_N]
 
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
-        """Yield a generator's problems for a split, given its number. Raises ConfigError if they run out."""
+        """Yield problems of one generator for a split. Raises ConfigError if it has too few.
+
+        number: index of the split. taken: questions of other splits. size: number of problems of the split.
+        """
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        # Some generators take a seed of 32 bits, and add the problem's place to it.
+        # Some generators take seeds of 32 bits, and add the problem's place: half the range is left for that.
         seed = int(source.generate_state(1)[0] >> 1)
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
@@ -167,8 +174,10 @@ class ReasoningGym(Rows[Item]):
 def score(item: Item, answer: str, *, partial: bool) -> float:
     """Score an answer from 0 to 1 by the generator's grader, without unintended partial credit.
 
-    Partial credit must exceed the grade of SAYS_NOTHING, and a right answer among other words gets none. If
-    the grader accepts even SAYS_NOTHING, only the exact text of the gold answer is right.
+    If the grader accepts even SAYS_NOTHING, only the exact text of the right answer gets 1. Otherwise an
+    answer that the grader accepts gets 1. With ``partial``, any other answer gets its grade, if that exceeds
+    the grade of SAYS_NOTHING and if the answer does not contain the right one among other words. All else
+    gets 0.
     """
     found, floor = _grade(item, answer), _grade(item, SAYS_NOTHING)
     oracle = item.entry["answer"]
@@ -196,7 +205,7 @@ def _weight(name: str, options: Mapping[str, object]) -> float:
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """Make the library's configuration of a generator, without seed and size. Raises ConfigError."""
+    """Make the library's configuration of a generator, with its default seed and size. Raises ConfigError."""
     key, factory = f"task.options.generators.{name}", _library("factory")
     if name not in factory.DATASETS or name == "composite":
         hint = did_you_mean(name, sorted(factory.DATASETS))
@@ -221,7 +230,10 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _at_level(key: str, name: str, level: object) -> Any:
-    """Make the library's configuration of a level; an attribute with fewer levels uses its highest."""
+    """Make the library's configuration of a generator at a level of difficulty. Raises ConfigError.
+
+    An attribute with fewer levels uses its highest.
+    """
     factory = _library("factory")
     if not factory.has_curriculum(name):
         raise ConfigError(f"{key} has no levels: leave out level, and set its own options")

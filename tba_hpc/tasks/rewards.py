@@ -1,12 +1,12 @@
 """Rewards that a config names: the user's own function, a judge at a URL, or a program.
 
 A reward takes pairs of a row and the text of a completion of its prompt. It returns a number for each, or NaN
-for a completion to be set aside. If it raises an exception, the whole group is set aside.
+for a completion that is to be set aside. If it raises an exception, the whole group is set aside.
 
 A function's arguments are recognised by name. If the first is ``completion``, it is a text, and the function
 returns a number. If the first is ``completions``, it is a list of texts of the same prompt, and the function
-returns as many numbers. Every other argument gets the row's field of that name, which may be missing if the
-argument has a default. ``**fields`` gets all other fields.
+returns a list with as many numbers. Every other argument gets the row's field of that name. A row may lack
+the field if the argument has a default. ``**fields`` gets all other fields.
 
     def short(completion, limit=20):
         return -max(0, len(completion.split()) - limit)
@@ -35,16 +35,16 @@ from tba_hpc.tasks.program import Program
 log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 10.0
-"""Longest time that the start of a run waits for a function's trial call, s."""
+"""Longest wait for the trial call of a function at the start of a run, s."""
 
 TRIAL_COMPLETIONS = 8
-"""Largest number of empty completions in a trial call: few, as each may cost a request to a judge."""
+"""Largest number of empty completions in a trial call. Each may cost a request to a judge."""
 
-ONE_ROW = "they are texts, and other arguments hold the value of their row, not a list with one for each"
-"""Explanation for functions that were written for TRL, whose other arguments are lists."""
+ONE_ROW = "these are texts, and every other argument is the value of their row, not a list with one for each"
+"""Explanation for functions written for TRL, where the other arguments are lists."""
 
-ONE_GROUP = "where it raises in the run its group is set aside, and ten groups in a row end the run"
-"""Explanation for functions that raise, perhaps because the text is empty."""
+ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
+"""Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
 
 Fields = Mapping[str, object]
 """A row of a JSONL file."""
@@ -57,7 +57,7 @@ Reward = Callable[[Sequence[Answer]], list[float]]
 
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
-    """Make the rewards by name. Raises ConfigError if one cannot be made."""
+    """Make the rewards by name. Raises ConfigError if one of them cannot be made."""
     alone = list(sections) == ["reward"]  # the short form of a config
     return {
         name: _make("task.reward" if alone else f"task.reward.{name}", section)
@@ -72,14 +72,18 @@ def _make(key: str, section: RewardSection) -> Reward:
 
 
 class NoNumberError(TypeError):
-    """Raised unless a reward function returns a number for each completion."""
+    """Raised if a reward function does not return a number for each completion."""
 
 
 class Function:
-    """Reward by a user's function. Raises ConfigError if it is missing or its arguments are wrong."""
+    """Reward by a user's function.
+
+    The constructor raises ConfigError if there is no such function, or if its first argument has another name
+    than ``completion`` or ``completions``.
+    """
 
     def __init__(self, key: str, name: str) -> None:
-        """Import the function ``name``, given as ``module:function``. key: name of the reward in errors."""
+        """Import the function ``name``, ``module:function``. key: config key of the reward, for errors."""
         self._key = key
         self._call = find_function(key, name)
         try:
@@ -98,21 +102,26 @@ class Function:
         self._first = first
 
     def require(self, fields: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that the function needs. line: its name in errors."""
+        """Raise ConfigError if a row lacks a field that the function needs.
+
+        line: name of the row in errors.
+        """
         for name, needed in self._named.items():
             if needed and name not in fields:
                 meant = did_you_mean(name, fields)
                 raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Call the function once with empty completions, in a thread, as the scorer does.
+        """Call the function once with a row and empty completions, in a thread, as the scorer does.
 
-        There are more completions than characters in any of the row's texts, up to TRIAL_COMPLETIONS. A
-        function that mistakes a text for a list with a value per completion therefore fails.
+        A function of ``completions`` gets more of them than there are characters in any field of the row, up
+        to TRIAL_COMPLETIONS. A function that takes a text for a list with an item per completion therefore
+        fails.
 
-        seconds: time limit of a call. If it is longer than TRIAL_SECONDS, a call that takes TRIAL_SECONDS
-        only causes a warning. Raises ConfigError if the call exceeds its limit, does not return numbers, or
-        handles signals, which only a main thread can do.
+        seconds: time limit of a call during the run. If it is longer than TRIAL_SECONDS, a call that is not
+        finished after TRIAL_SECONDS only causes a warning. Raises ConfigError if the call exceeds
+        ``seconds``, does not return numbers, is refused because of its arguments, or handles signals, which
+        only a main thread can do.
         """
         characters = [len(value) for value in self._fields(fields).values() if isinstance(value, str)]
         several = min(1 + max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
@@ -134,7 +143,7 @@ class Function:
             )
         if isinstance(error, TypeError) and CALL_REFUSED.search(str(error)):
             raise ConfigError(
-                f"{self._key} raised {in_words(error)}: no completion could help: correct its arguments"
+                f"{self._key} raised {in_words(error)}, whatever the completion: correct its arguments"
             )
         if isinstance(error, FileNotFoundError):
             log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
@@ -145,7 +154,7 @@ class Function:
             raise ConfigError(f"{error}: give a number for each completion")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Return a number per answer. Raises the function's own errors, or NoNumberError."""
+        """Return a number for each (row, completion). Raises the function's own errors, or NoNumberError."""
         if self._together:
             return [
                 reward
@@ -180,16 +189,16 @@ class Function:
 
 
 CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
-"""Pattern of the TypeError by which Python refuses a call with the wrong arguments."""
+"""Pattern of the message of the TypeError by which Python refuses a call with wrong arguments."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
-    """Make a call in a thread, and wait up to ``seconds`` for it.
+    """Make a call in a thread, and wait for it up to ``seconds``.
 
-    Returns the exception that it raised, if any; whether it tried to handle signals, even if it caught the
-    error; and the line that it is executing, if it has not returned in time.
+    Returns the exception that it raised, or None; whether it tried to handle signals, even if it caught the
+    error; and the line that it is executing, which is empty if the call has returned.
     """
     raised, signals = list[BaseException](), list[object]()
 

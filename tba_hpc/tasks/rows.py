@@ -21,7 +21,10 @@ Row = TypeVar("Row")
 
 
 class Rows(Task, Generic[Row]):
-    """Task that keeps the row of each prompt for computing rewards. room: token limit of a prompt."""
+    """Task that keeps the row from which each prompt was made, for computing rewards.
+
+    room: largest number of tokens of a prompt; None: no limit. ``make_task`` sets it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False, template: str = "{question}") -> None:
         """Set how prompts are made. Raises ConfigError if ``template`` lacks {question}.
@@ -52,7 +55,11 @@ class Rows(Task, Generic[Row]):
         return self._encode(text)
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """Return all prompts of a split. The first call reads and encodes them. Raises ConfigError."""
+        """Return all prompts of a split. The first call for a split reads its rows and encodes them.
+
+        Prompts longer than ``room`` are set aside. Raises ConfigError if more than MOST_SET_ASIDE of them
+        are, or if the data cannot be used.
+        """
         if split not in self._prompts:
             found: list[Prompt] = []
             long: list[str] = []
@@ -68,7 +75,10 @@ class Rows(Task, Generic[Row]):
         return self._prompts[split]
 
     def _set_aside(self, split: Split, long: Sequence[str], total: int) -> None:
-        """Warn about prompts that leave no room for a completion. Raises ConfigError if there are many."""
+        """Log the prompts that leave no room for a completion. Raises ConfigError if there are many.
+
+        long: descriptions of these prompts. total: number of all prompts of the split.
+        """
         if not long:
             return
         found = f"{len(long)} of {total} {split} prompts are too long: {first_few(long, between='; ')}"
@@ -102,18 +112,18 @@ class Rows(Task, Generic[Row]):
 
 
 class RightOrWrong(Rows[None]):
-    """Task with reward 1 for a completion that ends by itself and is accepted, else 0."""
+    """Task with reward 1 for a completion that ends by itself with a right answer (``accepts``), else 0."""
 
     @abstractmethod
     def questions(self, split: Split) -> Iterable[tuple[str, str]]:
-        """Return (text of the prompt, target) for all problems of a split. Raises ConfigError."""
+        """Return (text of the prompt, target) for each problem of a split. Raises ConfigError."""
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:
-        """Return whether the text of a whole completion gives the right answer, ``target``."""
+        """Return whether the text of a whole completion gives the right answer, which is ``target``."""
 
     def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
-        """Return all questions with None as their rows."""
+        """Return the questions of a split, with None as their rows."""
         return ((text, target, None) for text, target in self.questions(split))
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:

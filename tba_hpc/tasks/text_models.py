@@ -1,4 +1,4 @@
-"""Hugging Face models that read whole texts: reward models, classifiers, guards, embedders."""
+"""Hugging Face models that read whole texts: reward models, classifiers, safety models, embedders."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tba_hpc.config import ConfigError
 
 
 class TextModel(ABC):
-    """A model in evaluation mode with its tokenizer; on the GPU if there is one.
+    """A model in evaluation mode with its tokenizer.
 
-    It moves to the GPU at its first use, because an engine that is being built meanwhile measures free
-    memory.
+    It moves to the GPU, if there is one, only at its first use: an engine that is being built before then
+    measures how much memory is free.
 
-    path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. Raises
-    ConfigError if there is no such model, or if it is not suitable.
+    path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. The
+    constructor raises ConfigError if there is no such model, or if it is not suitable.
     """
 
     LOADER: ClassVar[Any]
@@ -41,9 +41,9 @@ class TextModel(ABC):
     NOUN: ClassVar[str]
     """Name of this kind of model, for errors."""
     WANTED: ClassVar[str]
-    """Kind of model that a folder or hub name must hold, for errors."""
+    """Kind of model that ``path`` must hold, for errors."""
     SPECIAL_TOKENS: ClassVar[bool] = True
-    """True if the tokenizer must add special tokens. Rendered chats contain them already."""
+    """True if the tokenizer must add special tokens. False if texts contain them, as rendered chats do."""
 
     def __init__(self, path: str, *, batch: int, key: str) -> None:
         self.name = f"{key}={path}"
@@ -59,9 +59,10 @@ class TextModel(ABC):
 
     @torch.inference_mode()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """Return the model's output per text, float32 [N, …] on the CPU. Long texts lose their beginning.
+        """Return the model's output for each text, float32 [N, …], on the CPU.
 
-        Several threads may call this. They wait for each other, because a tokenizer is not thread-safe.
+        A text that is too long for the model loses its beginning. Several threads may call this. They wait
+        for each other, because a tokenizer is not thread-safe.
         """
         with self._turn:
             if torch.cuda.is_available():
@@ -71,7 +72,7 @@ class TextModel(ABC):
 
     @abstractmethod
     def _read(self, inputs: BatchEncoding) -> Tensor:
-        """Return the output, [N, …], for a padded batch."""
+        """Return the output for a padded batch, [N, …]."""
 
     @abstractmethod
     def _check(self, config: PretrainedConfig) -> None:
@@ -79,7 +80,7 @@ class TextModel(ABC):
 
     def _encode(self, texts: Sequence[str]) -> BatchEncoding:
         inputs: BatchEncoding = self._tokenizer(
-            # Without special tokens an empty text would have no tokens: use a padding token.
+            # An empty text without special tokens would have no token at all, so it becomes a padding token.
             [text or self._tokenizer.pad_token for text in texts],
             padding=True,
             truncation=True,
@@ -91,10 +92,11 @@ class TextModel(ABC):
         return inputs
 
     def _own_padding(self) -> int | None:
-        """Return the padding token that the model was trained with, or None if it has none.
+        """Return the padding token with which the model was trained; None if it had none.
 
-        A decoder's score is read at the last token that is not padding. A model that is configured to pad
-        with the end-of-sequence token was trained to be read before that token, so it is read there.
+        A decoder's score is read at the last token that is not padding. If the model's config pads with the
+        end-of-sequence token, its score was read before that token in training, and so it is here. If only
+        the tokenizer pads with it, the score must be read at that token, and the result is None.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -102,7 +104,10 @@ class TextModel(ABC):
         return end if self._model.config.pad_token_id == end else None
 
     def _pad(self, inputs: BatchEncoding) -> None:
-        """Pad with the model's own token, or with one in no text, so that scores are read at the end."""
+        """Fill up with the model's own padding token, or else with one that occurs in no text.
+
+        Scores are then read at the last token of each text.
+        """
         tokens, mask = inputs["input_ids"], inputs["attention_mask"]
         padding = self._padding
         if padding is None:
@@ -122,14 +127,17 @@ class TextModel(ABC):
 
 
 class RewardModel(TextModel):
-    """A sequence classifier with one label, the reward."""
+    """A sequence classifier with one label, whose logit is the reward."""
 
     LOADER = AutoModelForSequenceClassification
     NOUN = "reward model"
     WANTED = "a sequence classifier"
 
     def ended(self, text: str) -> str:
-        """Return the text with exactly one end-of-sequence token after encoding, if the model has one."""
+        """Return the text such that it has exactly one end-of-sequence token when encoded.
+
+        A model without such a token gets none.
+        """
         end = self._tokenizer.eos_token
         while end and text.endswith(end):
             text = text.removesuffix(end)
@@ -157,14 +165,14 @@ class RewardModel(TextModel):
 
 
 class Classifier(TextModel):
-    """A sequence classifier that returns the log-probability of ``label``."""
+    """A sequence classifier that returns the log-probability of one of its labels."""
 
     LOADER = AutoModelForSequenceClassification
     NOUN = "classifier"
     WANTED = "a sequence classifier"
 
     def __init__(self, path: str, *, label: str, batch: int, key: str, label_key: str) -> None:
-        """Load the classifier. label_key: config key of ``label``, for errors."""
+        """Load the classifier. label: name of the label. label_key: config key of ``label``, for errors."""
         self._label, self._label_key = label, label_key
         super().__init__(path, batch=batch, key=key)
 
@@ -189,19 +197,21 @@ class Classifier(TextModel):
 
 
 VERDICTS = ("unsafe", "safe")
-"""Verdicts in the first line of a guard's answer (model card of Llama Guard 3)."""
+"""Verdicts in the first line of a safety model's answer (model card of Llama Guard 3)."""
 
 LEAD = "\n\n"
-"""Text before the verdict, which some versions write and others have at the end of their chat template."""
+"""Text before the verdict. Some versions write it; in others it is the end of the chat template."""
 
 PROBE = ("a question", "an answer")
+"""Texts for finding out what a chat template shows."""
 
 
 class Guard(TextModel):
     """A safety model that answers in words, such as Llama Guard; returns log p("unsafe").
 
-    Its chat template defines what is unsafe. Following the model card, p is that of the verdict's first
-    token, at once or after LEAD. The probabilities of "unsafe" and "safe" are normalised to a sum of 1.
+    Its chat template defines what is unsafe. As in the model card, p is the probability of the verdict's
+    first token, either at once or after LEAD. The probabilities of "unsafe" and "safe" are scaled to a sum of
+    1.
     """
 
     LOADER = AutoModelForCausalLM
@@ -239,7 +249,10 @@ class Guard(TextModel):
             )
 
     def _shows_both(self, *, in_parts: bool) -> bool:
-        """Return whether the template shows text given as a string or ``in_parts``; some omit it silently."""
+        """Return whether the chat template shows question and answer; some omit what they do not expect.
+
+        in_parts: contents are given as a list with a text part, instead of as a string.
+        """
         if self._tokenizer.chat_template is None:
             return False
         text = self._template(*PROBE, in_parts=in_parts)
@@ -276,7 +289,7 @@ class Guard(TextModel):
 
 
 class Embedder(TextModel):
-    """An encoder that embeds a text as the mean of its last hidden states.
+    """An encoder that embeds a text as the mean of its last hidden states, scaled to norm 1.
 
     sentence-transformers does the same for models with mean pooling, such as all-MiniLM-L6-v2.
     """
@@ -309,11 +322,11 @@ class Embedder(TextModel):
 
 
 def diversity(embedding_ND: np.ndarray) -> float:
-    """Return 1 − the mean cosine similarity over all pairs of rows, which must have norm 1.
+    """Return 1 − the mean cosine similarity over all pairs of rows of ``embedding_ND``, which have norm 1.
 
     It is 0 if all rows are equal, and NaN for fewer than two rows. TBA and arXiv 2405.18540 use this measure.
     """
     rows = embedding_ND.astype(np.float64)
     pairs = len(rows) * (len(rows) - 1)
-    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # sum over all pairs in linear time
+    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # of all pairs, in linear time
     return float(1 - cosines / pairs) if pairs else float("nan")

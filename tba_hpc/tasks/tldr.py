@@ -5,8 +5,8 @@ A row of the data has ``query`` and ``reference_response``:
     query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
     reference_response  a summary written by a person, with or without <|endoftext|> at its end
 
-The data are OpenAI's, filtered, from the Hugging Face hub, or local JSONL files with the same two fields.
-A greedy completion counts as a win if the gold reward model prefers it to the person's summary.
+The data are OpenAI's, filtered, from the Hugging Face hub, or local JSONL files with the same two fields. In
+evaluations, which are greedy, a completion wins if the gold reward model prefers it to the person's summary.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_17
 HUB: dict[Split, HubData] = {split: HubData(HUB_NAME, None, split) for split in get_args(Split)}
 ROW = "a JSON object with the texts 'query' and 'reference_response'"
 END_OF_TEXT = "<|endoftext|>"
-"""Text at the end of published summaries, which is removed for every tokenizer."""
+"""Text at the end of published summaries. It is removed, whatever the tokenizer."""
 
 Post = tuple[str, str]
-"""A post, and a person's summary of it without END_OF_TEXT."""
+"""A post, and a person's summary of it, without END_OF_TEXT."""
 
 PenaltyMode = Literal["replace", "add"]
 
@@ -43,7 +43,7 @@ class TLDR(Rows[None]):
     """Task with a reward model's reward, and a penalty for completions that do not end by themselves."""
 
     score_name = "win rate"
-    longest_call = math.inf  # it loads models
+    longest_call = math.inf  # its first calls load models
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class TLDR(Rows[None]):
     ) -> None:
         """Make a task from the config's options.
 
-        reward_model: judges in training. gold_model: judges wins; by default, the same model.
-        eos_penalty: penalty for a completion without end. eos_penalty_mode: with "replace" its reward is
-        −eos_penalty (as published: −1); with "add" the penalty is subtracted from the reward model's reward.
+        reward_model: model that judges in training. gold_model: model that judges wins; None: the reward
+        model.
+        eos_penalty: penalty for a completion that does not end by itself. eos_penalty_mode: "replace": its
+        reward is −eos_penalty (−1 as published). "add": its reward is the reward model's, minus the penalty.
         batch: texts per forward pass. validation_posts: number of posts of train_file to hold out for
         validation; the hub's data have a validation split.
         """
@@ -90,7 +91,7 @@ class TLDR(Rows[None]):
         return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the reward of each summary, judged together with its post, including any penalty."""
+        """Return the reward of each summary, including any penalty. It is judged together with its post."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         adds = self._eos_penalty_mode == "add"
         return [
@@ -101,8 +102,8 @@ class TLDR(Rows[None]):
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Return whether the gold model prefers each completion to the person's summary of the same post.
 
-        A person's summary is judged only once, and a completion equal to it gets the same number. Otherwise
-        their last digits would differ, because they depend on the other texts in a batch.
+        A person's summary is judged only once, and a completion equal to it gets the same number. Judged
+        twice, they could differ in the last digits, which depend on the other texts in a batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
@@ -137,7 +138,7 @@ class TLDR(Rows[None]):
 
 
 def _sources(train_file: str | None, test_file: str | None) -> dict[Split, str | HubData]:
-    """Return the source of each split. Without a test file the test split is the hub's."""
+    """Return the source of each split. Without a test file, the test split is always the hub's."""
     return {"test": HUB["test"], **sources_of(train_file, test_file, HUB)}
 
 

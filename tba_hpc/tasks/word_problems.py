@@ -1,12 +1,12 @@
 r"""Problems with one right answer: GSM8K (arXiv 2110.14168) and MATH (arXiv 2103.03874).
 
-Rows of GSM8K have ``question`` and ``answer``; the target is the number after ``####``:
+Rows of GSM8K have ``question`` and ``answer``. The target is the number after ``####``:
 
     question  A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total?
     answer    It takes 2/2=<<2/2=1>>1 bolt of white fiber … is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3
 
-Rows of MATH have ``problem``, and ``solution``, whose last box is the target, or ``answer``, which is the
-target:
+Rows of MATH have ``problem``, and ``answer`` or ``solution``. The target is the answer, or else the last box
+of the solution:
 
     problem   What is the smallest positive perfect cube that can be written as the sum of three …?
     solution  The sum of three consecutive integers takes the form … \boxed{27}
@@ -36,48 +36,53 @@ from tba_hpc.tasks.rows import RightOrWrong
 
 MARKER = "####"
 
+CURRENCY = f"${notation.SIGNS}"
+"""All signs of currencies."""
+
 NUMBER = re.compile(
-    r"(?:(?<![\d)])-)?(?:\\?[$€£])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    rf"(?:(?<![\d)])-)?(?:\\?[{CURRENCY}])?"
+    r"(?<!\d)(?<!\d\.)(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][+-]?\d{1,3}(?!\w))?(?!\.?\d|[⁰¹²³⁴-⁹])",
     re.ASCII,
 )
-"""A number, with or without thousands commas, decimals, exponent, sign and currency; no final period."""
+"""Pattern of a number: with or without sign, currency, thousands commas, decimals and exponent. A final
+period does not belong to it, and a part of 1.2.3 does not match."""
 
-THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![ .,]?\d)", re.ASCII)
-"""A number with spaces as thousands separators."""
+SIGN_APART = re.compile(rf"(?<=[=:])\s*-\s+(?=[{CURRENCY}\d.])")
+"""Pattern of a minus sign with a space before its number, after = or a colon. At the start of a line such a
+sign is taken for a bullet."""
 
-SIGN_APART = re.compile(r"(?<=[=:])\s*-\s+(?=[$\d.])")
-"""A minus sign with a space before its number, after = or a colon. At the start of a line it is a bullet."""
-
-APART = re.compile(rf"^-\s+(?=[$\d.])|{SIGN_APART.pattern}")
-"""A minus sign with a space before its number in the text after a marker, where it is never a bullet."""
+APART = re.compile(rf"^-\s+(?=[{CURRENCY}\d.])|{SIGN_APART.pattern}")
+"""Pattern of a minus sign with a space before its number, in the text after ####. At the start of that text
+it is no bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-"""A word that is not a TeX command."""
+"""Pattern of a word that is not a TeX command."""
 
-INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\((.+?)\\\)")
-"""A formula in a line of words, as opposed to an amount of money."""
+INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\(((?:(?!\\\().)+?)\\\)")
+"""Pattern of a formula in a line of words, as opposed to amounts of money."""
 
-RUN = re.compile(r"(?:(?<![\w)])[-+])?[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
-"""Arithmetic in a line of words."""
+RUN = re.compile(r"(?:(?<![\w)])[-+]|(?<![$(.]))[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
+"""Pattern of arithmetic in a line of words. A match never begins within a run of brackets, points or dollar
+signs, so that a flood of them takes linear time."""
 
 Grader = Literal["final_number", "math_verify"]
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-"""A TeX command that frames a result, up to its argument."""
+"""Pattern of a TeX command that frames a result, up to its argument."""
 
 BARE = re.compile(r"(?:\\[^()\[\]]|\{[^{}]*\}|[^\s${}\\])*")
-"""An argument without braces, which ends at a space or at the end of the formula."""
+"""Pattern of an argument without braces, which ends at a space or at the end of the formula."""
 
 Problem = tuple[str, str]
-"""A question, and its gold answer as text."""
+"""A question, and the right answer as text."""
 
 
 class WordProblems(RightOrWrong):
     """Task with reward 1 for a completion that ends by itself with the right answer, else 0."""
 
     HUB: ClassVar[Mapping[Split, HubData]]
-    """Hub data for splits without a file."""
+    """Data on the hub, for the splits without a file."""
     TEMPLATE: ClassVar[str]
     """Default template of a prompt."""
     ROW: ClassVar[str]
@@ -93,7 +98,11 @@ class WordProblems(RightOrWrong):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """Make a task from the config's options; see Rows. validation_problems: rows held out per split."""
+        """Make a task from the config's options.
+
+        template, chat: see ``Rows``. validation_problems: number of rows of the training data to hold out for
+        each split without a source of its own.
+        """
         super().__init__(tokenizer, chat=chat, template=self.TEMPLATE if template is None else template)
         self._table = Table(
             sources=sources_of(train_file, test_file, self.HUB),
@@ -114,7 +123,7 @@ class WordProblems(RightOrWrong):
         """Return the problem in a row, or None if the row is not as ``ROW`` describes."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Return (text of the prompt, target) for all problems of a split."""
+        """Return (text of the prompt, target) for each problem of a split. Raises ConfigError."""
         return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
 
@@ -122,20 +131,20 @@ class WordProblems(RightOrWrong):
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the number with which ``text`` answers, or None.
+    """Return the number with which ``text`` answers, or None if it has no answer.
 
-    After the last ``####`` there must be exactly one number; several, or an unfinished sum, are not an
-    answer. Without ``####`` it is the last number of the text, as in the paper's reward.
+    After the last ``####`` there must be exactly one number: several numbers, or an unfinished sum, are not
+    an answer. Without ``####`` the answer is the last number of the text, as in the paper's reward.
     """
     _, marker, answer = text.rpartition(MARKER)
     answer = notation.digits(answer)
     if marker:
-        answer = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), answer.strip())
+        answer = notation.rewritten(answer.strip(), notation.THOUSANDS)
     answer = (APART if marker else SIGN_APART).sub("-", answer)
     numbers = NUMBER.findall(answer)
     if not numbers or (marker and len(numbers) > 1):
         return None
-    return Decimal(re.sub(r"[\\$€£,]", "", numbers[-1]))
+    return Decimal(re.sub(rf"[\\{CURRENCY},]", "", numbers[-1]))
 
 
 def _trimmed(text: str, ends: str) -> str:
@@ -147,8 +156,8 @@ def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
     The answer is the text after the last ``####``, or else the last line. If it contains words, the
-    expression is its last formula, or without formulas its last arithmetic. After ``####`` several of these
-    give an empty result.
+    expression is its last formula, or its last arithmetic if it has no formula. If there are several of these
+    after ``####``, the result is empty.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -156,15 +165,17 @@ def final_expression(text: str) -> str:
     if BOX.search(line) or not PROSE.search(re.sub(r"\\text\s*\{[^{}]*\}", "", line)):
         return found
     formulas = [one or other for one, other in INLINE.findall(line)]
-    runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(notation.characters(line))]
+    plain = notation.rewritten(notation.characters(line), notation.SEPARATED)
+    plain = re.sub(f"[{notation.SIGNS}]", "", plain)
+    runs = formulas or [_trimmed(run, " *,") for run in RUN.findall(plain)]
     return "" if marker and len(runs) > 1 else runs[-1] if runs else found
 
 
 class GSM8K(WordProblems):
     r"""Task with reward 1 for a completion that ends by itself with the right number, else 0.
 
-    grader: with "final_number", the paper's rule, the final number must equal the target as a decimal (72.0
-    is 72). With "math_verify" the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
+    grader: "final_number", the rule of TBA's paper: the final number must equal the target as a decimal (72.0
+    is 72). "math_verify": the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -172,16 +183,16 @@ class GSM8K(WordProblems):
         "test": HubData("openai/gsm8k", "main", "test"),
     }
     TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-    """The prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
+    """Prompt with which realtreetune/rho-1b-sft-GSM8K was fine-tuned."""
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
     def __init__(self, tokenizer: Tokenizer, *, grader: Grader = "final_number", **options: Any) -> None:
-        """Make a task from the config's options; see WordProblems for the others."""
+        """Make a task from the config's options. See ``WordProblems`` for those besides ``grader``."""
         super().__init__(tokenizer, **options)
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question and the target, which is the number after ``####``, without commas."""
+        """Return the question, and as its target the number after ``####`` in plain decimals."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
@@ -202,7 +213,7 @@ class GSM8K(WordProblems):
 def boxed(text: str) -> str | None:
     r"""Return the content of the last box, such as ``\boxed{…}``, ``\boxed 2`` or ``\fbox{…}``.
 
-    It is None if there is no box, or if the last box is empty or not closed.
+    The result is None if there is no box, or if the last box is empty or not closed.
     """
     boxes = list(BOX.finditer(text))
     if not boxes:
@@ -213,13 +224,13 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return the argument without braces at the start of a text, without a final punctuation mark."""
+    """Return the argument without braces at the start of a text, without a punctuation mark at its end."""
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
 
 
 def _braced(text: str) -> str:
-    """Return the text between the brace at the start and its closing brace; empty if it is not closed."""
+    """Return the text between the brace at the start and its closing brace; "" if that is missing."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # an escaped brace is a character
         depth += (match[0] == "{") - (match[0] == "}")
@@ -231,7 +242,7 @@ def _braced(text: str) -> str:
 class Math(WordProblems):
     """Task with reward 1 for a completion that ends by itself and whose last box equals the target, else 0.
 
-    Both are compared mathematically, with math-verify's parser.
+    Box and target are compared mathematically (``comparison``).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
@@ -243,7 +254,7 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question and the target, which is the answer, or the last box of the solution."""
+        """Return the question, and as its target the answer, or else the last box of the solution."""
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)
