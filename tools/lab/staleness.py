@@ -27,6 +27,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "objective": {"name": "trajectory_balance", "log_z": "policy"},
         "ratio_bound": "none",
     },
+    "TBA′": {"objective": "tba_prime"},
     "OAPL": {"objective": "oapl"},
     "Dr. GRPO": {"objective": "dr_grpo"},
     "M2PO": {"objective": {"name": "dr_grpo", "second_moment_limit": 0.04}},
