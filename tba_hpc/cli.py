@@ -29,7 +29,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
-from tba_hpc.run.changes import consequences, going_on, is_done, refuse_steps_behind
+from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resume_notice
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
@@ -142,7 +142,7 @@ def run(
         refuse_owned(run_dir)
         warnings = refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
         said = [f"warning: {warning.sentence}" for warning in warnings]
-        said += filter(None, [consequences(run_dir, resolved), going_on(run_dir)])
+        said += filter(None, [consequences(run_dir, resolved), resume_notice(run_dir)])
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*said, *commands])

@@ -76,7 +76,7 @@ from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import retry
-from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
+from tba_hpc.run.inputs import require_same_model, require_same_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
@@ -321,7 +321,7 @@ class SearchParts:
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
         """Load the models and the task of searcher ``index``. Raises ConfigError. seed: for the engine."""
         if file := find_file(config.model.path, "config.json", os.environ):
-            hold_to_model(run, config.model.path, file.parent)
+            require_same_model(run, config.model.path, file.parent)
         underway = Underway(run, index)
         backend = make_backend(run, config)
         # The generator comes first, since its process builds the engine while this one imports torch.
@@ -337,7 +337,7 @@ class SearchParts:
         tokenizer = backend.tokenizer()  # another thread uses the task's own
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
-        hold_to_prompts(run, prompts)
+        require_same_prompts(run, prompts)
         generator = task.converse(generator, tokenizer)
         # The initial reference; a resume loads the current one with its first weights.
         reference = backend.reference(run.reference) if config.train.searcher_has_reference else None
