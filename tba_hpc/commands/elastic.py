@@ -26,10 +26,11 @@ def submit_elastic(
     make: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Submit up to ``submission.nodes`` one-node jobs of elastic searchers for the run ``submission.config``.
+    """Submit an array of ``submission.nodes`` one-node jobs, whose searchers join ``submission.config``.
 
-    show: print the batch script instead. make: print it ready for sbatch, with a copy of the code. Raises
-    ConfigError or LaunchError with one sentence.
+    partition: the jobs' partition; None: the site's. show: print the batch script instead of submitting it.
+    make: print the script and copy the code for it, so that sbatch can take it. as_json: print the outcome as
+    JSON. Raises ConfigError or LaunchError with one sentence.
     """
     run, site, nodes = RunDir.open(submission.config), submission.load_site(), submission.nodes
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
@@ -46,7 +47,7 @@ def submit_elastic(
         print(f"finished already, nothing to search for: {run.summary}")
         return
     facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)
-    warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # before hours in the queue
+    warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # now, not after hours in the queue
     snapshot.take(run.path)
     number = slurm.send(run, text)
     done = {
@@ -67,15 +68,18 @@ def submit_elastic(
 
 
 def _searchers(config: Config, site: Site, nodes: int) -> Component:
-    """Return the searchers of one node. Raises ConfigError if all nodes together exceed launch.elastic."""
+    """Return how many searchers a node runs, and with what. Raises ConfigError for too few or many nodes.
+
+    Too many are those whose searchers would exceed ``launch.elastic``.
+    """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
     searcher, most = searchers_of_a_node(config, site), config.launch.elastic
     if nodes * searcher.ranks > most:
         raise ConfigError(
-            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes, "
-            f"launch.elastic={most}: "
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes "
+            f"(launch.elastic={most}): "
             + (f"ask for --nodes {most // searcher.ranks}, or " if most >= searcher.ranks else "")
-            + f"stop the run and go on with --set launch.elastic={nodes * searcher.ranks}"
+            + f"stop the run and resume it with --set launch.elastic={nodes * searcher.ranks}"
         )
     return searcher
