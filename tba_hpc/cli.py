@@ -239,7 +239,7 @@ def submit(
         here=os.environ["SLURM_JOB_ID"] if print_only and nodes is None else "",
     )
     if elastic:
-        from tba_hpc.commands.elastic import submit_elastic
+        from tba_hpc.commands.submit import submit_elastic
 
         own = {
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
@@ -336,7 +336,7 @@ def track(
     ] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Send RUN's metrics to W&B or TensorBoard: --set track.wandb=PROJECT."""
+    """Send RUN's metrics to W&B or TensorBoard, for example with --set track.wandb=PROJECT."""
     from tba_hpc.report.track import follow
 
     run_dir = RunDir.open(run)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tba_hpc.commands.elastic import submit_elastic
 from tba_hpc.commands.submission import HEADER_SIGNAL, Submission
+from tba_hpc.commands.submit import submit_elastic
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script

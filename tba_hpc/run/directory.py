@@ -80,7 +80,7 @@ class RunDir:
     config_file = _Below("config.yaml")
     """The frozen config, which all ranks read."""
     history = _Below("history")
-    """Earlier configs, from before a resume changed them; summaries, from before a resume added steps."""
+    """Configs as they were before a resume changed them, and summaries from before a resume added steps."""
     modules = _Below("modules")
     """Copy of the user's code that the config names, if it names any."""
     inputs = _Below("inputs")
@@ -167,7 +167,7 @@ class RunDir:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError in the block, except DiskFullError, into a ConfigError with the run directory."""
+        """Turn an OSError in the block, except DiskFullError, into a ConfigError about the run directory."""
         try:
             yield
         except DiskFullError:

@@ -170,10 +170,11 @@ def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
 
 
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations that a resume from step ``after`` repeats, and join complete ones that are not yet.
+    """Delete evaluations that a resume from step ``after`` repeats, and join the parts of all complete ones.
 
-    A resume repeats those of later steps, and incomplete ones. Incomplete ones of the test split stay if they
-    are not of later steps: they go on under the same weights, and searchers that have written a part skip it.
+    A resume repeats evaluations of later steps, and incomplete ones of the validation split. Incomplete ones
+    of the test split are completed instead: the resume evaluates the same weights again, and searchers that
+    have written their part skip it.
     """
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)

@@ -3,10 +3,10 @@
 A second owner is refused. Kernel locks do not work across hosts on many shared file systems. A claim is
 therefore a file made by ``os.link``, which succeeds for exactly one of any number of rivals.
 
-Claims to the same name are numbered, and the one with the highest number is valid. Who succeeds a dead owner
-makes a claim with the next number and only then removes the old file. If it removed the file first, it could
-remove the claim that a rival has just made. When an owner leaves, its file stays and names nobody, so that no
-number is used twice.
+Claims to the same name are numbered, and the one with the highest number is valid. The successor of a dead
+owner makes a claim with the next number, and only then removes the old file. If it removed a file first, that
+could be the claim that a rival has just made. When an owner leaves, its file stays and names nobody, so that
+no number is used twice.
 
 An owner keeps the run's folder open. Other processes of its machine check this, because in a copied run
 folder the claims name processes that work on the original.
@@ -151,9 +151,9 @@ def is_abandoned(run: RunDir) -> bool:
 
 
 def claim_for_job(run: RunDir) -> None:
-    """Make this process's Slurm job the owner of the run until the job ends. Waits for an earlier owner.
+    """Make this process's Slurm job the owner of the run until the job ends.
 
-    Raises OwnedError if that does not end.
+    Waits for an earlier owner to end; raises OwnedError if it is at work.
     """
     _claim(run, LAUNCH, Owner.this(0), wait=True)
 
@@ -392,7 +392,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     what = str(run.path) if claim.name == LAUNCH else f"{claim.name} of {run.path}"
     if owner == UNKNOWN:
         return (
-            f"{what} may be in use: {claim.file}, which would tell by whom, is damaged; if nobody uses it, "
+            f"{what} may be in use: {claim.file} is damaged and does not say by whom; if nobody uses it, "
             f"try again in {SILENT_OWNER_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"

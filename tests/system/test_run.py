@@ -332,7 +332,7 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     assert_whole(run, steps)
     assert not [*run.logs.glob("*/refused-*"), *run.logs.glob("*/failed-*")]
     code, out, err = finish(join())
-    assert code == 0 and "is finished: there is nothing to search for" in out + err
+    assert code == 0 and "is finished: no searcher is needed" in out + err
 
 
 @pytest.fixture
