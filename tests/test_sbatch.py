@@ -649,6 +649,10 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     assert {*wanted} <= {*directives}
     assert not (run.path / "slurm").exists()
 
+    run.mark_finished()
+    submit_elastic(submission, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"job": None, "run": str(run.path)}
+
 
 @pytest.mark.parametrize(
     ("smi", "mark"),

@@ -94,7 +94,7 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def share_reference(runs: Sequence[Compared]) -> bool:
-    """Return whether all runs that compute log π_ref have the same reference model and temperature."""
+    """Return whether all runs that compute log π_ref do so by the same frozen model, at one temperature."""
     models = {
         (
             config.model.path,

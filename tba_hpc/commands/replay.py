@@ -43,8 +43,8 @@ def replay(
 ) -> tuple[RunDir, Config]:
     """Train on the shards of the run at ``path``, by its config and ``overrides``, as a run of its own.
 
-    The replay is a run directory beside the recorded one, and another call resumes it. A shard arrives before
-    the step at which it arrived in the recorded run, plus ``delay`` steps. at_once: all shards arrive before
+    The replay is a run directory beside the recorded one, and another call resumes it. Each shard arrives
+    ``delay`` steps after the step at which it arrived in the recorded run. at_once: all shards arrive before
     the first step. partial: whether to replay what is left if shards have been deleted.
 
     Returns the replay's run directory and config. Raises ConfigError, and the errors of training.

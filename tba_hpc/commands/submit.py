@@ -264,11 +264,11 @@ def submit_elastic(
     if show or make:
         print(text, end="")
         return
-    slurm.require_slurm()
     if run.finished:
         said = f"finished already, so it takes no searchers: {run.summary}"
         print(json.dumps({"job": None, "run": str(run.path)}) if as_json else said)
         return
+    slurm.require_slurm()
     facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)
     warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # now, not after hours in the queue
     snapshot.take(run.path)
