@@ -46,7 +46,7 @@ class Compared:
 def compare(paths: Sequence[Path]) -> list[Compared]:
     """Read at least two runs, finished or not. Raises ConfigError for fewer, or if a path is no run."""
     if len(set(paths)) < 2:
-        raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
+        raise ConfigError(f"{paths[0]} is the only run given: name at least one other to compare it with")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]
     unique = len({run.path.name for run in runs}) == len(runs)
     found: list[Compared] = []

@@ -74,7 +74,7 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
     ready = [_check(submission, found) for submission in submissions]
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
-        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
+        raise ConfigError(f"two of these would be the run {twin}: give one config another run.name")
     jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:

@@ -51,13 +51,15 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
         others = np.append(np.flatnonzero(before[:both] != now[:both]), np.arange(both, len(before)))
         if split == "train" and len(others):
             raise ConfigError(
-                f"{len(others)} of {len(before)} training prompts that {run.path} began with are others now, "
+                f"{len(others)} of {len(before)} training prompts that {run.path} began with have changed, "
                 f"the first of them prompt {others[0]}: put the data back, or start another run (run.name); "
-                f"to go on with these, delete {file}; new completions of a prompt then replace those of its "
-                "old text"
+                f"to go on with these, delete {file}, and completions of a new text replace those of the old"
             )
-        what = f"{added} training prompts were added" if split == "train" else f"the {split} prompts changed"
-        log.warning("%s since the run's last start: later scores are not of the same prompts", what)
+        since = "since the run's last start"
+        if split == "train":
+            log.warning("%d training prompts were added %s", added, since)
+        else:
+            log.warning("the %s prompts changed %s: later scores are of other prompts", split, since)
         publish(file, now.tobytes())
 
 
