@@ -101,8 +101,8 @@ STEP = {
 """The trainer's record of an optimizer step."""
 
 SEARCH = {
-    "search/tokens": Metric("count", "tokens generated"),
-    "search/tokens_per_second": Metric("tokens/s", "tokens generated per second of wall time"),
+    "search/tokens": Metric("count", "tokens sampled, for training and for evaluations"),
+    "search/tokens_per_second": Metric("tokens/s", "search/tokens per second of wall time"),
     "search/trajectories": Metric("count", "training completions scored"),
     "search/groups": Metric("count", "training requests answered"),
     "search/reward": _curve("reward", "mean reward of training completions"),
@@ -120,27 +120,27 @@ SEARCH = {
         "nats per token",
         "mean of −log π_behaviour over the tokens of completions sampled at the normal temperature",
     ),
-    "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
-    "search/length": _curve("tokens", "sampled tokens per fresh completion, mean"),
-    "search/environment_share": _curve("share", "tokens of fresh completions that an environment wrote"),
-    "search/turns": _curve("turns", "turns per fresh completion, mean: 1 without an environment"),
-    "search/failed_calls": _curve(
-        "share", "tool calls of fresh completions whose result begins with ``error:``"
+    "search/flat_groups": _curve(
+        "share", "groups, scored since the previous record, whose rewards are all equal"
     ),
+    "search/length": _curve("tokens", "sampled tokens per completion, mean"),
+    "search/environment_share": _curve("share", "tokens of completions that an environment wrote"),
+    "search/turns": _curve("turns", "turns per completion, mean: 1 without an environment"),
+    "search/failed_calls": _curve("share", "tool calls whose result begins with ``error:``"),
     "search/engine_gap": _curve(
         "nats per token",
         "as train/engine_gap, but on some answers of evaluations; absent if there were none",
     ),
-    "search/busy_share": _curve("share", "wall time inside the engine's step"),
-    "search/reward_share": _curve("share", "wall time of the task's reward, in the scorer thread"),
-    "search/seal_share": _curve("share", "wall time sealing shards"),
+    "search/busy_share": _curve("share", "wall time in which the engine generates"),
+    "search/reward_share": _curve("share", "wall time spent on the task's reward"),
+    "search/seal_share": _curve("share", "wall time spent on sealing shards"),
     "search/paused_share": _curve(
         "share", "wall time in which the engine had no request, as it waited for weights or for the trainer"
     ),
     "search/load_seconds": _curve("s", "time that the engine stood still for the last load of weights"),
     "search/propagation_seconds": _curve("s", "time from the publication of weights to their use"),
     "search/version": Metric("step", "version of the weights in use"),
-    "search/pending_shards": Metric("count", "shards sent but not yet merged"),
+    "search/pending_shards": Metric("count", "shards sealed but not yet merged"),
     "search/recompute_share": Metric(
         "share, so far",
         "tokens that the engine computed again because weights were loaded, among all that it computed "
