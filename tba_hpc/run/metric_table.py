@@ -76,7 +76,9 @@ STEP = {
     ),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "part of time/step_seconds inside ``learner.step``"),
-    "time/reference_seconds": Metric("s", "part of time/step_seconds that the reference takes, if any"),
+    "time/reference_seconds": Metric(
+        "s", "part of time/step_seconds for log π_ref, if the trainer computes it"
+    ),
     "sync/version": Metric("step", "version of the weights published last"),
     "sync/publish_stall_seconds": _curve(
         "s", "time that the loop stood still to publish weights in this step, if it did"
@@ -89,13 +91,16 @@ STEP = {
     "buffer/prompts": Metric("count", "distinct prompts in the replay buffer"),
     "buffer/added": _curve("count, so far", "trajectories merged, without duplicates"),
     "buffer/duplicates": _curve("count, so far", "trajectories dropped as equal or similar to another"),
-    "buffer/evicted": _curve("count, so far", "trajectories evicted: capacity, age, reference or reuse"),
-    "staleness/mean": _curve(
-        "steps", "mean of step − version of the weights that sampled a completion's first token"
+    "buffer/evicted": _curve(
+        "count, so far", "trajectories evicted: beyond capacity, too old, of an old reference, or used up"
     ),
-    "staleness/max": _curve("steps", "maximum over the batch of what staleness/mean averages"),
+    "staleness/mean": _curve(
+        "steps",
+        "``step`` minus the version of the weights that sampled a completion's first token, batch mean",
+    ),
+    "staleness/max": _curve("steps", "as staleness/mean, but the maximum of the batch"),
     "staleness/end": _curve(
-        "steps", "as staleness/mean, for the last token: in a conversation, the last turn's"
+        "steps", "as staleness/mean, but of the last token: in a conversation, that of the last turn"
     ),
 }
 """The trainer's record of an optimizer step."""
