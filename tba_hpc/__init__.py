@@ -1,7 +1,8 @@
 """Trajectory Balance with Asynchrony: post-train language models with reinforcement learning, on Slurm.
 
-``tba`` is its command. In a notebook ``tba_hpc.read(run)`` gives the tables of a run; a task of your own
-returns ``tba_hpc.Prompt`` and gets ``tba_hpc.Completion``.
+The command is ``tba``. In a notebook ``tba_hpc.read(run)`` gives the tables of a run. A task of your own
+returns prompts as ``tba_hpc.Prompt``, gets answers as ``tba_hpc.Completion``, and names files or models that
+it needs as ``tba_hpc.Resource``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ __all__ = ["Completion", "Prompt", "Resource", "read"]
 
 
 def read(run: str | Path) -> RunFrames:
-    """A run directory as pandas tables: ``metrics``, ``searchers``, ``evaluations``, ``samples``.
+    """Return a run directory as pandas tables: ``metrics``, ``searchers``, ``evaluations``, ``samples``.
 
-    Raises ConfigError where it is no run.
+    Raises ConfigError if ``run`` is no run directory.
     """
     from tba_hpc.commands.frames import RunFrames
 
@@ -27,7 +28,7 @@ def read(run: str | Path) -> RunFrames:
 
 
 def __getattr__(name: str) -> object:
-    """The values of a task, imported when first asked for: the package itself costs nothing to import."""
+    """Import a type of ``core.types`` when it is first used, so that the package is quick to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tba_hpc.core import types

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run ``tba``. ``supervise``, which batch scripts call often, imports no other command."""
+    """Run ``tba``. For ``supervise``, which batch scripts call often, no other command is imported."""
     verb = sys.argv[1:2]
     if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise
@@ -17,7 +17,7 @@ def main() -> None:
         return
     from tba_hpc.launch.rank import leaving
 
-    with leaving():
+    with leaving():  # a rank
         tba()
 
 

@@ -1,7 +1,7 @@
-"""The command ``tba``. It imports nothing slow before it must.
+"""The command ``tba``. Each subcommand imports what is slow only when it runs.
 
-An error that the user can fix is one sentence on stderr, with exit status 2. Ranks write such errors to the
-attempt's logs, where ``tba run`` finds them.
+An error that the user can fix is one sentence on stderr, with exit status 2. Ranks leave such errors as notes
+in their attempt's folder, where ``tba run`` finds them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
-from tba_hpc.run.changes import consequences, going_on, is_done, refuse_steps_behind
+from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resume_notice
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
     """The commands of ``tba``. A wrong call ends with one sentence, like every other error."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was typed. Raises ConfigError if there is none, or if it takes other words."""
+        """Run the command that was typed. Raises ConfigError for an unknown command or wrong arguments."""
         try:
             return super().invoke(ctx)
         except TyperException as error:
@@ -54,7 +54,7 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Say how to call the command ``name``, None if there is no such command. said: the library's error."""
+    """Return how to call the command ``name``; None: there is no such command. said: the library's error."""
     if name is None:
         return "a run is a folder below runs, and tba status RUN shows it; all commands: tba --help"
     if name == "submit" and "extra argument" in said:
@@ -88,13 +88,15 @@ TaskConfig = Annotated[Path | None, typer.Option(help="For a MODEL: the config w
 Index = Annotated[int | None, typer.Option(help="Rank within the role, if no MPI launcher sets it.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
 EXITS = (
-    "Exit status: 0 finished, or stopped on request; 2 an error only you can fix; 4 gave up, since restarts "
-    "made no progress; 75 stopped inside a Slurm job, with a checkpoint: run the same command again."
+    "Exit status: 0 finished, or stopped on request; 2 an error that only you can fix; 4 given up, because "
+    "restarts made no progress; 75 stopped inside a Slurm job, with a checkpoint: run the same command again."
 )
-AGAIN = "train again with --set run.name=…, or continue to more steps with --set train.steps=…"
+AGAIN = "to train again, add --set run.name=…; to continue to more steps, add --set train.steps=…"
 WaitSeconds = Annotated[
     float | None,
-    typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after this long."),
+    typer.Option(
+        "--wait", min=0, metavar="SECONDS", help="Wait until RUN has ended; fail after this many seconds."
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -142,7 +144,7 @@ def run(
         refuse_owned(run_dir)
         warnings = refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
         said = [f"warning: {warning.sentence}" for warning in warnings]
-        said += filter(None, [consequences(run_dir, resolved), going_on(run_dir)])
+        said += filter(None, [consequences(run_dir, resolved), resume_notice(run_dir)])
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*said, *commands])
@@ -169,13 +171,17 @@ def run(
 @app.command(rich_help_panel=TRAINING)
 def submit(
     nodes: Annotated[
-        int | None, typer.Option(help="Number of nodes; with --print inside a job, default: the job's.")
+        int | None, typer.Option(help="Number of nodes; with --print inside a Slurm job, default: its nodes.")
     ] = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: a job each."),
+        typer.Option(
+            metavar="CONFIG|RUN", help="As for tba run; default: math_gsm8k. Repeatable: a job each."
+        ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="A job per run.seed, such as 0-4 or 0,2,7.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Submit a job for each of these values of run.seed: 0-4 or 0,2,7.")
+    ] = None,
     after: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start when that run's job has ended.")
     ] = None,
@@ -183,7 +189,7 @@ def submit(
     site: SitePath = None,
     time: Annotated[str | None, typer.Option(help="Wall time of the job, as for sbatch.")] = None,
     homogeneous: Annotated[
-        bool, typer.Option("--homogeneous", help="One allocation for both roles, no het job.")
+        bool, typer.Option("--homogeneous", help="Put both roles into one allocation, without a het job.")
     ] = False,
     overrides: Overrides = None,
     run_root: RunRoot = None,
@@ -191,14 +197,14 @@ def submit(
         bool, typer.Option("--dry-run", help="Print the batch script; make and submit nothing.")
     ] = False,
     print_only: Annotated[
-        bool, typer.Option("--print", help="Make the run directory and print its script, for sbatch.")
+        bool, typer.Option("--print", help="Make the run directory and print the batch script, for sbatch.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job's end; exit 1 if the run is not finished.")
     ] = False,
     as_json: AsJson = False,
     chain: Annotated[
-        int, typer.Option(min=1, help="Submit this many jobs, each after the last; none requeues.")
+        int, typer.Option(min=1, help="Submit this many jobs, each after the one before; none requeues.")
     ] = 1,
     time_min: Annotated[
         str | None, typer.Option(help="Shortest acceptable wall time, as for sbatch.")
@@ -207,7 +213,7 @@ def submit(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another option of sbatch; repeatable.")
     ] = None,
     elastic: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Start elastic searchers for RUN, a job per node.")
+        Path | None, typer.Option(metavar="RUN", help="Submit elastic searchers for RUN, a job per node.")
     ] = None,
     partition: Annotated[
         str | None, typer.Option(help="Partition of elastic searchers; default: the site's.")
@@ -233,27 +239,28 @@ def submit(
         here=os.environ["SLURM_JOB_ID"] if print_only and nodes is None else "",
     )
     if elastic:
-        from tba_hpc.commands.elastic import submit_elastic
+        from tba_hpc.commands.submit import submit_elastic
 
         own = {
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
             **{"--homogeneous": homogeneous, "--set": overrides, "--run-root": run_root, "--wait": wait},
             "--chain": chain > 1,
         }
-        _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
+        _refuse_idle(own, "has no effect on elastic searchers (--elastic): leave it out")
         submit_elastic(job, partition=partition, show=dry_run, make=print_only, as_json=as_json)
         return
     _refuse_idle(
         {"--partition": partition},
-        "is for elastic searchers, --elastic RUN: of a run's own job the site file says it",
+        "is only for elastic searchers (--elastic RUN): set a run's own partition in the site file",
     )
     if print_only:
         _refuse_idle(
-            {"--chain": chain > 1, "--wait": wait}, "needs a job, and --print submits none: leave it out"
+            {"--chain": chain > 1, "--wait": wait},
+            "has no effect with --print, which submits no job: leave it out",
         )
     jobs = submissions.spread(job, configs, seeds)
     if print_only and len(jobs) > 1:
-        raise ConfigError(f"--print writes one script, and these are {len(jobs)} runs: print one at a time")
+        raise ConfigError(f"--print prints one script, and these are {len(jobs)} runs: print one at a time")
     if dry_run or print_only:
         typer.echo("\n".join(submissions.script(one, make=print_only) for one in jobs), nl=False)
         return
@@ -264,7 +271,7 @@ def submit(
 
 
 def _refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError if any of these options, which would have no effect, is given."""
+    """Raise ConfigError, ending in ``why``, if any of these options is given, which would have no effect."""
     if given := next((option for option, value in options.items() if value), None):
         raise ConfigError(f"{given} {why}")
 
@@ -285,7 +292,7 @@ def fetch(
 
 @app.command(rich_help_panel=TRAINING)
 def search(run: RunPath, index: Index = None) -> None:
-    """Join RUN as an elastic searcher; or run one searcher rank, started by mpiexec or srun."""
+    """Join RUN as an elastic searcher, or run one searcher rank if mpiexec or srun starts it."""
     gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
@@ -304,11 +311,15 @@ def replay_run(
     run: RunPath,
     overrides: Overrides = None,
     delay: Annotated[int, typer.Option(min=0, help="Let shards arrive this many steps later.")] = 0,
-    at_once: Annotated[bool, typer.Option("--at-once", help="Let all arrive before the first step.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Use what is left if shards are gone.")] = False,
+    at_once: Annotated[
+        bool, typer.Option("--at-once", help="Let all shards arrive before the first step.")
+    ] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Use the shards that are left if some are gone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train again on RUN's recorded shards, without engines: --set train.objective=oapl."""
+    """Train again on RUN's recorded shards, without engines, for example with --set train.objective=oapl."""
     from tba_hpc.commands.replay import replay
 
     logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
@@ -320,10 +331,12 @@ def replay_run(
 def track(
     run: RunPath,
     overrides: Overrides = None,
-    go_on: Annotated[bool, typer.Option("--follow", "-f", help="Continue until RUN is finished.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue with new metrics until RUN is finished.")
+    ] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Send RUN's metrics to W&B or TensorBoard: --set track.wandb=PROJECT."""
+    """Send RUN's metrics to W&B or TensorBoard, for example with --set track.wandb=PROJECT."""
     from tba_hpc.report.track import follow
 
     run_dir = RunDir.open(run)
@@ -335,10 +348,10 @@ def track(
 @app.command(rich_help_panel=TRAINING)
 def status(
     run: RunPath,
-    once: Annotated[bool, typer.Option("--once", help="Print the state once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show RUN's progress, live, on any machine that sees its directory."""
+    """Show RUN's progress live, on any machine that sees its directory."""
     from tba_hpc.report.status import follow, print_status
     from tba_hpc.run.slurm_queue import job_states
 
@@ -351,7 +364,7 @@ def status(
 
 @app.command(rich_help_panel=TRAINING)
 def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False) -> None:
-    """Report RUN's starts, alerts, silence and end, as its run.notify says, until it is finished."""
+    """Send RUN's starts, alerts, silences and end to the addresses in run.notify, until it is finished."""
     from tba_hpc.report import notify
     from tba_hpc.run.slurm_queue import job_states
 
@@ -363,17 +376,20 @@ def watch(run: RunPath, beside: Annotated[bool, typer.Option("--beside", hidden=
 def logs(
     run: RunPath,
     rank: Annotated[
-        str | None, typer.Option(help="One log: trainer-0, searcher-3, mpiexec, or batch; default: all.")
+        str | None,
+        typer.Option(help="Show one log: trainer-0, searcher-3, mpiexec, or batch; default: all."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Follow, across requeues, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Show new lines, also after requeues, until the run ends.")
     ] = False,
     attempt: Annotated[
-        int | None, typer.Option(help="Which start of the ranks; default: the newest.")
+        int | None, typer.Option(help="Show the logs of this start of the ranks; default: the newest.")
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 20,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Begin with this many last lines of each log.")
+    ] = 20,
 ) -> None:
-    """Show the logs of RUN's ranks and batch script, each below its path."""
+    """Show the logs of RUN's ranks and batch script, each under its path."""
     from tba_hpc.report.logs import show_logs
 
     show_logs(RunDir.open(run), rank, attempt, lines=lines, follow=follow)
@@ -381,7 +397,7 @@ def logs(
 
 @app.command(rich_help_panel=TRAINING)
 def stop(run: RunPath, wait: WaitSeconds = None) -> None:
-    """Ask RUN, here or as a Slurm job, to write a checkpoint and end."""
+    """Ask RUN, on this machine or as a Slurm job, to write a checkpoint and end."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)
@@ -392,7 +408,7 @@ def stop(run: RunPath, wait: WaitSeconds = None) -> None:
 
 @app.command(rich_help_panel=TRAINING)
 def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
-    """End RUN at once, here or as a Slurm job, without a checkpoint; sealed shards are kept."""
+    """End RUN at once, on this machine or as a Slurm job, without a checkpoint; sealed shards are kept."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)
@@ -415,7 +431,7 @@ def doctor(
     ] = None,
     run_root: RunRoot = None,
     launch: Annotated[bool, typer.Option("--launch", help="Also run a short job on two nodes.")] = False,
-    wait: Annotated[float, typer.Option(help="Longest wait for that job, in seconds.")] = 600.0,
+    wait: Annotated[float, typer.Option(help="Longest wait for the job of --launch, in seconds.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Check this cluster or machine; exit 1 if a run would fail."""
@@ -466,7 +482,7 @@ def plan_run(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs of this machine; default: one per trainer and engine.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in all, as for tba submit.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, as for tba submit.")] = None,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -488,7 +504,7 @@ def plan_run(
 
 @app.command(rich_help_panel=RESULTS)
 def audit(run: RunPath, as_json: AsJson = False) -> None:
-    """Check from RUN's files that nothing was lost, doubled or skipped; exit 1 if something was."""
+    """Check by RUN's files that no trajectory was lost, counted twice or skipped; exit 1 if one was."""
     from tba_hpc.report.audit import audit, print_audit
 
     verdict = audit(RunDir.open(run))
@@ -500,17 +516,21 @@ def audit(run: RunPath, as_json: AsJson = False) -> None:
 def evaluate(
     what: Subject,
     config: TaskConfig = None,
-    task: Annotated[str | None, typer.Option(help="For a MODEL: its task; --set its options.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="For a MODEL without --config: the task; --set gives its options.")
+    ] = None,
     overrides: Overrides = None,
-    split: Annotated[Split, typer.Option(help="Which prompts.")] = "test",
+    split: Annotated[Split, typer.Option(help="Answer the prompts of this split.")] = "test",
     samples: Annotated[
-        int, typer.Option(min=0, help="Completions per prompt for pass@k; 0: greedy only.")
+        int, typer.Option(min=0, help="Completions to sample per prompt, for pass@k; 0: greedy answers only.")
     ] = 0,
     temperature: Annotated[
-        float | None, typer.Option(min=1e-3, help="Temperature of --samples; default: as trained.")
+        float | None, typer.Option(min=1e-3, help="Temperature of --samples; default: as in training.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts used; default: all.")] = None,
-    reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts; default: all.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Measure the answers' perplexity under this model.")
+    ] = None,
     show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -525,18 +545,22 @@ def evaluate(
 @app.command(rich_help_panel=RESULTS)
 def ask(
     what: Subject,
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="Formatted as in the run's task.")],
+    question: Annotated[
+        str, typer.Argument(metavar="QUESTION", help="A question, which is formatted as the run's task does.")
+    ],
     config: TaskConfig = None,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: greedy. Default: greedy; for several answers, as trained.")
+        float | None,
+        typer.Option(min=0, help="0: greedy. Default: greedy; for several answers, as in training."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
+        int | None, typer.Option(min=1, help="Longest answer in tokens; default: as in training.")
     ] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--plain", help="Use the chat template; default: as the task.")
+        bool | None,
+        typer.Option("--chat/--plain", help="Use the chat template or not; default: as the task does."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -577,16 +601,19 @@ def samples(
     run: RunPath,
     by: Annotated[
         Literal["newest", "oldest", "best", "worst", "changed"],
-        typer.Option(help="Order: by age of the weights, reward, or mean log π/π_ref per token."),
+        typer.Option(
+            help="Order: newest, oldest: by the weights' age; best, worst: by reward; changed: by mean log "
+            "π/π_ref per token."
+        ),
     ] = "newest",
-    prompt: Annotated[int | None, typer.Option(help="Answers to the prompt of this id.")] = None,
+    prompt: Annotated[int | None, typer.Option(help="Show only answers to the prompt of this id.")] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these steps.")
+        str | None, typer.Option(metavar="A-B", help="Show only what the weights of these steps sampled.")
     ] = None,
     text: Annotated[
-        str, typer.Option(help="Only with this text in question or answer; case is ignored.")
+        str, typer.Option(help="Show only what has this text in question or answer; case is ignored.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="How many to show, duplicates once; 0: all.")] = 10,
+    limit: Annotated[int, typer.Option(min=0, help="Largest number to show, duplicates once; 0: all.")] = 10,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -607,9 +634,9 @@ def samples(
 
 @app.command(rich_help_panel=SCRIPTS)
 def create(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Make the run directory of a config, or check that it holds the same run, and print its path."""
+    """Make the run directory of a config, or resume the run in it, and print its path."""
     resolved = _resolve(config, overrides or [])
-    refuse_owned(RunDir.check(resolved))  # whose config it would change
+    refuse_owned(RunDir.check(resolved))  # creating would change the config of a run at work
     made = create_run(resolved)
     modules.keep(made, resolved, modules.folder_of(config))
     typer.echo(made.path)
@@ -617,7 +644,7 @@ def create(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel=SCRIPTS)
 def prepare(run: RunPath, overrides: Overrides = None) -> None:
-    """Set RUN's number of ranks and begin new logs, before each start."""
+    """Set RUN's numbers of ranks and begin a new attempt; a batch script calls it before each start."""
     run_dir = RunDir.open(run)
     refuse_owned(run_dir)
     run_dir.adapt(overrides or [])
@@ -628,16 +655,16 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
 @app.command(rich_help_panel=SCRIPTS)
 def train(run: RunPath, index: Index = None) -> None:
     """Run one trainer rank of RUN; mpiexec or srun starts it."""
-    gc.disable()  # until training begins: imports stay, and scanning them takes seconds
+    gc.disable()  # until training begins: imported modules stay, and scanning them takes seconds
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
     runtime.train(_open(run, "trainer", index), index)
-    gc.freeze()  # else the interpreter scans hundreds of MB of modules at its end, for seconds
+    gc.freeze()  # else the interpreter scans all imported modules at its end, for seconds
 
 
 def _span(text: str | None) -> tuple[int, int] | None:
-    """Parse ``3-8``, or ``3`` alone, to both ends."""
+    """Parse a span of steps, such as ``3-8`` or ``3``, to its first and last step. Raises ConfigError."""
     if text is None:
         return None
     first, dash, last = text.partition("-")
@@ -650,7 +677,10 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
-    """Load the config of a file or a run directory; local files that it names must exist."""
+    """Load the config of a file or a run directory.
+
+    Raises ConfigError if it is invalid, or if a local file that it names is missing.
+    """
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
     from tba_hpc.commands.submission import as_it_lies, load_anchored
@@ -661,25 +691,31 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
 
 
 def _open(path: Path, role: Role, index: int | None) -> RunDir:
-    """Open the run directory of a rank, whose log goes to stderr."""
+    """Open the run directory for a rank, and send its log messages to stderr. Raises ConfigError.
+
+    The error is also left as a note for the launcher.
+    """
     from tba_hpc.launch.rank import noting
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    with noting(RunDir(path), role, index):  # another version than the launcher's may have been installed
+    with noting(RunDir(path), role, index):  # fails if another version was installed since the launch
         return RunDir.open(path)
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write and print the summary; return the number of steps done.
+    """Write and print the run's summary; return the number of optimizer steps done.
 
-    Also writes the report if it is missing, or if ``anew``. Nothing is written if the run is another user's.
+    anew: whether to write the report even if there is one. If this user may not write to the run directory,
+    the summary is only printed.
     """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
     if not os.access(run_dir.path, os.W_OK):
-        print(f"{run_dir.path} is not yours to write: no file of it is renewed", file=sys.stderr)
+        print(
+            f"{run_dir.path} is not yours to write: its summary and report stay as they are", file=sys.stderr
+        )
         summary = summarise(run_dir)
     elif anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
@@ -693,7 +729,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
 
 
 def main(command: Callable[[], None] = app, name: str = "tba") -> None:
-    """Entry point: print a user's error as one sentence, which begins with ``name``."""
+    """Run ``command``, and end the process with one sentence on stderr, after ``name``, if the user erred."""
     print_in_any_encoding()
     try:
         try:

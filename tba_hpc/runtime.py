@@ -1,7 +1,7 @@
-"""The composition root: builds what a rank needs from the frozen config, then runs its loop.
+"""Builds what a rank needs from the frozen config, and runs its loop.
 
-This is the only module that sees both loops and the backends. A rank is started by ``tba train RUN`` or
-``tba search RUN``; vllm and deepspeed are imported by the role that needs them, after the world is checked.
+This is the only module that imports both loops and the backends. A rank is started by ``tba train RUN`` or
+``tba search RUN``. vllm and deepspeed are imported only by the role that needs them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from tba_hpc.run.checkpoints import Checkpoints
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import retry
-from tba_hpc.run.inputs import hold_to_model, hold_to_prompts
+from tba_hpc.run.inputs import require_same_model, require_same_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
@@ -90,26 +90,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROMPTS_AHEAD = 2
-"""Prompts queued in an engine beyond those it decodes, so that it never waits for the next one."""
+"""Number of prompts that are queued in an engine beyond those it decodes, so that it never waits for one."""
 
 KEPT_ANSWERS = 4
-"""Prompts of each split whose answers are kept as text at every evaluation, for the report."""
+"""Number of prompts of each split whose answers evaluations keep as text, for the report."""
 
 PRUNING_SECONDS = 10.0
-"""Longest wait at the end for the deletion of pruned shards."""
+"""Longest wait, at the end of a run, for the deletion of shards that no checkpoint needs."""
 
 
 # --- The trainer ---
 
 
 def train(run: RunDir, index: int | None) -> None:
-    """Run trainer rank ``index`` (None: MPI's) of ``run`` until the run is finished or stopped.
+    """Run a trainer rank of ``run`` until the run is finished or stopped.
 
-    The leader runs the loop, exports and reports; the other ranks follow its learner. Raises ConfigError,
+    index: number of the rank among the trainers; None: the number that MPI gives it. Rank 0 leads: it runs
+    the loop, exports the model and writes the report. The others follow its learner. Raises ConfigError,
     ExchangeError and similar errors with a one-sentence message.
     """
     with as_rank(run, "trainer", index) as (config, placement):
-        # Runs while libraries and model are loaded: checksums release Python's lock.
+        # While libraries and the model are loaded, since checksums release Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = make_learner(run, config, placement.index, config.launch.trainers)
         if verified:
@@ -122,14 +123,14 @@ def train(run: RunDir, index: int | None) -> None:
 
 
 def make_learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
-    """Build a rank of the trainer's group, whose ranks meet in a folder of this attempt."""
+    """Build the learner of trainer ``rank`` of ``ranks``, which meet in a folder of this attempt."""
     folder = run.attempt / "rendezvous"
     folder.mkdir(exist_ok=True)
     return make_backend(run, config).learner(rank=rank, ranks=ranks, store=folder, folder_of=run.reference)
 
 
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
-    """Restore the last checkpoint, train, and end the run."""
+    """Restore the newest checkpoint, train, and end the run, as the leading trainer."""
     end_imports()
     elastic = ElasticSearchers(run, config)
     open_exchange = partial(_open_trainer, run, config, placement, learner.layout, elastic)
@@ -148,17 +149,19 @@ def leading(
     freshness: type[Freshness] = Freshness,
     elastic_leases: Callable[[], dict[int, int]] = dict,
 ) -> Iterator[Trainer]:
-    """Yield a trainer that continues from the newest checkpoint; within the block, signals stop it.
+    """Yield a trainer that continues from the newest checkpoint. Within the block, signals ask it to stop.
 
-    open_exchange: function that opens the trainer's end of an exchange, given the run's progress.
+    open_exchange: function that opens the trainer's end of an exchange, given the run's progress. freshness:
+    class that decides which data are too old, and what a step waits for. elastic_leases: function that maps
+    the elastic searchers that are ready to the numbers of their leases.
     """
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)
     state = merge_pending(config, pending, saved, metrics)
     exchange = open_exchange(Progress(saved.completed, state.cursors))
     note_at_work(run)
-    if saved.folder:  # only now, since the other ranks follow only once they are in the exchange
-        if find_evaluation(run, "test", 0) is None:  # cut short; the learner still has the initial weights
+    if saved.folder:  # only now, since the other trainer ranks follow only once they are in the exchange
+        if find_evaluation(run, "test", 0) is None:  # it was interrupted; the learner has the initial weights
             _publish_first(exchange, config, learner)
         learner.load(saved.folder)
     checkpoints = Checkpoints(
@@ -187,7 +190,7 @@ def leading(
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation; with bounded staleness, grant no requests yet."""
+    """Publish the initial weights for the first evaluation; if staleness is bounded, allow no requests."""
     publication = Publication(
         version=0,
         published=time.time(),
@@ -234,7 +237,10 @@ def _open_trainer(
 
 
 def _follow(placement: Placement, learner: SharedLearner) -> None:
-    """Follow the leader as another trainer rank. Over files the leader alone writes the weights."""
+    """Follow the leading trainer's learner, as another trainer rank.
+
+    Over MPI each trainer rank writes weights into its node's memory; over files only the leader writes them.
+    """
     if placement.mpi is None:
         learner.follow(None)
         return
@@ -242,7 +248,7 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 
     follower = MpiTrainerFollower(placement.mpi)
     learner.follow(follower.slot)
-    follower.close()  # not after an error, when nobody may be left to agree on that
+    follower.close()  # not after an error: it waits for the leader, which may be gone
 
 
 # --- Searchers ---
@@ -251,8 +257,9 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 def search(run: RunDir, index: int | None) -> None:
     """Run a searcher of ``run`` until the trainer ends the run.
 
-    index: number of the searcher; None: the number that MPI gives it. A searcher without an index, MPI or a
-    launcher is elastic. Raises NoSlotError if no slot for an elastic searcher is free.
+    index: number of the searcher; None: the number that MPI gives it. A searcher that has no index, and that
+    neither MPI nor a launcher has started, is elastic: it takes a free slot, and may leave earlier. Raises
+    NoSlotError if no slot is free, and ConfigError, ExchangeError and similar errors.
     """
     config = run.config()
     bound_output()
@@ -272,19 +279,19 @@ def search(run: RunDir, index: int | None) -> None:
 
 
 def _search_for_a_while(run: RunDir, config: Config) -> None:
-    """Search as an elastic searcher until asked to leave or the run is finished. Raises NoSlotError."""
+    """Run an elastic searcher until it is asked to leave or the run is finished. Raises NoSlotError."""
     if run.finished:
-        log.info("%s is finished: there is nothing to search for", run.path)
+        log.info("%s is finished: no searcher is needed", run.path)
         return
     with leaving_at_once(), leased_slot(run, config) as slot, explained():
         log.info("holding slot %d of %s", slot.searcher, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()
-        seed = _seed(config, slot.searcher, slot.lease)  # not by the attempt: there may be none yet
+        seed = _seed(config, slot.searcher, slot.lease)  # not of the attempt, since there may be none yet
         _stay(SearchParts.make(run, config, slot.searcher, seed=seed), slot)
 
 
 def _stay(parts: SearchParts, slot: Slot) -> None:
-    """Search in a leased slot until asked to leave or the run is finished."""
+    """Run an elastic searcher's loop in its slot until it is asked to leave or the run is finished."""
     run, config, metrics = parts.run, parts.config, parts.metrics
     with (
         stoppable() as stop,
@@ -305,7 +312,11 @@ def _stay(parts: SearchParts, slot: Slot) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SearchParts:
-    """Parts of a searcher that do not depend on its exchange."""
+    """Parts of a searcher that do not depend on its exchange.
+
+    reference: model that gives log π_ref; None if searchers hold none. underway: file that names the call of
+    the task's code that is being made. decode: function that turns tokens into text, for kept answers.
+    """
 
     run: RunDir
     config: Config
@@ -319,27 +330,27 @@ class SearchParts:
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
-        """Load the models and the task of searcher ``index``. Raises ConfigError. seed: for the engine."""
+        """Load the models and the task of searcher ``index``; seed: the engine's. Raises ConfigError."""
         if file := find_file(config.model.path, "config.json", os.environ):
-            hold_to_model(run, config.model.path, file.parent)
+            require_same_model(run, config.model.path, file.parent)
         underway = Underway(run, index)
         backend = make_backend(run, config)
-        # The generator comes first, since its process builds the engine while this one imports torch.
+        # The generator comes first: its process builds the engine while this process imports torch.
         generator = backend.generator(seed=seed)
         metrics = _metrics(run, index)
         metrics.log(started(config, index))
-        if stage := getattr(generator, "stage", ""):  # the loop logs the next ones, once the trainer is there
+        if stage := getattr(generator, "stage", ""):  # the searcher's loop logs later stages
             metrics.log({"event": "engine", "stage": stage})
         serve = partial(_serve, seed=seed)
         task = load_task(config.task, backend.tokenizer(), serve, room=prompt_room(config))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        tokenizer = backend.tokenizer()  # another thread uses the task's own
+        tokenizer = backend.tokenizer()  # a second one, since the task uses its own in another thread
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
-        hold_to_prompts(run, prompts)
+        require_same_prompts(run, prompts)
         generator = task.converse(generator, tokenizer)
-        # The initial reference; a resume loads the current one with its first weights.
+        # This is the initial reference. After a resume the first weights say which one to load instead.
         reference = backend.reference(run.reference) if config.train.searcher_has_reference else None
         return cls(run, config, index, generator, task, metrics, reference, underway, decode)
 
@@ -356,9 +367,11 @@ class SearchParts:
     ) -> Searcher:
         """Build the searcher's loop, ready to run.
 
-        place: index of this searcher among those that evaluate together, and their number. wanted: returns
-        whether an evaluation of a split at a step is still to be kept. weights_in_use: function called each
-        time the engine has loaded weights.
+        exchange: the searcher's end of the exchange. progress: the run's progress, as the trainer reports it.
+        requests: training requests in order. stop: flag that asks the loop to stop. place: index of this
+        searcher among those that share evaluations, and their number. wanted: function that returns whether
+        the result of a split at a step is still needed. weights_in_use: function that is called each time the
+        engine has loaded weights.
         """
         run, config, section = self.run, self.config, self.config.generator
         first_index, patience = progress.cursors.get(self.index, 0), config.launch.disk_seconds
@@ -390,6 +403,7 @@ class SearchParts:
         )
 
     def _evaluator(self, place: int, places: int) -> OnlineEvaluator:
+        """Build the evaluator of searcher ``place`` among ``places`` that share evaluations."""
         section = self.config.evaluate
         return OnlineEvaluator(
             self.task,
@@ -404,14 +418,14 @@ class SearchParts:
 
 
 def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
-    """Serve a model by vLLM; see ``ports.Serve``. vLLM is imported only if a task calls this function."""
+    """Serve another model by vLLM, for tasks that need one; see ``ports.Serve``. Imports vLLM when called."""
     from tba_hpc.engine.vllm_victim import VllmVictim
 
     return VllmVictim(*arguments, seed=seed, **keywords)
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:
-    """Build the metric record of a searcher's start, with its place and the number of places."""
+    """Return the metrics record of a searcher's start. Its place is in it if that is not its number."""
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}
     return {"event": "started", "searchers": config.launch.places, **own}
@@ -420,6 +434,7 @@ def started(config: Config, searcher: int) -> dict[str, Value]:
 def _open_searcher(
     run: RunDir, config: Config, placement: Placement
 ) -> FileSearcherExchange | MpiSearcherExchange:
+    """Open a searcher's end of the exchange: over MPI if the rank is in an MPI world, else over files."""
     if placement.mpi:
         from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
@@ -436,9 +451,12 @@ def _open_searcher(
 def _join(
     run: RunDir, config: Config, index: int, exchange: FileSearcherExchange | MpiSearcherExchange
 ) -> Progress:
-    """Get the run's progress from the trainer; offer this searcher's shards that are not merged yet."""
+    """Get the run's progress from the trainer, and offer it this searcher's shards that are not merged.
+
+    Requests that these shards answer count as completed in the progress that is returned.
+    """
     progress = exchange.progress()
-    if exchange.closed:  # maybe without progress; its shards may be merged and pruned
+    if exchange.closed:  # the run has ended, so that there may be no progress and no shards
         return progress
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
@@ -448,16 +466,20 @@ def _join(
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
-    """Return a reader of the unmerged shards of the searchers with numbers in ``among``."""
+    """Return a reader of the shards not yet merged, of searchers whose numbers are in ``among``."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, timeout=config.launch.timeout_seconds, among=among)
 
 
 def _metrics(run: RunDir, searcher: int) -> MetricsWriter:
+    """Open the metrics file of a searcher."""
     path = run.metrics_file("searcher", searcher)
     return MetricsWriter(path, digest=KeptDigest(path, SearcherDigest(searcher)))
 
 
 def _seed(config: Config, searcher: int, *more: int) -> int:
-    """Return the engine's seed, which differs between searchers, attempts, and leases of a slot."""
+    """Return an engine's seed, which differs between searchers, attempts, and leases of a slot.
+
+    more: number of the attempt, or of an elastic searcher's lease.
+    """
     return int(np.random.SeedSequence([config.run.seed, searcher, *more]).generate_state(1)[0] >> 1)

@@ -90,7 +90,7 @@ def test_several_answers_are_drawn_alike_from_the_same_seed(tmp_path: Path, mode
 
     drawn = replies()
     assert len(set(drawn)) > 1 and drawn == replies()
-    with pytest.raises(ConfigError, match="would be the same answer"):
+    with pytest.raises(ConfigError, match="would give the same answer"):
         replies(temperature=0.0)
 
 

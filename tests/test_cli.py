@@ -72,7 +72,7 @@ def test_somebody_elses_run_is_summed_up() -> None:
         with somebody_else(run.path):
             shown = tba("report", run.path, "--json")
         assert shown.returncode == 0 and json.loads(shown.stdout)["steps"] == 0, shown
-        assert shown.stderr == f"{run.path} is not yours to write: no file of it is renewed\n"
+        assert shown.stderr == f"{run.path} is not yours to write: its summary and report stay as they are\n"
         assert not run.summary.exists() and not run.report.exists()
 
 
@@ -225,10 +225,10 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--partition", "h100", "--dry-run"), "--partition is for elastic searchers"),
-        (("--seeds", "0-1", "--print"), "--print writes one script, and these are 2 runs"),
-        (("--elastic", "RUN", "--wait"), "--wait changes nothing of elastic searchers"),
-        (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of elastic searchers"),
+        (("--partition", "h100", "--dry-run"), "--partition is only for elastic searchers"),
+        (("--seeds", "0-1", "--print"), "--print prints one script, and these are 2 runs"),
+        (("--elastic", "RUN", "--wait"), "--wait has no effect on elastic searchers"),
+        (("--elastic", "RUN", "--set", "train.steps=9"), "--set has no effect on elastic searchers"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...], said: str) -> None:

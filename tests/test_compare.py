@@ -129,4 +129,4 @@ def test_figures_of_different_references_are_not_put_beside_each_other(
 
 def test_the_command_answers_in_json_and_wants_two_runs(runs: list[RunDir]) -> None:
     assert len(json.loads(tba("compare", *(run.path for run in runs), "--json").stdout)["runs"]) == 2
-    assert "nothing to compare" in tba("compare", runs[0].path, runs[0].path).stderr
+    assert "is the only run given" in tba("compare", runs[0].path, runs[0].path).stderr

@@ -148,7 +148,7 @@ def test_a_place_that_only_the_nodes_know_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tba_hpc", "fetch", "math_gsm8k", "--site", f"{tmp_path}/site.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "HF_HOME=$NOT_HERE/cache of the site file holds a variable that is not set here" in done.stderr
+    assert "HF_HOME=$NOT_HERE/cache of the site file contains a variable that is not set here" in done.stderr
 
 
 def test_an_environment_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_an_environment_that_is_not_on_this_machine_is_named(tmp_path: Path) -> 
     command = [sys.executable, "-m", "tba_hpc", "fetch", "math_gsm8k", "--site", f"{tmp_path}/site.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "/none/bin/python cannot be started here: the site key venv must lead" in done.stderr
+    assert "/none/bin/python cannot be started here: let the site key venv name" in done.stderr

@@ -17,7 +17,7 @@ from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, ScoredGroup, Trajectories
 from tba_hpc.learner.hf_model import HfTokenizer
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.inputs import first_day, hold_to_model, hold_to_prompts
+from tba_hpc.run.inputs import first_day, require_same_model, require_same_prompts
 
 TINY = Path(__file__).parent / "data/tiny-model"
 
@@ -37,7 +37,7 @@ def tokens_of(text: str) -> np.ndarray:
 
 def test_the_same_prompts_are_the_same_run(run: RunDir) -> None:
     for _ in range(3):
-        hold_to_prompts(run, {"train": prompts_of("a", "b"), "test": prompts_of("c")})
+        require_same_prompts(run, {"train": prompts_of("a", "b"), "test": prompts_of("c")})
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,21 @@ def test_the_same_prompts_are_the_same_run(run: RunDir) -> None:
 def test_other_training_prompts_are_refused_with_their_number(
     run: RunDir, now: list[Prompt], number: int, first: int
 ) -> None:
-    hold_to_prompts(run, {"train": prompts_of("a", "b", "c")})
-    sentence = rf"^{number} of 3 training prompts .* are others now, the first of them prompt {first}: put"
+    require_same_prompts(run, {"train": prompts_of("a", "b", "c")})
+    sentence = rf"^{number} of 3 training prompts .* have changed, the first of them prompt {first}: put"
     for _ in range(2):
         with pytest.raises(ConfigError, match=sentence) as refused:
-            hold_to_prompts(run, {"train": now})
+            require_same_prompts(run, {"train": now})
     (run.inputs / "train.crc32").unlink()  # as the sentence says
     assert str(run.inputs / "train.crc32") in str(refused.value)
-    hold_to_prompts(run, {"train": now})
+    require_same_prompts(run, {"train": now})
 
 
 def test_added_and_held_out_prompts_are_told_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    hold_to_prompts(run, {"train": prompts_of("a"), "validation": prompts_of("v")})
+    require_same_prompts(run, {"train": prompts_of("a"), "validation": prompts_of("v")})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            hold_to_prompts(run, {"train": prompts_of("a", "b", "c"), "validation": prompts_of("w")})
+            require_same_prompts(run, {"train": prompts_of("a", "b", "c"), "validation": prompts_of("w")})
     told = [record.getMessage() for record in caplog.records]
     assert [words.partition(" since")[0] for words in told] == [
         "2 training prompts were added",
@@ -89,9 +89,9 @@ def test_a_template_that_writes_the_day_writes_the_runs_first(run: RunDir) -> No
 def test_another_model_under_the_same_path_is_refused_by_its_files(run: RunDir, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
-    hold_to_model(run, "model", model)
+    require_same_model(run, "model", model)
     (model / "README.md").write_text("nothing that a run reads")
-    hold_to_model(run, "model", model)
+    require_same_model(run, "model", model)
     weights = model / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -99,9 +99,9 @@ def test_another_model_under_the_same_path_is_refused_by_its_files(run: RunDir, 
     (model / "generation_config.json").unlink(missing_ok=True)
     sentence = r"^model.path=model is not the model .*model.safetensors.* changed"
     with pytest.raises(ConfigError, match=sentence):
-        hold_to_model(run, "model", model)
+        require_same_model(run, "model", model)
     (run.inputs / "model").unlink()
-    hold_to_model(run, "model", model)
+    require_same_model(run, "model", model)
 
 
 def answered(text: str, prompt_id: int, request_id: int) -> Trajectories:

@@ -18,7 +18,7 @@ import pytest
 
 from tba_hpc.objectives.diagnostics import MOMENTS
 from tba_hpc.run import metrics
-from tba_hpc.run.files import DiskFullError, is_for_room
+from tba_hpc.run.files import DiskFullError, is_disk_full
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metric_table import FIELDS, METRICS, SEARCHER_EVENTS, TRAINER_EVENTS
 from tba_hpc.run.metrics import (
@@ -126,7 +126,7 @@ def test_what_a_disk_has_lost_at_fsync_ends_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", lost)
     with pytest.raises(OSError, match=r"may be lost \(No space.*start the same run again") as raised:
         writer.sync()
-    assert not is_for_room(raised.value)
+    assert not is_disk_full(raised.value)
 
 
 def test_records_do_not_wait_for_room_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

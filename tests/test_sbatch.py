@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tba_hpc.commands.elastic import submit_elastic
 from tba_hpc.commands.submission import HEADER_SIGNAL, Submission
+from tba_hpc.commands.submit import submit_elastic
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
@@ -648,6 +648,10 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     wanted = ("--array=0-1", "--partition=preemptible", "--time=1:00:00", "--exclude=node7")
     assert {*wanted} <= {*directives}
     assert not (run.path / "slurm").exists()
+
+    run.mark_finished()
+    submit_elastic(submission, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"job": None, "run": str(run.path)}
 
 
 @pytest.mark.parametrize(

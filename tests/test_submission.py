@@ -32,12 +32,12 @@ def test_seeds_are_spans_and_numbers(text: str, seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "4-0", "1,,2", "-1", "0..4"])
 def test_other_seeds_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--seeds {text} are no seeds: give for example 0-4"):
+    with pytest.raises(ConfigError, match=f"--seeds {text} is no list of seeds: give for example 0-4"):
         parse_seeds(text)
 
 
 def test_so_many_seeds_are_no_submission() -> None:
-    with pytest.raises(ConfigError, match="--seeds 0-5000 are more than 500 runs: submit them in parts"):
+    with pytest.raises(ConfigError, match="--seeds 0-5000 would be more than 500 runs: submit them in parts"):
         parse_seeds("0-5000")
 
 
@@ -62,7 +62,7 @@ def test_a_run_goes_on_where_it_lies_if_its_folder_has_its_name(tmp_path: Path) 
     submission = replace(SUBMISSION, config=moved, overrides=[])
     assert submission.resolve(submission.load_site())[0].run_dir == moved
     renamed = moved.rename(tmp_path / "another")
-    with pytest.raises(ConfigError, match="another holds the run known-seed0: give the folder that name"):
+    with pytest.raises(ConfigError, match="another holds the run known-seed0: rename the folder to that"):
         replace(SUBMISSION, config=renamed, overrides=[]).resolve(submission.load_site())
 
 

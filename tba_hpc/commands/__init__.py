@@ -1,1 +1,1 @@
-"""Commands of tba that are longer than a few lines."""
+"""The commands of ``tba`` that are too long for ``cli.py``."""

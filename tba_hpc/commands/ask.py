@@ -1,6 +1,6 @@
 """``tba ask``: asks a run's model, or any other model, a question and prints the answers.
 
-It must neither judge the answers nor start an engine: for one question transformers is ready sooner.
+It uses transformers instead of an engine, because that is ready sooner. The answers are not scored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:  # it imports torch
     from tba_hpc.learner.hf_answers import HfAnswers
 
 MAX_TOKENS = 256
-"""Longest answer of a model without a config."""
+"""Longest answer, in tokens, of a model that is asked without a config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer.
+    """Answer of the model.
 
-    truncated: whether a limit ended it. tokens: number of tokens, including the end of sequence. failed:
-    whether its environment failed. fault: the environment's error, if there was one.
+    truncated: whether a limit of tokens or turns ended it. tokens: number of tokens, with the end-of-sequence
+    token. failed: whether the task's environment failed. fault: the environment's error, or "".
     """
 
     text: str
@@ -49,7 +49,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question as the model saw it, and the replies. seconds: time, excluding that of loading the model."""
+    """A question, as the model saw it, and the model's answers.
+
+    model: path or hub name. device: cuda or cpu. prompt: the question with the task's or the chat template's
+    frame. max_tokens: longest answer allowed. seconds: wall time of answering, without loading the model.
+    """
 
     model: str
     dtype: str
@@ -72,15 +76,21 @@ def ask(
     max_tokens: int | None = None,
     chat: bool | None = None,
 ) -> Asked:
-    """Load the named model and let it answer; the same seed draws the same answers.
+    """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
 
-    temperature: by default greedy for one sample, and as in training for several. max_tokens: by default as
-    in training. chat: whether to use the chat template; by default as the task does, or without a task, if
-    the model has a template. Raises ConfigError if there is no such run or model or no chat template, or if
-    the question is too long.
+    name: a run directory, or a model's folder or hub name. config: for such a model, the config with its
+    task. overrides: settings of that config or the run's. samples: number of answers. temperature: 0 for
+    greedy answers; None: 0 for a single answer, and as in training for several. max_tokens: longest answer;
+    None: as in training. chat: whether to use the chat template; None: as the task does or, without a task,
+    if the model has a template.
+
+    Raises ConfigError if there is no such run or model, if the model has no chat template, or if the question
+    is too long.
     """
     if samples > 1 and temperature == 0:
-        raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
+        raise ConfigError(
+            f"--samples {samples} with --temperature 0 would give the same answer each time: leave out one"
+        )
     settings, model = _load(name, config, overrides or [])
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
     if chat is None and settings is None:
@@ -118,12 +128,13 @@ def ask(
 
 
 def _reply(text: str, answer: Completion) -> Reply:
+    """Describe a completion, whose text is ``text``. A reward of NaN means that the environment failed."""
     failed = answer.reward is not None and math.isnan(answer.reward)
     return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault)
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """Load the config of a run or file ``config`` (None without either) and the model. Raises ConfigError."""
+    """Load the config, None without a run and a file ``config``, and the model. Raises ConfigError."""
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 
@@ -136,14 +147,14 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Encode the question, int32 [T], as a prompt of the task if there is one."""
+    """Return the question as int32 [T]: as a prompt of the task, or with or without a chat template."""
     if task is not None and (tokens := task.encode_question(question)) is not None:
         return tokens
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)
 
 
 def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str], seed: int) -> Group:
-    """Return the answers, each a whole conversation with the task's environment."""
+    """Return the group of answers, each of which is a whole conversation with the task's environment."""
     from tba_hpc.learner.hf_answers import HfTurns
 
     generator = task.converse(HfTurns(model, stop, seed), model.tokenizer)
@@ -155,11 +166,12 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
+    """Refuse to serve a further model by vLLM, which some tasks need. Raises ConfigError."""
     raise ConfigError(f"the task needs {model.path}, which is not served here: add --plain or --chat")
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
-    """Return the longest answer that fits the context. Raises ConfigError if none does."""
+    """Return ``max_tokens``, or what the context has left if that is less. Raises ConfigError if none is."""
     left = settings.model.context_length - prompt_tokens
     if left < 1:
         raise ConfigError(
@@ -170,7 +182,7 @@ def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
 
 
 def print_answers(asked: Asked, *, as_json: bool = False) -> None:
-    """Print the prompt, the answers and how they were made; or all as JSON."""
+    """Print the prompt, the answers, and a line that says how they were made; or all of this as JSON."""
     if as_json:
         print(json.dumps(asdict(asked), indent=2))
         return
@@ -185,7 +197,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
 
 
 def _how(asked: Asked) -> str:
-    """Describe how the answers were made."""
+    """Return the line that says how the answers were made."""
     how = f"at temperature {asked.temperature:g}" if asked.temperature else "greedy"
     place = "a GPU" if asked.device == "cuda" else "the CPU"
     answers = f"{count(len(asked.replies), 'answer')} of at most {count(asked.max_tokens, 'token')}"

@@ -1,6 +1,6 @@
-"""``tba compare``: shows runs side by side: how their configs differ, their results, and their curves.
+"""``tba compare``: shows side by side how the configs of runs differ, their results, and their curves.
 
-The command only reads runs and changes nothing in them.
+The command reads the runs and changes nothing in them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from tba_hpc.report.tables import NOTHING, cell_text, print_rows
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")
-"""Keys that only identify a run."""
+"""Config keys that only say which run it is, and so differ between any two runs."""
 
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
-"""Figures that are only comparable between runs with the same reference."""
+"""Figures that can only be compared between runs with the same reference."""
 
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
+"""Remark in place of these figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One of the runs to compare.
+    """One of the runs that are compared.
 
-    gain: last score of this run minus that of the first run, with prompts taken as unpaired. It is None for
-    the first run, or if a score is missing, or if the runs measure different scores or tasks.
+    gain: final score of this run minus that of the first run, with an interval as if the two had answered
+    different prompts. It is None for the first run, if a score is missing, and if the scores do not measure
+    the same.
     """
 
     name: str
@@ -42,9 +44,9 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read two runs or more, in any state. Raises ConfigError if there is only one, or a path is no run."""
+    """Read at least two runs, finished or not. Raises ConfigError for fewer, or if a path is no run."""
     if len(set(paths)) < 2:
-        raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
+        raise ConfigError(f"{paths[0]} is the only run given: name at least one other to compare it with")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]
     unique = len({run.path.name for run in runs}) == len(runs)
     found: list[Compared] = []
@@ -59,13 +61,13 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _score_of(data: RunData) -> tuple[object, ...]:
-    """Return a key that is equal for runs whose scores measure the same."""
+    """Return what a run's score measures, in a form that is equal for runs with comparable scores."""
     task = data.config.task
     return data.score_name, task.name, task.reward
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """Return a row for each key whose values differ, with a column per run."""
+    """Return a row for each config key whose values differ, with a column per run."""
     each = [differences(runs[0].data.config, run.data.config) for run in runs]
     of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
     rows = []
@@ -77,7 +79,7 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """Return a row for each figure, with a column per run."""
+    """Return a row for each figure of the runs' summaries, with a column per run."""
     columns = [_figures(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     left_out = () if share_reference(runs) else OF_REFERENCE
@@ -92,7 +94,7 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def share_reference(runs: Sequence[Compared]) -> bool:
-    """Return whether all runs that score a reference model have the same one, for KL and perplexity."""
+    """Return whether all runs that compute log π_ref do so by the same frozen model, at one temperature."""
     models = {
         (
             config.model.path,
@@ -122,20 +124,20 @@ def _difference(run: Compared) -> str:
 
 
 def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None:
-    """Print two tables, or JSON."""
+    """Print a table of differing config keys and one of figures; or both and more as JSON, see ``values``."""
     if as_json:
         print(json.dumps(values(runs), indent=2))
         return
     print_rows(config_rows(runs) or [{"key": "their configs do not differ"}])
     print()
     print_rows(score_rows(runs))
-    print("\nin brackets: 95 % intervals; differences as of unpaired prompts")
+    print("\nin brackets: 95 % intervals; those of differences as if the runs had answered different prompts")
     if not share_reference(runs):
         print(LEFT_OUT)
 
 
 def values(runs: Sequence[Compared]) -> dict[str, Any]:
-    """Return all but the curves as plain values: keys that differ, and each run's scores and summary."""
+    """Return, as plain values, the config keys that differ, and the scores and summary of each run."""
     each = {}
     for run in runs:
         scores = {"before": run.summary.score_before, "after": run.summary.score_after, "gain": run.gain}
@@ -145,7 +147,10 @@ def values(runs: Sequence[Compared]) -> dict[str, Any]:
 
 
 def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
-    """Write both tables and the overlaid curves as one page. Raises ConfigError."""
+    """Write both tables, and the runs' curves in common plots, as an HTML page.
+
+    Raises ConfigError if the file cannot be written.
+    """
     from tba_hpc.report.page import footer, template, write_html  # matplotlib costs a second
     from tba_hpc.report.plots import overlays, run_line
 

@@ -1,7 +1,7 @@
 """``tba fetch``: downloads models and data that a config names into the cache that a site's jobs will see.
 
-This runs in its own process, ``python -m tba_hpc.commands.fetch`` with a config on stdin. The Hugging Face
-libraries find their cache when they are imported, and a task's code is the user's.
+The download runs in its own process, ``python -m tba_hpc.commands.fetch`` with a config on stdin, because the
+Hugging Face libraries choose their cache when they are imported, and a task may import the user's code.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.tasks.data import download
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Environment variables that forbid access to the hub; batch scripts set them."""
+"""Environment variables by which batch scripts forbid access to the hub."""
 
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
-"""Weight formats that are not downloaded, because nothing here reads them."""
+"""Files with weights in formats that this package does not read, so they are not downloaded."""
 
 SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
-"""Weight formats that are read; pickled ones only if there are no safetensors."""
+"""Files with weights in formats that are read. Pickled ones are downloaded only without safetensors."""
 
 
 def fetch(config: Config, site: Site | None) -> None:
     """Download the models and data sets that ``config`` names, and print a line about each.
 
-    site: site whose hub cache is filled; None for the cache of this machine's user. Raises ConfigError if
-    something is missing in the end, or if the cache's place is not known.
+    site: cluster whose cache is filled; None for this user's own cache. Raises ConfigError if something is
+    still missing at the end, or if it cannot be told where the cache is.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable
     if not os.access(python, os.X_OK):
         raise ConfigError(
-            f"{python} cannot be started here: the site key venv must lead to the environment of the jobs on "
-            "this machine, too; or leave --site out and set HF_HOME as it is on the nodes"
+            f"{python} cannot be started here: let the site key venv name an environment that this machine "
+            "sees, too; or leave --site out and set HF_HOME as it is on the nodes"
         )
     print(f"into {hub_home(environment)}", flush=True)
     done = subprocess.run(
@@ -63,19 +63,20 @@ def _environment(site: Site | None) -> dict[str, str]:
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         if "$" in environment.get(name, ""):
             raise ConfigError(
-                f"{name}={environment[name]} of the site file holds a variable that is not set here: set it "
-                "to what it is on the nodes, and type the same again"
+                f"{name}={environment[name]} of the site file contains a variable that is not set here: set "
+                "that as it is on the nodes, and call the command again"
             )
     return {name: value for name, value in environment.items() if name not in OFFLINE}
 
 
 def fetch_all(config: Config, environment: Mapping[str, str]) -> bool:
-    """Fetch missing resources; print a line for each resource; return whether all are there in the end."""
+    """Download the resources that are missing, print a line about each, and return whether all are there."""
     there = [_fetch(resource, environment) for resource in resources(config)]
     return all(there)
 
 
 def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
+    """Download a resource unless it is there; return whether it is there in the end."""
     if where := place(resource, environment):
         return _tell(resource, f"is there, {where}")
     packed = resource.kind == "model" and Path(resource.name).name == packaged.NAME
@@ -92,7 +93,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
             _download_model(resource.name)
     except ConfigError as error:
         return _tell(resource, f"MISSING, {error}", there=False)
-    except Exception as error:  # whatever the hub's client raises: fetch the others all the same
+    except Exception as error:  # the hub's client raises many kinds; the other resources are still fetched
         reason = (str(error).strip().splitlines() or [""])[0]
         return _tell(resource, f"MISSING, {type(error).__name__}: {reason}", there=False)
     where = place(resource, environment)
@@ -104,18 +105,19 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
 
 
 def _tell(resource: Resource, what: str, *, there: bool = True) -> bool:
+    """Print a line about a resource, and return ``there``."""
     print(f"  {resource}: {what}", flush=True)
     return there
 
 
 def _download_model(name: str) -> None:
-    """Download configuration, tokenizer, and weights in a single format."""
+    """Download a model's config, tokenizer, and weights in one format, from the hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     files = HfApi().list_repo_files(name)
     top = [file for file in files if "/" not in file]
     pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
-    # Folders in a repository hold other formats, or parts of other libraries.
+    # Of the repository's folders only texts: they hold weights in other formats, or for other libraries.
     below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
     snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])
 

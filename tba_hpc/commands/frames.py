@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class RunFrames:
-    """Tables of a run. Each is read when first requested; ``tba_hpc.read`` reads the run anew.
+    """Tables of a run, each read from disk when it is first requested and then kept.
 
-    path: the run directory. Raises ConfigError for any other path, ModuleNotFoundError without pandas.
+    To see newer data, call ``tba_hpc.read`` again. path: the run directory. Raises ConfigError for any other
+    path. Tables raise ModuleNotFoundError if pandas is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,16 +41,19 @@ class RunFrames:
 
     @cached_property
     def metrics(self) -> DataFrame:
-        """One row per optimizer step, index ``step``, with all that trainer.jsonl says about it.
+        """One row per optimizer step, indexed by ``step``, with a column for each metric of trainer.jsonl.
 
-        If a resume did a step again, the row has the later values.
+        If a resume repeated a step, its row has the later values.
         """
         records = step_records(read_metrics(self.run.metrics_file("trainer")))
         return _frame([{"step": 0, **record} for record in records], ["step", "time"]).set_index("step")
 
     @cached_property
     def searchers(self) -> DataFrame:
-        """One row per record of the searchers (about one per second each), with ``searcher``, by time."""
+        """One row per record of a searcher, in order of time; column ``searcher`` is its index.
+
+        A searcher writes about one record per second, or fewer if there are more than eight searchers.
+        """
         records = [
             {"searcher": index, **record}
             for index, path in self.run.searcher_files().items()
@@ -60,10 +64,10 @@ class RunFrames:
 
     @cached_property
     def evaluations(self) -> DataFrame:
-        """One row per whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
+        """One row per complete evaluation: split, step, score with its 95 % interval, perplexity, counts.
 
-        reward: mean over the answers that have a reward. ended_score: share of answers that are correct and
-        were not cut off by a limit.
+        low, high: ends of the interval. reward: mean over the answers that have a reward. ended_score: share
+        of answers that are correct and not cut off by a limit. Other columns: see ``Evaluation``.
         """
         counts = ["perplexity", "ended_score", "correct", "total", "tokens", "truncated"]
         names = ["split", "step", "score", "low", "high", "reward", *counts]
@@ -77,15 +81,15 @@ class RunFrames:
 
     @cached_property
     def samples(self) -> DataFrame:
-        """One row per trajectory still on disk, oldest weights first, as in ``tba samples --json``."""
+        """One row per trajectory on disk, oldest weights first, with the fields of ``tba samples --json``."""
         found = select(self.run, Query(order="oldest", limit=None), run_decoder(self.run))
         return _frame([sample.values() for sample in found.samples], ["uid", "reward"])
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
-    """Build a table of ``rows``, or an empty table with ``columns`` if there are none.
+    """Return a table of ``rows``; without any, an empty table with ``columns``.
 
-    Raises ModuleNotFoundError without pandas.
+    Raises ModuleNotFoundError if pandas is not installed.
     """
     try:
         import pandas

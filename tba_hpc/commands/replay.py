@@ -1,7 +1,7 @@
 """``tba replay``: trains again on the shards that a run has recorded, without searchers or engines.
 
-The keys that determined the samples stay as recorded: task, generator, and the log-probabilities'
-temperature.
+A replay may change the keys of training, but not those that determined the samples: the task's, the
+generator's, and ``model.logprob_temperature``.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from tba_hpc.run.owners import owned
 log = logging.getLogger(__name__)
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
-"""Keys that determined the shards; a replay cannot change them."""
+"""Prefixes of the config keys that determined the samples, so that a replay cannot change them."""
 
 NOTE = "replay.json"
-"""File that names the replayed run, and the order of its shards."""
+"""File in the directory of a replay that names the recorded run, and when its shards arrive."""
 
 
 def replay(
     path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
 ) -> tuple[RunDir, Config]:
-    """Train on a run's shards by its config and ``overrides``, in a separate run in the same folder.
+    """Train on the shards of the run at ``path``, by its config and ``overrides``, as a run of its own.
 
-    Shards arrive as they did, ``delay`` steps later, or all at once. Another call resumes the replay.
-    partial: replay even if shards are gone. Raises ConfigError and the errors of training.
+    The replay is a run directory beside the recorded one, and another call resumes it. Each shard arrives
+    ``delay`` steps after the step at which it arrived in the recorded run. at_once: all shards arrive before
+    the first step. partial: whether to replay what is left if shards have been deleted.
+
+    Returns the replay's run directory and config. Raises ConfigError, and the errors of training.
     """
     source = RunDir.open(path)
     recorded = source.config()
@@ -55,7 +58,8 @@ def replay(
     note = json.dumps({"of": str(source.path), "delay": delay, "at_once": at_once})
     if (run.path / NOTE).exists() and (run.path / NOTE).read_text() != note:
         raise ConfigError(
-            f"{run.path} replays something else ({(run.path / NOTE).read_text()}): choose another run.name"
+            f"{run.path} replays another run, or in another order ({(run.path / NOTE).read_text()}): choose "
+            "another run.name"
         )
     if is_done(run, config):
         return run, config
@@ -69,14 +73,14 @@ def replay(
 
 
 class Unhurried(Freshness):
-    """Freshness of a replay. Shards arrive as recorded, so no step waits for shards that it does not need."""
+    """Freshness of data in a replay. Shards arrive as recorded, so that no step has to wait for new ones."""
 
     def starved(self, step: int) -> bool:
-        """Return False, because no further shard can be expected."""
+        """Return False: no step waits for a shard, since each comes at its recorded step."""
         return False
 
     def overdue(self, step: int) -> int:
-        """Return 0, because no request is open."""
+        """Return 0: no step waits for a request, because nobody answers requests."""
         return 0
 
 
@@ -87,14 +91,15 @@ def train_on(
     read: Callable[[ShardKey], Shard],
     learner: Learner | None = None,
 ) -> bool:
-    """Train in this process on recorded shards from the newest checkpoint; return whether it was finished.
+    """Train in this process on recorded shards, from the replay's newest checkpoint if it has one.
 
-    learner: None for a DeepSpeedLearner with one rank. If the shards are used up before the last step, the
-    model is exported as it is. The model is not evaluated.
+    run, config: the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner with one
+    rank. If the shards are used up before the last step, the model is exported as it is then. The model is
+    not evaluated. Returns whether the last step was taken.
     """
     verify_checkpoints(run)
     if learner is None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks: more threads sum in another order
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks, since more threads sum in another order
         learner = runtime.make_learner(run, config, 0, 1)
 
     def opened(progress: Progress) -> ReplayExchange:
@@ -115,9 +120,10 @@ def train_on(
 
 
 def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:
-    """Return the config of a replay: one trainer, and as many steps as were taken unless overridden.
+    """Return the config of a replay of ``source``: its ``recorded`` config with ``overrides``.
 
-    The schedule of the learning rate stays as it was.
+    The replay has one trainer rank and, unless overridden, takes the ``steps`` that the run took. The
+    learning rate keeps its recorded schedule. Raises ConfigError for keys that determined the samples.
     """
     tree = recorded.model_dump(mode="json")
     name = f"{recorded.run.name}-replay"
@@ -125,7 +131,7 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     ours += [f"train.steps={max(1, steps)}"]
     rate, last = recorded.train.learning_rate, decay_end(recorded.train)
-    if config_of.get("train.steps", "0").isdecimal():  # else it is refused below
+    if config_of.get("train.steps", "0").isdecimal():  # else ``parse_config`` refuses it
         last = max(last, int(config_of.get("train.steps", "0")))
     if rate.schedule != "constant" and not any(key.startswith("train.learning_rate") for key in config_of):
         ours += [f"train.learning_rate.decay={[rate.decay[0] if rate.decay else rate.warmup_steps, last]}"]
@@ -134,14 +140,14 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     for key, (was, now) in differences(recorded, config).items():
         if key.startswith(RECORDED):
             raise ConfigError(
-                f"{key}={value_text(now)} is not how the shards of {source.path} were made, with "
-                f"{value_text(was)}: leave it out"
+                f"{key}={value_text(now)} is not how the shards of {source.path} were made "
+                f"({value_text(was)}): leave it out"
             )
     return config
 
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Remove keys from ``train`` that were derived from others, so that those ``given`` determine them."""
+    """Remove those keys of a ``train`` section whose defaults depend on an objective that is ``given``."""
     objective = given.get("train.objective", train["objective"]["name"])
     if "train.objective" in given:
         del train["ratio_bound"]
@@ -152,7 +158,11 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, RecordedShards]:
-    """Read what a replay by ``config`` needs of a run. Raises ConfigError for what was not recorded."""
+    """Return when each shard of ``source`` arrives in a replay by ``config``, and a reader of the shards.
+
+    partial: whether shards may be gone. Raises ConfigError if ``config`` needs log-probabilities that were
+    not recorded, or shards that are gone.
+    """
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:
         raise ConfigError(
@@ -175,6 +185,6 @@ def read_recorded(
         remedy = ", or replay what is left with --partial" if there else ""
         raise ConfigError(
             f"{len(wanted) - len(there)} of the {len(wanted)} shards that {source.path} learned from are "
-            f"gone, deleted once they were in a checkpoint: record with exchange.keep_shards=1{remedy}"
+            f"gone, deleted once a checkpoint held them: keep them with exchange.keep_shards=1{remedy}"
         )
     return recording.only(there), read

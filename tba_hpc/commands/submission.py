@@ -1,4 +1,4 @@
-"""A job that a user submits to Slurm, with its run, nodes and site; and its batch script."""
+"""What a user asks ``tba submit`` for, and the batch script that follows from it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 MOST_SEEDS = 500
-"""Largest number of seeds; each run is checked before the first one is submitted."""
+"""Largest number of seeds of one command, which checks all runs before it submits the first."""
 
 HEADER_SIGNAL = 300
-"""Seconds of ``--signal`` in slurm/tba_*.sbatch, scripts to edit by hand, whatever the site file says."""
+"""Seconds of ``--signal`` in slurm/tba_*.sbatch, whatever a site file says: users edit these scripts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job that a user asks for.
+    """Request to submit a run as a Slurm job, with the options of ``tba submit``.
 
-    config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
-    shipped one. after: a run whose job must end first. options: further options of sbatch, such as
-    ``--time-min=60``. chain: number of jobs, one after another. here: id of the job that runs this
-    command, if the nodes are its own. The other fields are options of ``tba submit``.
+    config: a YAML file, the name of a shipped config, or a run directory. site: a site file, or the name of a
+    shipped one. nodes: nodes of the job; trainer_nodes: how many of them train. time: wall time, as sbatch
+    takes it. homogeneous: whether both roles share one allocation instead of a het job. overrides: settings
+    ``key=value`` of the config. run_root: folder of the run directory. after: a run whose job must end first.
+    options: further options of sbatch, such as ``--time-min=60``. chain: number of jobs, one after another.
+    here: id of the Slurm job that runs this command, if the script is for the nodes of that job; else "".
     """
 
     config: Path
@@ -57,7 +59,7 @@ class Submission:
 
     @property
     def fetched_by(self) -> str:
-        """Command that downloads what the ranks need."""
+        """The ``tba fetch`` command that downloads what the ranks need, for messages."""
         settings = [word for setting in self.overrides for word in ("--set", setting)]
         return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
@@ -67,7 +69,7 @@ class Submission:
         return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
-        """Load the site file with the changes of this submission. Raises ConfigError."""
+        """Load the site file, changed as this submission asks. Raises ConfigError."""
         time = {"time": self.time} if self.time else {}
         site = load_site(self.site, **time)
         if self.here:
@@ -77,27 +79,30 @@ class Submission:
         if self.here:
             changes["signal_seconds"] = min(site.signal_seconds, HEADER_SIGNAL)
         if self.here and site.gpus_per_node:
-            # In a job with whole nodes (--exclusive) a step gets only the GPUs that it asks for.
+            # Even in a job with whole nodes (--exclusive) a step gets only the GPUs that it asks for.
             changes["srun_arguments"] = (*site.srun_arguments, f"--gres=gpu:{site.gpus_per_node}")
         return site.model_copy(update=changes)
 
     def resolve(self, site: Site) -> tuple[Config, Plan]:
-        """Return the run's config and its plan on ``site``. Raises ConfigError.
+        """Return the run's config, and the plan that places its ranks on nodes of ``site``.
 
-        The numbers of ranks follow from the nodes. Paths in the config are absolute, so that they are valid
-        on every node.
+        The numbers of ranks follow from the nodes. Local paths in the config are made absolute, so that they
+        are valid on every node. Raises ConfigError.
         """
         refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
         path, overrides = as_it_lies(self.config, [*self.overrides, *root])
-        # One trainer fits every config; the real number is not known before the plan.
+        # Loaded for the plan, which gives the number of trainers; until then 1, which every config allows.
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
         return load_anchored(path, [*overrides, *split.overrides]), split
 
 
 def _given(site: Site) -> dict[str, object]:
-    """Return site keys that this job's own nodes determine. With ``gpus_per_node: 0`` no rank gets a GPU."""
+    """Return the site keys that the nodes of this Slurm job determine.
+
+    If the site has ``gpus_per_node: 0``, that stays, so that no rank gets a GPU.
+    """
     gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
     return {
         "gpus_per_node": int(gpus) if site.gpus_per_node else 0,
@@ -109,15 +114,16 @@ def _given(site: Site) -> dict[str, object]:
 def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the config file at ``path``, which may be a run directory, and the overrides to load it with.
 
-    For a run directory the file is its frozen config, and a further override sets run.root to the directory's
-    parent. Raises ConfigError if the directory does not have the name of its run.
+    For a run directory these are its frozen config, and a further override that sets run.root to the
+    directory's parent, in case it has been moved. Raises ConfigError if the directory does not have the name
+    of its run.
     """
     if not path.is_dir():
         return path, [*overrides]
-    run = RunDir.open(path.resolve())  # a link to the run may have any name
+    run = RunDir.open(path.resolve())  # resolved, since a link to the run may have any name
     name = run.config().run_dir.name
     if run.path.name != name:
-        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to resume it")
+        raise ConfigError(f"{path} holds the run {name}: rename the folder to that to resume it")
     return run.config_file, [*overrides, f"run.root={json.dumps(str(run.path.parent))}"]
 
 
@@ -132,14 +138,17 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
-    """Return the shipped file ``name``, for use if the user names no file; print its path on stderr."""
+    """Return the shipped file ``name``, which is used if the user names none; print its path on stderr."""
     file = shipped.files(kind)[name]
     print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
     return file
 
 
 def spread(submission: Submission, configs: Sequence[Path], seeds: str | None) -> list[Submission]:
-    """Copy a submission for each config and seed, such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
+    """Return a copy of a submission for each config and, if there are ``seeds``, for each seed.
+
+    seeds: as for ``parse_seeds``. Raises ConfigError.
+    """
     if seeds is None:
         return [replace(submission, config=config) for config in configs]
     if run := next((config for config in configs if config.is_dir()), None):
@@ -152,28 +161,34 @@ def spread(submission: Submission, configs: Sequence[Path], seeds: str | None) -
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse ``0-4`` or ``0,2,7-9`` to numbers, each once. Raises ConfigError."""
+    """Parse a text such as ``0-4`` or ``0,2,7-9`` to a list of numbers without repetitions.
+
+    Raises ConfigError for any other text, or for more than MOST_SEEDS numbers.
+    """
     parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
     spans = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if len(spans) < len(parts) or not all(spans):
-        raise ConfigError(f"--seeds {text} are no seeds: give for example 0-4, or 0,2,7-9")
+        raise ConfigError(f"--seeds {text} is no list of seeds: give for example 0-4, or 0,2,7-9")
     if sum(map(len, spans)) > MOST_SEEDS:
-        raise ConfigError(f"--seeds {text} are more than {MOST_SEEDS} runs: submit them in parts")
+        raise ConfigError(f"--seeds {text} would be more than {MOST_SEEDS} runs: submit them in parts")
     return list(dict.fromkeys(seed for span in spans for seed in span))
 
 
 def nodes_of_this_job(*, ready: bool) -> int:
-    """Return the number of nodes of this Slurm job. Raises ConfigError outside one, or unless ``ready``."""
+    """Return the number of nodes of the Slurm job that runs this command, if the user gave none.
+
+    ready: whether the job's own nodes may be meant. Raises ConfigError if not, or outside a job.
+    """
     if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
         return int(nodes)
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")
 
 
 def script(submission: Submission, *, make: bool = False) -> str:
-    """Return the batch script of a submission. Raises ConfigError.
+    """Return the batch script of a submission, and print warnings on stderr. Raises ConfigError.
 
-    make: make the run directory and a copy of the code, so that sbatch can take the script. Without it
-    nothing is written.
+    make: whether to make the run directory and a copy of the code, so that sbatch can take the script.
+    Otherwise nothing is written.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
@@ -187,7 +202,8 @@ def script(submission: Submission, *, make: bool = False) -> str:
     except slurm_queue.SlurmError as error:
         if make:
             print(
-                f"{error}; so the script does not say which nodes each component leaves out", file=sys.stderr
+                f"{error}; so the script does not keep the nodes of the two roles apart",
+                file=sys.stderr,
             )
     after, code = last_job(submission.after) if submission.after else None, None
     if make:
@@ -202,7 +218,7 @@ def script(submission: Submission, *, make: bool = False) -> str:
 
 
 def sbatch_options(words: Sequence[str]) -> list[str]:
-    """Turn words ``key=value`` or ``key`` into options of sbatch. Raises ConfigError."""
+    """Turn words of the form ``key=value`` or ``key`` into options of sbatch. Raises ConfigError."""
     options = [f"--{word.removeprefix('--')}" for word in words]
     if bad := next((word for word in options if not re.match(r"--[a-z][a-z-]+(=|$)", word)), None):
         raise ConfigError(
@@ -222,10 +238,11 @@ def script_of(
 ) -> str:
     """Return the batch script of a run. Raises ConfigError.
 
-    after: id of the job that must end first. chained: whether that job belongs to the same run. code: folder
-    with a snapshot of the package; None before there is a run directory. A container brings its own code.
+    split: which ranks run on which nodes. after: id of the job that must end first. chained: whether that job
+    belongs to the same run. code: folder of the run with a copy of this package; None while there is no run
+    directory. Jobs in a container use the container's package.
     """
-    if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
+    if not config.one_world:  # without an MPI world srun alone numbers the ranks, and no MPI is loaded
         site = site.model_copy(update={"mpi": "none"})
     run = config.run_dir.absolute()
     name = f"tba-{config.run.name}"
@@ -234,7 +251,7 @@ def script_of(
 
 
 def again(submission: Submission, run: RunDir) -> str:
-    """Return a command that resubmits the run from any folder. Overrides are in the frozen config."""
+    """Return a command that submits the run again, from any folder; overrides are in its frozen config."""
     site = shipped.find(submission.site, "sites").absolute()
     words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", submission.nodes]
     words += ["--trainer-nodes", submission.trainer_nodes] if submission.trainer_nodes else []
@@ -246,7 +263,7 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _typed() -> list[object]:
-    """Return the beginning of the user's command, ``tba submit`` or tools/submit.py, with absolute paths."""
+    """Return how the user called this program, ``tba submit`` or tools/submit.py, with an absolute path."""
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":
         return [sys.executable, "-P", "-m", "tba_hpc", "submit"]
@@ -254,7 +271,7 @@ def _typed() -> list[object]:
 
 
 def last_job(path: Path) -> str:
-    """Return the id of a run's last job. Raises ConfigError if it has had none."""
+    """Return the id of the last job of the run at ``path``. Raises ConfigError if it was never submitted."""
     if jobs := slurm_queue.jobs_of(RunDir.open(path)):
         return jobs[-1]
     raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")

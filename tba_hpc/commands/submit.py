@@ -1,7 +1,8 @@
-"""Submits runs to Slurm: trainer and searcher nodes in one job, which continues by itself until it is done.
+"""``tba submit``: submits runs to Slurm, and elastic searchers for runs.
 
-Submitting again with the same config resumes where the run stopped. It needs no torch, so that it works on a
-login node.
+A run is one job with trainer and searcher nodes, which requeues itself until the run is finished. Submitting
+a run again with the same config resumes it where it stopped. Elastic searchers are an array of one-node jobs.
+This module needs no torch, so that it works on a login node.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, refuse, warning
-from tba_hpc.checks.lists import SUBMIT, job_facts
+from tba_hpc.checks.lists import ELASTIC, SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.submission import Submission, again, last_job, script_of
 from tba_hpc.config import Config, ConfigError
+from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
-from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.launch.plan import Component, Plan, Site, searchers_of_a_node
+from tba_hpc.launch.sbatch import elastic_script, job_of
 from tba_hpc.report.notify import require_addresses
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
@@ -32,10 +35,10 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 
 CHECK_SECONDS = 60.0
-"""Time limit of the task's check, s. It may be long, because hours in the queue may follow."""
+"""Time limit of the check of the task, in seconds; long, because hours in the queue may follow."""
 
 SHORT_SECONDS = 300
-"""Training time below which an attempt with large engines may seal no shard, s."""
+"""Seconds from a job's start until it is asked to stop; with fewer, large engines may seal no shard."""
 
 NOT_SUBMITTED = "finished"
 """Text instead of a job's id for a finished run."""
@@ -43,7 +46,7 @@ NOT_SUBMITTED = "finished"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A submission that has passed all checks. after: id of the job that must end first."""
+    """Submission that has passed all checks. after: id of the job that must end first, if any."""
 
     submission: Submission
     site: Site
@@ -54,23 +57,24 @@ class Ready:
     after: str | None
 
     def script(self, link: str | None = None) -> str:
-        """Return the batch script. link: the job of the same chain that this one follows."""
+        """Return the batch script. link: id of the job before it in the run's chain, if any."""
         code, after = snapshot.place(self.run.path), link or self.after
         return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
 
 def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> bool:
-    """Submit all but finished runs, and print what was done. All are checked before the first.
+    """Submit all runs that are not finished, and print what was done. Checks all before it submits any.
 
-    wait: wait until the jobs have ended, and return whether all runs are finished. Raises ConfigError,
-    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
+    wait: whether to wait until the jobs have ended. as_json: whether to print JSON. Returns False if it has
+    waited and some run is not finished. Raises ConfigError, StateError, DiskFullError, LaunchError or
+    SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
     ready = [_check(submission, found) for submission in submissions]
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
-        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
+        raise ConfigError(f"two of these would be the run {twin}: give one config another run.name")
     jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:
@@ -79,7 +83,7 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
             done.append(_done(one, jobs[-1]))
             if len(ready) > 1 and not as_json:
                 _tell_row(done)
-    finally:  # if Slurm refuses one of several, the earlier ones are in the queue
+    finally:  # if Slurm refuses one of several, the earlier ones are in the queue and must be reported
         if as_json and done:
             print(json.dumps(done if len(ready) > 1 else done[0]))
     if len(ready) == 1 and not as_json:
@@ -91,10 +95,13 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
 
 
 def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
-    """Check a submission. found: warnings by config, so that several seeds of a config need one check."""
+    """Check a submission, and return it with all that follows from it. Raises ConfigError.
+
+    found: warnings by config file, to which this adds. Several seeds of a config need only one check.
+    """
     site = submission.load_site()
     config, split = submission.resolve(site)
-    if not (site.setup or site.modules):  # these may set any variable
+    if not (site.setup or site.modules):  # otherwise these may set the variables that are required here
         require_addresses(config, job_environment(site))
     if new := submission.config not in found:
         found[submission.config] = _warnings(config, split, site, submission)
@@ -114,7 +121,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
 
 
 def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -> list[Finding]:
-    """Return warnings about possible failures. Raises ConfigError if the run would certainly fail."""
+    """Return warnings about what may fail. Raises ConfigError if the run would certainly fail."""
     facts = replace(
         job_facts(config, site, split),
         python=login_python(site),
@@ -126,22 +133,22 @@ def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -
 
 
 def _short_time(site: Site) -> list[Finding]:
-    """Warn if a job may end before its engines are ready."""
+    """Return a warning if a job may end before its engines are ready."""
     if site.seconds_to_train >= SHORT_SECONDS:
         return []
     found = f"time={site.time} leaves only {site.seconds_to_train:.0f} s to start engines and train"
-    return [warning("time", found, "ask for more: a job that seals nothing is given up after some starts")]
+    return [warning("time", found, "ask for more: the run is given up if several starts seal no shard")]
 
 
 def _left_out(script: str) -> list[Finding]:
-    """Warn about this shell's SBATCH_ variables, which are ignored because they would override the script."""
+    """Return a warning about SBATCH_ variables of this shell, which are not passed on to sbatch."""
     names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
     found = f"{', '.join(names)} of this shell would override the batch script, so it is not passed on"
     return [warning("shell", found, "put what you need into the site file")] if names else []
 
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
-    """Return the id of the run's job if it is queued or running; else None, and a warning."""
+    """Return the id of the last job of the run at ``path``; None and a warning if it has ended."""
     last = last_job(path)
     if slurm_queue.active_job(RunDir.open(path)):
         return last, []
@@ -150,6 +157,7 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
 
 
 def _submit(ready: Ready) -> str:
+    """Make or resume the run directory, submit the job, or its chain of jobs, and return the first id."""
     text, changes = ready.script(), consequences(ready.run, ready.config)
     modules.keep(create_run(ready.config), ready.config, ready.submission.beside)
     snapshot.take(ready.run.path)
@@ -162,7 +170,7 @@ def _submit(ready: Ready) -> str:
 
 
 def _ends_well(run: RunDir, job: str | None) -> bool:
-    """Wait for the end of a job; return whether its run is finished."""
+    """Wait until the run's job has ended; return whether the run is finished. job: None without a job."""
     if job is None:
         return True
     state = slurm_queue.await_job(run)
@@ -172,7 +180,10 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
-    """Describe a submission for JSON: job (None: the run is finished), run, commands, warnings, plan."""
+    """Return what was done, as printed with --json: job, run, commands, warnings, and the plan's fields.
+
+    job: id of the job; None if the run was finished already, so that nothing was submitted.
+    """
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
@@ -186,7 +197,7 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
 
 
 def _commands(ready: Ready) -> dict[str, str]:
-    """Return the commands that the user may type next, by purpose."""
+    """Return the commands that the user may want next, by purpose."""
     run, jobs = str(ready.run.path), slurm_queue.jobs_of(ready.run)
     return {
         "watch": shlex.join(["tba", "status", run]),
@@ -199,7 +210,7 @@ def _commands(ready: Ready) -> dict[str, str]:
 
 
 def tell(done: dict[str, Any]) -> None:
-    """Print what was done, the commands that may come next, and the warnings."""
+    """Print what was done, as of ``_done``: the job, commands that the user may want next, and warnings."""
     if done["job"] is None:
         print(
             f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"
@@ -212,7 +223,7 @@ def tell(done: dict[str, Any]) -> None:
 
 
 def _tell_row(done: Sequence[dict[str, Any]]) -> None:
-    """Print the last of several submissions as a table row of job and run."""
+    """Print the last of several submissions as a row of a table of jobs and runs."""
     if len(done) == 1:
         print("job       run")
     print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
@@ -224,3 +235,74 @@ def _tell_warnings(sentences: Sequence[str]) -> None:
     """Print each sentence as a warning on stderr."""
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)
+
+
+# --- Elastic searchers ---
+
+
+def submit_elastic(
+    submission: Submission,
+    *,
+    partition: str | None = None,
+    show: bool = False,
+    make: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Submit an array of ``submission.nodes`` one-node jobs, whose searchers join ``submission.config``.
+
+    partition: the jobs' partition; None: the site's. show: print the batch script instead of submitting it.
+    make: print the script and copy the code for it, so that sbatch can take it. as_json: print the outcome as
+    JSON. Raises ConfigError or LaunchError with one sentence.
+    """
+    run, site, nodes = RunDir.open(submission.config), submission.load_site(), submission.nodes
+    own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
+    config, site = run.config(), site.model_copy(update={"searcher": own})
+    searcher = _searchers(config, site, nodes)
+    code = snapshot.take(run.path, submission.here) if make else snapshot.place(run.path)
+    job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
+    text = elastic_script(job, nodes, searcher, site)
+    if show or make:
+        print(text, end="")
+        return
+    if run.finished:
+        said = f"finished already, so it takes no searchers: {run.summary}"
+        print(json.dumps({"job": None, "run": str(run.path)}) if as_json else said)
+        return
+    slurm.require_slurm()
+    facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)
+    warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # now, not after hours in the queue
+    snapshot.take(run.path)
+    number = slurm.send(run, text)
+    done = {
+        "job": number,
+        "run": str(run.path),
+        "commands": {
+            "watch": shlex.join(["tba", "status", str(run.path)]),
+            "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
+            "cancel": f"scancel {number}",
+        },
+        "warnings": warnings,
+        "why": f"up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each",
+    }
+    if as_json:
+        print(json.dumps(done))
+    else:
+        tell(done)
+
+
+def _searchers(config: Config, site: Site, nodes: int) -> Component:
+    """Return how many searchers a node runs, and with what. Raises ConfigError for too few or many nodes.
+
+    Too many are those whose searchers would exceed ``launch.elastic``.
+    """
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
+    searcher, most = searchers_of_a_node(config, site), config.launch.elastic
+    if nodes * searcher.ranks > most:
+        raise ConfigError(
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes "
+            f"(launch.elastic={most}): "
+            + (f"ask for --nodes {most // searcher.ranks}, or " if most >= searcher.ranks else "")
+            + f"stop the run and resume it with --set launch.elastic={nodes * searcher.ranks}"
+        )
+    return searcher

@@ -65,7 +65,7 @@ from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import Groups, ObjectiveOutput, RecordedGroups, figures, make_objective
 from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.checkpoints import StateError
-from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
+from tba_hpc.run.files import DiskFullError, fsync, is_disk_full, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.stacks import stacks_if_late
 
@@ -587,7 +587,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises either
         if is_lost_peer(error) or isinstance(error, DiskFullError):
             raise
-        raise (DiskFullError if is_for_room(error) else StateError)(
+        raise (DiskFullError if is_disk_full(error) else StateError)(
             f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
             "the same run again: it resumes from the previous checkpoint"
         ) from error

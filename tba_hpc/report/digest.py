@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, Trends
-from tba_hpc.run.files import is_for_room, open_regular, read_regular, write_atomic
+from tba_hpc.run.files import is_disk_full, open_regular, read_regular, write_atomic
 from tba_hpc.run.history import whole
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
@@ -305,6 +305,6 @@ def keep_digest(metrics: Path, digest: TrainerDigest | SearcherDigest, end: int)
     try:
         write_atomic(path, f"{head}\n{body.decode()}")
     except OSError as error:
-        if not is_for_room(error):
+        if not is_disk_full(error):
             raise
         log.warning("%s: %s; until there is space, showing the run takes longer", path, error)

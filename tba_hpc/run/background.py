@@ -1,4 +1,4 @@
-"""Run a callable now or in a thread. All ways return a future, which raises what the callable raised."""
+"""Runs a callable now or in a thread, and returns a future that raises whatever the callable raised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_background(task: Callable[[], T]) -> Future[T]:
 
 
 def at_once(task: Callable[[], T]) -> Future[T]:
-    """Run ``task`` now; return its future, which is already done."""
+    """Run ``task`` in this thread, and return a future that is already done."""
     done: Future[T] = Future()
     try:
         done.set_result(task())
@@ -31,9 +31,9 @@ def at_once(task: Callable[[], T]) -> Future[T]:
 
 
 class Worker:
-    """A daemon thread that makes calls in order. A process that ends by an error does not wait for it.
+    """Daemon thread that makes the submitted calls one after another.
 
-    exit_seconds: time that an ending process gives it for its current call; 0: none.
+    exit_seconds: how long an ending process waits for calls that are not done; with 0 it does not wait.
     """
 
     def __init__(self, name: str, *, exit_seconds: float = 0) -> None:
@@ -45,17 +45,17 @@ class Worker:
 
     @property
     def ident(self) -> int:
-        """Python's identifier of the thread."""
+        """Identifier of the thread, as in ``threading.get_ident``."""
         return self._thread.ident or 0
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call; return the future of its result."""
+        """Queue a call, and return the future of its result."""
         done: Future[T] = Future()
         self._given.put((done, call))
         return done
 
     def close(self, seconds: float) -> None:
-        """Let the thread end after all queued calls; wait up to ``seconds`` for that."""
+        """Let the thread end after all queued calls, and wait up to ``seconds`` for it."""
         atexit.unregister(self.close)
         self._given.put(None)
         self._thread.join(seconds)

@@ -1,4 +1,4 @@
-"""Limits what Python code may print, because a reward that prints every completion would fill the disk."""
+"""Limits how much a process may print, because a reward that prints every completion would fill the disk."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Number of characters that a rank's stdout or stderr may add to its log. Log messages do not count."""
+"""Number of characters that a rank may print to each of stdout and stderr; ``logging`` has no limit."""
 
 
 class BoundedOutput(TextIOWrapper):
-    """A stream that drops all text after ``most`` characters, with one message about it."""
+    """Text stream that writes ``most`` characters of what it gets, then one remark, and drops the rest."""
 
     def __init__(self, stream: TextIOWrapper, most: int) -> None:
         super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
         self._left = most
 
     def write(self, text: str) -> int:
-        """Write or drop a text. Dropped text counts as written."""
+        """Write a text as far as the limit allows. Returns its whole length, as if all had been written."""
         before, self._left = self._left, max(0, self._left - len(text))
         if self._left:
             return super().write(text)
@@ -26,12 +26,12 @@ class BoundedOutput(TextIOWrapper):
         return len(text)
 
     def close(self) -> None:
-        """Flush, and leave the buffer open for the stream that owns it."""
+        """Flush, but leave the buffer open, because it belongs to the stream that this one replaces."""
         self.flush()
 
 
 def bound_output() -> None:
-    """Limit what this process prints from now on. Log messages are not limited."""
+    """Limit what this process prints from now on. Call it after ``logging`` is set up, which has no limit."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

@@ -1,4 +1,7 @@
-"""Folder where engines and compilers cache code on a node. It is executed, so only its owner may write it."""
+"""The folder of a node where engines and compilers keep compiled code, and its archive in the run.
+
+Whoever can write compiled code can run programs as this user, so the folder must be closed to all others.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,25 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 CACHES = "TBA_CACHES"
-"""Environment variable that names the folder. In batch scripts libraries' variables name paths in it."""
+"""Environment variable that names the folder. Batch scripts set it, and point VLLM_CACHE_ROOT,
+TRITON_CACHE_DIR and similar variables to folders inside it."""
 
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-"""Makes tarfile refuse devices and links out of the folder. Python 3.11.3 cannot; the archive is our own."""
+"""Arguments that make ``extractall`` refuse device files and links that lead out of the folder.
+
+Python 3.11.3 and older lack this filter. They may do without it, because this user wrote the archive.
+"""
 
 ARCHIVE = "TBA_COMPILED"
-"""Environment variable that names the run's archive of the folder. Nodes without the folder unpack it."""
+"""Environment variable that names a tar file in the run: one node's folder, for nodes that have none."""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
-    """Make the folder of CACHES, or verify that it is ours; otherwise have the variables name a new folder.
+    """Make the folder of CACHES, from the archive if there is one, or verify that it is this user's alone.
 
-    Its parent may be writable by everybody, and its name is known, so that somebody else may have made it.
+    Otherwise all variables of ``environment`` that name paths in it are changed to paths in a new temporary
+    folder. This matters because the folder's name can be guessed and its parent, such as /tmp, may be open to
+    all, so that somebody else may have made it.
     """
     folder = environment.get(CACHES)
     if folder and (archive := environment.get(ARCHIVE)):
@@ -42,26 +51,29 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 
 
 def pack_caches(environment: Mapping[str, str]) -> None:
-    """Archive what this node has compiled, for the run's other nodes and restarts, unless one exists.
+    """Write the archive of what this node has compiled, for other nodes of the run and for restarts.
 
-    vLLM's compiled models keep their place and name in the archive, as its documentation allows. Nothing is
-    archived without a batch script, or if the engine has compiled nothing.
+    Nothing is written if there is an archive already, if no batch script has set the variables, or if vLLM
+    has compiled nothing. Its documentation allows compiled models to be copied if their paths stay the same.
     """
     folder, archive = Path(environment.get(CACHES, "")), Path(environment.get(ARCHIVE, ""))
     if archive.exists() or not (folder / "VLLM_CACHE_ROOT/torch_compile_cache").is_dir():
         return
-    descriptor, temporary = tempfile.mkstemp(dir=archive.parent)  # for this user alone
+    descriptor, temporary = tempfile.mkstemp(dir=archive.parent)  # readable by this user alone
     try:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             tar.add(folder, ".")
         Path(temporary).rename(archive)
-    except OSError as error:  # a full disk, or a compiler at work has deleted files meanwhile
+    except OSError as error:  # the disk is full, or a compiler has just deleted one of the files
         log.warning("cannot keep what was compiled in %s: %s", archive, error)
         Path(temporary).unlink()
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the archive as ``folder`` if it is ours; atomically, as other ranks of the node start too."""
+    """Unpack the archive as ``folder`` if only this user can have written it.
+
+    The folder appears by a rename, because other ranks of the node may do the same at the same time.
+    """
     if folder.exists() or not _is_written_by_us_alone(archive):
         return
     with suppress(OSError, tarfile.TarError):  # another rank was faster, or there is no space
@@ -82,8 +94,8 @@ def _is_written_by_us_alone(file: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Make the folder if it is missing; return whether it is this user's and closed to all others."""
-    with suppress(OSError):  # a folder of another node
+    """Make the folder if it is missing, and return whether it is this user's and closed to all others."""
+    with suppress(OSError):  # its parent does not exist on this node and cannot be made
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Changes that a resume makes to a run's config, their consequences, and the event that records them."""
+"""Changes that a resume makes to a run's config: which ones, their consequences, and the event about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tba_hpc.run.events import log_event
 
 
 def create(config: Config) -> RunDir:
-    """Call ``RunDir.create``, and record the changes to the config as an event. Raises ConfigError."""
+    """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
+
+    Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
+    """
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     changed = changes(run, config)
@@ -23,34 +26,35 @@ def create(config: Config) -> RunDir:
 
 
 def is_done(run: RunDir, config: Config) -> bool:
-    """Return whether the run is finished and ``config`` has no further steps."""
+    """Return whether the run is finished, and ``config`` does not ask for more optimizer steps."""
     return run.finished and config.train.steps <= run.config().train.steps
 
 
 def reached(run: RunDir) -> int:
-    """Step of the checkpoint that a resume would start from; 0 without a checkpoint."""
+    """Return the optimizer step of the newest checkpoint, where a resume starts; 0 without a checkpoint."""
     folder = latest_checkpoint(run) if run.checkpoints.is_dir() else None
     return int(folder.stem.removeprefix("step-")) if folder else 0
 
 
-def going_on(run: RunDir) -> str:
-    """Sentence that says from which step a resume starts; empty for a run without a checkpoint."""
+def resume_notice(run: RunDir) -> str:
+    """Return a sentence that says where a resume starts; empty for a run without a checkpoint."""
     return f"resuming; the newest checkpoint is of step {step}" if (step := reached(run)) else ""
 
 
 def refuse_steps_behind(run: RunDir, config: Config) -> None:
-    """Raise ConfigError if ``train.steps`` lies before the step that the run has reached."""
+    """Raise ConfigError if ``train.steps`` of ``config`` is below the step of the run's newest checkpoint."""
     if run.config_file.exists() and config.train.steps < (step := reached(run)):
         raise ConfigError(
-            f"train.steps={config.train.steps} lies behind step {step}, which {run.path} has reached: give "
+            f"train.steps={config.train.steps} is less than the {step} steps that {run.path} has done: give "
             f"at least {step} to resume it, or choose another run.name to start afresh"
         )
 
 
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Map dotted keys to (old, new value) if ``config`` resumes a run; empty if it has produced nothing.
+    """Map each dotted key that a resume with ``config`` changes to its (old, new) value.
 
-    Keys of ranks and places are left out, since every start has its own.
+    The map is empty for a new run, or one that has produced nothing. Keys that every start may set
+    (OF_A_START) are left out.
     """
     if not run.config_file.exists() or run.came_to_nothing:
         return {}
@@ -59,7 +63,7 @@ def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def consequences(run: RunDir, config: Config) -> str:
-    """Sentence that names the changes and their consequences; empty if there are none."""
+    """Return a sentence that names the changes and their consequences; empty if there are none."""
     changed = changes(run, config)
     if not changed:
         return ""
@@ -68,11 +72,11 @@ def consequences(run: RunDir, config: Config) -> str:
     )
     rescored = [key for key in ("evaluate.test_prompts", "evaluate.validation_prompts") if key in changed]
     scores = f"; scores from here on are of other prompts than before ({', '.join(rescored)})"
-    return f"resuming with {keys}{_of_the_rate(run, config)}{scores if rescored else ''}"
+    return f"resuming with {keys}{_rate_change(run, config)}{scores if rescored else ''}"
 
 
-def _of_the_rate(run: RunDir, config: Config) -> str:
-    """Phrase about a learning rate whose decay now ends at another step; empty if that is unchanged."""
+def _rate_change(run: RunDir, config: Config) -> str:
+    """Return a phrase about the learning rate if its decay now ends at another step; otherwise ""."""
     old, new, step = run.config().train, config.train, reached(run)
     before, after = (schedules.decay_end(train) for train in (old, new))
     if old.learning_rate.schedule == "constant" or before == after:
@@ -80,6 +84,6 @@ def _of_the_rate(run: RunDir, config: Config) -> str:
     was, now = (schedules.learning_rate(train, step) for train in (old, new))
     there = "" if was == now else f": at step {step} it is {now:.3g} instead of {was:.3g}"
     return (
-        f"; the learning rate ({old.learning_rate.schedule}) is laid out for {after} steps from here on, no "
-        f"more for {before}{there}"
+        f"; the learning rate ({old.learning_rate.schedule}) now decays until step {after} instead of "
+        f"{before}{there}"
     )

@@ -1,8 +1,8 @@
 """Checkpoints of a run: how they are written, verified and deleted, and which files they still need.
 
-A checkpoint is complete once its last file, COMPLETE, exists. That file holds the checksums of all others,
-which a start verifies before it uses the checkpoint. RUN/newest-checkpoint names the newest one: if that has
-disappeared, a start notices.
+A checkpoint is complete once its last file, COMPLETE, exists. COMPLETE holds the checksums of all other
+files, and a start verifies them before it uses the checkpoint. RUN/newest-checkpoint holds the name of the
+newest checkpoint, so that a start notices if its folder has disappeared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tba_hpc.run.directory import RunDir, of_two_runs
 from tba_hpc.run.files import (
     DiskFullError,
     fsync,
-    is_for_room,
+    is_disk_full,
     make_durable,
     read_regular,
     remove,
@@ -39,34 +39,36 @@ from tba_hpc.run.pruning import prune
 log = logging.getLogger(__name__)
 
 BUFFER_FILE = "buffer.h5"
-"""Name of the file of the replay buffer inside a checkpoint."""
+"""File of a checkpoint that holds the replay buffer."""
 
 PROMPTS_FILE = "prompts.h5"
-"""Name of the file of completed requests inside a checkpoint."""
+"""File of a checkpoint that holds the bitmap of completed requests."""
 
 STATE_FILE = "state.json"
-"""Name of the file of the TrainerState inside a checkpoint."""
+"""File of a checkpoint that holds the TrainerState."""
 
 DAMAGED = "damaged-"
-"""Prefix of the name of a checkpoint that was set aside."""
+"""Prefix of the folder name of a checkpoint that was set aside because it is damaged."""
 
 GONE = "it is gone"
-"""Fault reported for the newest checkpoint if somebody has removed it."""
+"""Fault that is reported if the folder of the newest checkpoint has disappeared."""
 
 
 class StateError(ValueError):
-    """Error for a file or folder that cannot be used; the message is one sentence."""
+    """Error for a checkpoint, or another saved file, that cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the trainer. Checkpoints also hold the learner's files, the buffer and completed requests.
+    """Progress of the trainer, as a checkpoint holds it.
 
-    cursors: per searcher, the index of the next shard to merge; it keeps searchers of earlier attempts.
+    step: optimizer steps done. revision: how often merges or evictions have changed the replay buffer.
+    cursors: per searcher, the index of its next shard to merge; searchers of earlier attempts are included.
     trajectories, tokens: trajectories merged so far, and their completion tokens. added, duplicates, evicted:
-    what the buffer did with them. train_seconds: wall time of the loop, summed over attempts. save_seconds:
-    the longest save of a checkpoint so far, this one included, from its copy in memory to its last file.
-    run: identity of the run that wrote the checkpoint; 0 if unknown.
+    how many of these trajectories the buffer has stored, dropped as duplicates, and evicted. train_seconds:
+    wall time of the loop, summed over attempts. save_seconds: duration of the longest save of a checkpoint
+    so far, from its copy in memory to its last file. run: identity of the run that wrote the checkpoint; 0 if
+    unknown.
     """
 
     step: int = 0
@@ -82,12 +84,12 @@ class TrainerState:
     run: int = 0
 
     def to_json(self) -> str:
-        """JSON text that from_json reads."""
+        """Return JSON text, for ``from_json``."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> TrainerState:
-        """Inverse of to_json."""
+        """Parse the text of ``to_json``."""
         values = json.loads(text)
         values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
         values.setdefault("run", 0)  # version 0.3.0 wrote none
@@ -100,13 +102,13 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(slots=True)
 class Checkpoints:
-    """Writes checkpoints of a run, and keeps the newest ``keep`` complete ones.
+    """Writer of a run's checkpoints, in the leading trainer. It keeps the newest ``keep`` complete ones.
 
-    A checkpoint holds the learner's files, of which each trainer rank writes its part; the buffer; the
+    A checkpoint holds the learner's files, of which each trainer rank writes its part; the replay buffer; the
     completed requests; and the trainer's state.
 
-    write_arrays: writes arrays to a file and makes it durable. kept_share: share of the shards no longer
-    needed that is kept, see ``pruning.prune``.
+    write_arrays: function that writes arrays to a file and makes it durable. kept_share: share of the shards
+    to keep for inspection when no checkpoint needs them any more, 0…1; see ``pruning.prune``.
     """
 
     run: RunDir
@@ -123,12 +125,14 @@ class Checkpoints:
         *,
         records: Callable[[], None] = lambda: None,
     ) -> Future[TrainerState]:
-        """Copy the state and write a checkpoint; then delete shards and references that none needs.
+        """Copy what a checkpoint holds, and write the copies in a thread, while training goes on.
 
-        Only one save may run at a time. files: file names, each with the function that returns its arrays;
-        it may be called in another thread. records: makes durable the records that the checkpoint counts. A
-        thread writes the copies; the future gives the state that the checkpoint holds, or raises
-        DiskFullError, StateError or ExchangeError. On a full disk nothing of the checkpoint stays.
+        Afterwards the thread deletes shards and references that no kept checkpoint needs. Only one save may
+        run at a time. On a full disk nothing of the checkpoint stays.
+
+        files: for each further file, a function that returns its arrays, called in the thread. records:
+        function that makes the metrics durable, called before the checkpoint is completed. Returns a future
+        of the state that the checkpoint holds; it raises DiskFullError, StateError or ExchangeError.
         """
         began = time.monotonic()
 
@@ -148,7 +152,7 @@ class Checkpoints:
                 seconds = max(state.save_seconds, time.monotonic() - began)
                 saved = replace(state, save_seconds=seconds)
                 cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, known=known)
-                # In a thread, so that the next checkpoint does not wait for a slow file system.
+                # In a thread of its own, so that the next save does not wait for many slow deletions.
                 pruned = self._pruner.submit(partial(prune, self.run, cursors, self.kept_share))
                 pruned.add_done_callback(Future.result)  # logs an error with its traceback
                 prune_references(self.run)
@@ -158,11 +162,11 @@ class Checkpoints:
         return in_background(complete)
 
     def finish_pruning(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the pruning thread; the next start drops the remaining shards."""
+        """Wait at most ``seconds`` for the thread that deletes shards; the next start deletes the rest."""
         self._pruner.close(seconds)
 
     def export_reference(self, step: int, learner: Learner) -> None:
-        """Write the policy of ``step`` as the next reference, with the COMPLETE that a resume verifies."""
+        """Write the policy of ``step`` as the next reference, with a COMPLETE that a resume verifies."""
         folder = self.run.reference(step)
         learner.export(folder)
         write_atomic(folder / COMPLETE, with_checksum(inventory(folder)))
@@ -174,7 +178,7 @@ def _or_nothing(run: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_for_room(error):
+        if not is_disk_full(error):
             raise
         with suppress(OSError):
             _remove_unfinished(run)
@@ -189,14 +193,14 @@ def _or_nothing(run: RunDir) -> Iterator[None]:
 def begin_checkpoint(run: RunDir, step: int) -> Path:
     """Make a new folder for the files of a checkpoint, and remove unfinished ones of earlier attempts.
 
-    Its name is ``step-000400``, or ``step-000400.1`` … if that step has a complete checkpoint already: the
-    run was stopped right after a resume. A complete checkpoint is never overwritten.
+    Its name is ``step-000400``. If that step has a complete checkpoint, because the run was stopped right
+    after a resume, the name is ``step-000400.1`` and so on. A complete checkpoint is never overwritten.
     """
-    end_if_superseded()  # the successor's checkpoint may be among the unfinished ones
+    end_if_superseded()  # before the removal: an unfinished checkpoint may be that of a successor
     _remove_unfinished(run)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
-    again = max(saves, default=-1) + 1  # even if the first is gone: the newest must sort last
+    again = max(saves, default=-1) + 1  # not the number of saves: the newest must sort last, if one is gone
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
     folder.mkdir()
     return folder
@@ -210,10 +214,11 @@ def _remove_unfinished(run: RunDir) -> None:
 def complete_checkpoint(
     run: RunDir, folder: Path, state: TrainerState, *, keep: int, known: str = ""
 ) -> dict[int, int]:
-    """Write ``state.json`` beside files that are already durable, and only then mark ``folder`` COMPLETE.
+    """Write ``state.json`` beside files that are already durable, then the file COMPLETE.
 
-    known: as of ``inventory``. Checkpoints beyond the newest ``keep`` are deleted. Returns the cursors of the
-    oldest one kept: no resume needs shards before them. Raises DiskFullError.
+    Checkpoints beyond the newest ``keep`` are deleted afterwards. known: inventory lines of files whose
+    checksums are known. Returns the cursors of the oldest checkpoint that is kept; no resume needs a shard
+    before them. Raises DiskFullError.
     """
     listed = inventory(folder, known=known)
     fsync(run.checkpoints)  # makes the name of ``folder`` durable
@@ -222,13 +227,13 @@ def complete_checkpoint(
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
     write_atomic(run.newest_checkpoint, folder.name)
     for old in checkpoint_folders(run, complete=True)[:-keep]:
-        (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
+        (old / COMPLETE).unlink(missing_ok=True)  # first, since a half-deleted one must not look complete
         remove(old)
     return dict(_oldest_state(run).cursors)
 
 
 def latest_checkpoint(run: RunDir) -> Path | None:
-    """Newest complete checkpoint, or None."""
+    """Return the folder of the newest complete checkpoint, or None."""
     return next(iter(reversed(checkpoint_folders(run, complete=True))), None)
 
 
@@ -242,7 +247,10 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def _oldest_state(run: RunDir) -> TrainerState:
-    """State of the oldest complete checkpoint; if one is unreadable, that of a new run, which needs all."""
+    """Return the state of the oldest complete checkpoint of this run.
+
+    If there is none, or one cannot be read, the state of a new run is returned, so that nothing is deleted.
+    """
     try:
         states = ((folder, read_state(folder)) for folder in checkpoint_folders(run, complete=True))
         ours = (state for folder, state in states if not misplaced(run, folder, state))
@@ -253,10 +261,10 @@ def _oldest_state(run: RunDir) -> TrainerState:
 
 
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
-    """Map each checkpoint newer than the newest intact one to its fault, newest first.
+    """Map each damaged checkpoint to its fault, from the newest down to the newest that is intact.
 
-    Reads every byte of these and of the intact one. Raises StateError if there are checkpoints, but no intact
-    one.
+    Reads every byte of all of these. Older checkpoints are not read. Raises StateError if there are
+    checkpoints, but none is intact.
     """
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
     faults = {newest: GONE} if newest and not newest.exists() else {}
@@ -276,7 +284,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 
 
 def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
-    """Compare a checkpoint's folder and name with its state; return the fault, or "" if they agree."""
+    """Return the fault of a checkpoint that belongs to another run or step than its folder says, or ""."""
     step = next(iter(_order(folder)))
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"
@@ -284,7 +292,7 @@ def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
 
 
 def set_aside(run: RunDir, folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is kept as evidence but no longer found; return its path."""
+    """Rename a damaged checkpoint, so that no start finds it but the user can; return its new path."""
     name = f"{DAMAGED}{folder.name}"
     aside = folder.with_name(f"{name}-{1 + len(list(folder.parent.glob(f'{name}-*')))}")
     if folder.exists():
@@ -295,10 +303,10 @@ def set_aside(run: RunDir, folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete references that no complete checkpoint needs: those before the oldest checkpoint's reference.
+    """Delete the references that are older than the one of the oldest complete checkpoint.
 
-    A reference made at that checkpoint's own step does not count, because a run that ends there uses the one
-    before.
+    A checkpoint's reference is the newest one from before its step. One that was made at its very step is
+    kept as well: it serves further steps, but if the run ends there the last evaluation uses the one before.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
@@ -309,10 +317,10 @@ def prune_references(run: RunDir) -> None:
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """List the complete checkpoints, or else the unfinished ones, in ascending order of (step, save).
+    """List the complete or the unfinished checkpoints, in ascending order of (step, save).
 
-    If the newest checkpoint has lost its COMPLETE, it still counts as complete: it is damaged, not
-    unfinished.
+    The checkpoint that RUN/newest-checkpoint names counts as complete even if it has lost its COMPLETE: it is
+    damaged, not unfinished.
     """
     newest = _named_newest(run)
     there = sorted(filter(_order, run.checkpoints.glob("step-*")), key=_order)
@@ -320,7 +328,7 @@ def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
 
 
 def _named_newest(run: RunDir) -> Path | None:
-    """Folder of the checkpoint that was completed last, or None if it is unknown."""
+    """Return the folder of the checkpoint that was completed last, or None if that is unknown."""
     try:
         folder = run.checkpoints / read_regular(run.newest_checkpoint).decode(errors="replace")
     except FileNotFoundError:
@@ -329,6 +337,6 @@ def _named_newest(run: RunDir) -> Path | None:
 
 
 def _order(folder: Path) -> tuple[int, int] | tuple[()]:
-    """Step and save number in a checkpoint's name; empty if it is not the name of a checkpoint."""
+    """Return the step and save number in a checkpoint's name; empty if it is not the name of a checkpoint."""
     name = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name)
     return (int(name[1]), int(name[2] or 0)) if name else ()

@@ -1,4 +1,4 @@
-"""The directory of a run: the paths of its files, and the frozen config that resumes must respect."""
+"""The directory of a run: the paths of its files, and the frozen config, which a resume has to respect."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from tba_hpc.core.wording import first_few
 from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
 
 FORMAT = 4
-"""Version of a run's format on disk: names of files, events, metrics and record fields."""
+"""Version of the format on disk: the names of files, events, metrics and fields of records."""
 
 ATTEMPT = "TBA_ATTEMPT"
-"""Environment variable: the name of a rank's attempt."""
+"""Environment variable that tells a rank the name of its attempt, such as attempt-001."""
 
 SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
-"""Environment variable: "1" if MPI numbers searchers before trainers."""
+"""Environment variable that is "1" if MPI numbers the searchers before the trainers."""
 
 OF_A_START = ("launch.", "run.root")
-"""Prefixes of config keys that every start may set: keys of ranks and of the run's place."""
+"""Prefixes of the config keys that every start may set: how many ranks run, how, and where the run lies."""
 
-SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
-"""Beginning of config.yaml, before a checksum of all that follows the first line."""
+CONFIG_HEADER = "# Written by tba-hpc; keys are changed with --set. blake3="
+"""Beginning of the first line of config.yaml. A checksum of all further lines ends that line."""
 
-NAMED = 3
-"""Largest number of keys that an error lists with their values."""
+MOST_KEYS = 3
+"""Largest number of changed keys that an error names."""
 
 REFUSED = ".refused"
-"""Suffix of the name of a shard that was set aside."""
+"""Suffix that is added to the name of a shard that was set aside because it cannot be used."""
 
 ShardKey = tuple[int, int]
 """Searcher and index of a shard."""
 
 IDENTITY_BITS = 62
-"""Number of random bits of a run's identity, which HDF5 keeps as a signed 64-bit number."""
+"""Number of random bits of a run's identity, which must fit a signed 64-bit attribute of HDF5."""
 
 KEPT_ATTEMPTS = 16
-"""Number of attempts before the newest whose logs are kept."""
+"""Number of earlier attempts whose logs are kept when a new attempt begins."""
 
 
 class _Below:
-    """Attribute of RunDir (a Python descriptor): the path of ``name`` in the run's directory."""
+    """Descriptor (in Python's sense) that gives the path of ``name`` in the directory of a RunDir."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,70 +69,71 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The directory of a run, which alone knows where things lie. It has mode 0700, and its files 0600."""
+    """Directory of a run, with the path of every file in it. It has mode 0700, and its files have 0600."""
 
     path: Path
 
     format_file = _Below("format")
-    """FORMAT of everything in the directory."""
+    """Holds the FORMAT of everything in the directory."""
     identity_file = _Below("identity")
-    """Number that identifies the run; its shards and checkpoints contain it."""
+    """Holds the random number that identifies the run. Its shards and checkpoints hold the same number."""
     config_file = _Below("config.yaml")
     """The frozen config, which all ranks read."""
     history = _Below("history")
-    """Configs that a resume has changed, and summaries of finished runs that it has extended."""
+    """Configs as they were before a resume changed them, and summaries from before a resume added steps."""
     modules = _Below("modules")
     """Copy of the user's code that the config names, if it names any."""
     inputs = _Below("inputs")
     """Digests of the run's prompts and of its model's files; see ``run.inputs``."""
     track = _Below("track")
-    """Data that trackers keep of the run, and how far they have followed it."""
+    """Files of the trackers (W&B, TensorBoard), and how far each has followed the metrics."""
     shards = _Below("shards")
-    """Sealed trajectories, a folder per searcher."""
+    """Sealed shards, in a folder per searcher."""
     weights = _Below("weights")
-    """Published weights, over files or for elastic searchers."""
+    """Published weights, if the exchange works over files or elastic searchers may join."""
     checkpoints = _Below("checkpoints")
     """One folder per checkpoint."""
     newest_checkpoint = _Below("newest-checkpoint")
-    """Name of the checkpoint that was completed last."""
+    """Holds the name of the checkpoint that was completed last."""
     references = _Below("references")
-    """Policies that became the reference, as Hugging Face folders."""
+    """Policies that became the reference at a reset, as Hugging Face folders."""
     metrics = _Below("metrics")
-    """One JSONL file of the leading trainer, and one of each searcher."""
+    """One JSONL file of metrics for the leading trainer and for each searcher."""
     logs = _Below("logs")
-    """One folder per attempt; ``latest`` points to the newest."""
+    """Logs of the ranks, in a folder per attempt; the link ``latest`` leads to the newest."""
     evaluations = _Below("evaluations")
-    """One folder of parts per split and step, later joined to one file."""
+    """One folder per split and step with the searchers' parts, which later become one file."""
     owners = _Below("owners")
-    """Claims of the processes that work on the run, by rank; see ``run.owners``."""
+    """Claims of the launcher and the ranks that work on the run; see ``run.owners``."""
     export = _Below("export")
     """The trained model as a Hugging Face folder."""
     events_file = _Below("events.jsonl")
-    """Events of the run's ranks and jobs, over all its starts; see ``log_event``."""
+    """Events of the run's ranks and jobs, over all its starts; see ``events.log_event``."""
     report = _Below("report.html")
-    """The self-contained HTML page."""
+    """The report, a self-contained HTML page."""
     summary = _Below("summary.json")
-    """The figures of a run that has finished or stopped."""
+    """The final figures of a run that has finished or stopped."""
     finished_file = _Below("finished")
-    """Mark of a finished run; at most the summary and the report are still missing."""
+    """Exists once the run is finished. Only the summary and the report may still be missing then."""
     kept = _Below("kept")
-    """Shards that no resume needs, kept by ``exchange.keep_shards``, in a folder per searcher."""
+    """Shards that no resume needs but ``exchange.keep_shards`` keeps, in a folder per searcher."""
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """Make ``config.run_dir``, or take it again if it holds a run of the same config (a resume).
+        """Make ``config.run_dir``, or resume the run in it. Sets the process's umask to 077.
 
-        Sets the process's umask to 077. If the config differs in what a resume may change (``MayChange``),
-        the old one goes to the ``history``. So does the summary of a finished run that is to take more steps.
-        Raises ConfigError if the config differs in anything else, unless the run has produced nothing.
-        Raises it also if the directory holds anything else or cannot be written.
+        A resume may change the config in keys marked ``MayChange``; the old config is then moved to the
+        ``history``. If a finished run gets more steps, its summary is moved there, too.
+
+        Raises ConfigError if the config differs in any other key, unless the run has produced nothing; if the
+        directory holds something other than a run; and if it cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)
         with run.writing():
             make_folder(run.path)
             run.path.chmod(0o700)
-            write_atomic(run.format_file, f"{FORMAT}\n")  # first: a directory with a config is complete
+            write_atomic(run.format_file, f"{FORMAT}\n")  # before the config, which makes it a run directory
             run._freeze(config)
             run._identify()
             for folder in (
@@ -144,26 +145,29 @@ class RunDir:
 
     @classmethod
     def check(cls, config: Config) -> RunDir:
-        """Return the directory that ``create`` would use, or raise its ConfigError. Leaves no files."""
+        """Return the directory that ``create`` would make or resume, or raise its ConfigError.
+
+        Leaves no files behind.
+        """
         run = cls(config.run_dir.absolute())
         with run.writing():
             if run.config_file.exists():
                 run._refuse_another_format()
                 run._refuse_another_config(config, but_nothing=True)
             elif run.path.exists():
-                run._refuse_strangers()
+                run._refuse_other_files()
             place = next(path for path in (run.path, *run.path.parents) if path.exists())
-            # Root learns only from a trial whether it can write there.
+            # Only an attempt tells root whether it can write, since permissions do not bind it.
             with tempfile.TemporaryDirectory(".tmp", dir=place) as trial:
                 file = Path(trial, "file")
                 file.touch()
-                os.link(file, file.with_name("link"))  # needed to keep owners apart
-                run._refuse_another_users(file.stat().st_uid)
+                os.link(file, file.with_name("link"))  # ``run.owners`` needs hard links
+                run._refuse_another_owner(file.stat().st_uid)
         return run
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError into a ConfigError about the run's place. DiskFullError is raised as it is."""
+        """Turn an OSError in the block, except DiskFullError, into a ConfigError about the run directory."""
         try:
             yield
         except DiskFullError:
@@ -176,7 +180,10 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the directory that ``create`` made. Sets the process's umask to 077. Raises ConfigError."""
+        """Open the directory of an existing run. Sets the process's umask to 077.
+
+        Raises ConfigError if ``path`` is no run directory or has another FORMAT.
+        """
         run = cls(path.absolute())
         if not run.config_file.is_file():
             raise ConfigError(
@@ -188,37 +195,37 @@ class RunDir:
 
     @property
     def identity(self) -> int:
-        """Number that only this run and its copies have; 0 if unknown, as for a run that 0.3.0 began."""
+        """Random number that only this run and its copies have; 0 if version 0.3.0 began the run."""
         try:
             return int(read_regular(self.identity_file), 16)
         except (FileNotFoundError, ValueError):
             return 0
 
     def _identify(self) -> None:
-        """Write the run's identity, unless there is one, or the run has produced something without it."""
+        """Give the run an identity if it has none and has produced nothing yet."""
         if not self.identity and self.came_to_nothing:
             write_atomic(self.identity_file, f"{1 + secrets.randbits(IDENTITY_BITS):x}\n")
 
     @property
     def came_to_nothing(self) -> bool:
-        """True if no start of the run has produced a shard, a trainer's record or a checkpoint."""
+        """True if no start has produced a shard, checkpoint, reference, evaluation or trainer metrics."""
         made = (self.shards, self.checkpoints, self.references, self.evaluations)
         return not self.metrics_file("trainer").exists() and not any(
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
-    def _refuse_strangers(self) -> None:
-        """Raise ConfigError if the directory contains anything but the remains of an interrupted creation."""
+    def _refuse_other_files(self) -> None:
+        """Raise ConfigError if the directory holds more than what an interrupted creation may leave."""
         ours = (self.format_file, self.owners)
         found = (path for path in self.path.iterdir() if path.suffix != ".tmp" and path not in ours)
-        if strangers := sorted(path.name for path in found):
+        if others := sorted(path.name for path in found):
             raise ConfigError(
-                f"{self.path} is not empty and holds no run (found {strangers[0]}): "
+                f"{self.path} is not empty and holds no run (found {others[0]}): "
                 "choose another run.name or run.root, or empty it"
             )
 
-    def _refuse_another_users(self, us: int) -> None:
-        """Raise ConfigError if the directory and new files in it belong to different users.
+    def _refuse_another_owner(self, us: int) -> None:
+        """Raise ConfigError if the directory does not belong to user id ``us``, the owner of new files in it.
 
         This happens if root writes in another user's directory; that user could replace what root runs.
         """
@@ -243,7 +250,7 @@ class RunDir:
     def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
         """Raise ConfigError if ``config`` changes keys that a resume may not change.
 
-        but_nothing: allow this if the run has produced nothing.
+        but_nothing: whether to allow that if the run has produced nothing.
         """
         self._refuse_an_edited_config()
         try:
@@ -258,23 +265,23 @@ class RunDir:
             before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
             raise ConfigError(
                 f"{self.path} holds a run with another config, and a resume may not change it to "
-                f"{first_few(now, NAMED)}: resume with {first_few(before, NAMED)}, or choose another "
+                f"{first_few(now, MOST_KEYS)}: resume with {first_few(before, MOST_KEYS)}, or choose another "
                 "run.name to start afresh"
             )
 
     def adapt(self, overrides: list[str]) -> None:
-        """Change the frozen config by ``overrides``, by the rules of ``create``. Raises ConfigError."""
+        """Apply ``overrides`` to the frozen config. Raises ConfigError if a resume may not change a key."""
         self.config()
         config = load_config(self.config_file, overrides)
         self._refuse_another_config(config)
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Write the frozen config. An earlier one is first moved to the history."""
+        """Write the frozen config, and first copy an earlier one to the history."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
-        write_atomic(self.config_file, f"{SEAL}{_checksum(text)}\n{text}")
+        write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
         if all(key.startswith(OF_A_START) for key in differences(old, new)):
@@ -282,14 +289,14 @@ class RunDir:
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the config: a kill in between only means that the end of the run is written again.
+        # Before the new config is written. A kill in between means only that the run is finished once more.
         if self.finished and new.train.steps > old.train.steps:
-            with suppress(FileNotFoundError):  # a kill may have come before it was written
+            with suppress(FileNotFoundError):  # the run may have been killed before it wrote its summary
                 self.summary.rename(self.history / f"summary-{number:04d}.json")
             self.finished_file.unlink(missing_ok=True)
 
     def config(self) -> Config:
-        """Return the frozen config. Raises ConfigError, also if it was edited or damaged."""
+        """Return the frozen config. Raises ConfigError if it is invalid, damaged, or edited by hand."""
         self._refuse_an_edited_config()
         return load_config(self.config_file)
 
@@ -300,20 +307,20 @@ class RunDir:
             text = read_regular(self.config_file).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.config_file} is damaged ({error}): {undo}") from None
-        seal, _, rest = text.removeprefix(SEAL).partition("\n")
-        if text.startswith(SEAL) and seal != _checksum(rest):
+        seal, _, rest = text.removeprefix(CONFIG_HEADER).partition("\n")
+        if text.startswith(CONFIG_HEADER) and seal != _checksum(rest):
             raise ConfigError(
                 f"{self.config_file} was edited or damaged: its checksum does not match; {undo}, and "
                 "change keys with 'tba run RUN --set KEY=VALUE'"
             )
 
     def reference(self, step: int) -> Path:
-        """Folder of the policy of ``step``, exported as the reference."""
+        """Folder of the reference that is the policy after ``step`` optimizer steps."""
         return self.references / f"step-{step:06d}"
 
     @property
     def finished(self) -> bool:
-        """True if nothing is left to do."""
+        """True if the run has taken all its steps, exported its model and made its last evaluation."""
         return self.finished_file.exists()
 
     def mark_finished(self) -> None:
@@ -321,11 +328,11 @@ class RunDir:
         write_atomic(self.finished_file, "")
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
-        """Path of a rank's metrics: ``trainer.jsonl`` or ``searcher-0003.jsonl``."""
+        """Path of a rank's metrics, such as ``trainer.jsonl`` or ``searcher-0003.jsonl``."""
         return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
 
     def searcher_files(self) -> dict[int, Path]:
-        """Return metrics files of the searchers that have one, by index."""
+        """Return the metrics file of each searcher that has one, by the searcher's index."""
         indices = _numbers(self.metrics, "searcher-", ".jsonl", digits=4)
         return {index: self.metrics_file("searcher", index) for index in indices}
 
@@ -334,41 +341,45 @@ class RunDir:
         return self.shards / _folder_of(searcher)
 
     def shard_file(self, searcher: int, index: int) -> Path:
-        """Path of one shard."""
+        """Path of a searcher's shard with this index."""
         return self.shard_folder(searcher) / f"{index:06d}.h5"
 
     def shard_files(self, suffix: str = ".h5") -> dict[ShardKey, Path]:
-        """Return all visible shards by (searcher, index), ascending. Files of other names are left out."""
+        """Return the files of sealed shards by (searcher, index), ascending; temporary files are left out.
+
+        suffix: end of the file names; ".h5" + REFUSED finds the shards that were set aside.
+        """
         return _shards_in(self.shards, suffix)
 
     def shard_folders(self) -> list[int]:
-        """Return the indices of searchers that have a folder of shards, ascending."""
+        """Return the indices of the searchers that have a folder of shards, ascending."""
         return _numbers(self.shards, "searcher-", "", digits=4)
 
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
-        """Return indices of a searcher's visible shards, ascending; none if it has no folder."""
+        """Return the indices of a searcher's sealed shards, ascending; see ``shard_files``."""
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def kept_file(self, searcher: int, index: int) -> Path:
-        """Path of a shard that is kept for inspection."""
+        """Path of a shard that is kept although no resume needs it."""
         return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
-        """Return all shards kept for inspection, by (searcher, index), ascending."""
+        """Return the files of such shards by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
     def sealed_files(self) -> dict[ShardKey, Path]:
-        """Return all shards on disk, pending, merged or kept, by (searcher, index), ascending.
+        """Return the files of all shards on disk, in ``shards`` or ``kept``, by (searcher, index), ascending.
 
-        A file may move to ``kept`` before the caller reads it; call this again then.
+        A file may move to ``kept`` before the caller opens it. The caller then calls this again.
         """
-        waiting = self.shard_files()  # first, lest one that moves meanwhile is in neither
+        waiting = self.shard_files()  # first: a shard that moves meanwhile is then in both, not in neither
         return dict(sorted({**waiting, **self.kept_files()}.items()))
 
     def begin_attempt(self) -> Path:
-        """Make a new folder ``logs/attempt-001`` …, to which ``logs/latest`` points from now on.
+        """Make the folder of a new attempt, such as ``logs/attempt-003``, and return it.
 
-        It gets a copy of the config. Of earlier folders, the newest ``KEPT_ATTEMPTS`` stay.
+        It gets a copy of the config, and ``logs/latest`` leads to it from now on. Of earlier folders the
+        newest ``KEPT_ATTEMPTS`` stay.
         """
         taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
         for old in taken[:-KEPT_ATTEMPTS]:
@@ -384,15 +395,16 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """Folder of the logs of this process's attempt, or of the newest attempt if it is not a rank.
+        """Folder of the logs of a rank's own attempt; in other processes, of the newest attempt.
 
-        Launchers tell their ranks the name, because an NFS client may see an old link for a minute.
+        A rank gets the name from its launcher (ATTEMPT), because an NFS client may see the old link
+        ``latest`` for a minute.
         """
         return self.logs / os.environ.get(ATTEMPT, (self.logs / "latest").resolve().name)
 
     @property
     def attempt_number(self) -> int:
-        """Number of ``attempt``; the first is 1."""
+        """Number of the attempt whose folder is ``attempt``, from 1."""
         return int(self.attempt.name.removeprefix("attempt-"))
 
     @property
@@ -403,7 +415,7 @@ class RunDir:
 
 
 def of_two_runs(one: int, other: int) -> bool:
-    """Return whether two identities are of different runs. An unknown one may belong to any run."""
+    """Return whether two identities certainly belong to different runs; 0, an unknown one, fits every run."""
     return bool(one and other) and one != other
 
 

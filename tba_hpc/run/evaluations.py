@@ -1,4 +1,4 @@
-"""Evaluations of a run on disk: one part per searcher, replaced by their sum once all parts are there.
+"""Evaluations of a run on disk: one part per searcher, replaced by one joined file once all parts are there.
 
 A damaged file is ignored, and overwritten if its split is evaluated again.
 """
@@ -28,9 +28,10 @@ from tba_hpc.run.files import if_available, read_regular, remove, write_atomic
 log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
+"""File name of a part; the group is the number of searchers that share the evaluation."""
 
 SUMMED = ("correct", "cut_correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
-"""Fields of an evaluation that are summed over its answers."""
+"""Fields of an evaluation that are sums over its answers, so that joining two parts adds them."""
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 class Answer:
     """Answer to an evaluation prompt as text, and whether it is correct.
 
-    prompt: id of the prompt. reward: None if the task gives none in evaluations.
+    prompt: id of the prompt. question: its text. reward: None if the task gives none in evaluations.
     """
 
     prompt: int
@@ -51,12 +52,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Greedy answers to a split under the weights of ``step``: one searcher's part, or the whole.
+    """Results of greedy answers to a split under the weights of ``step``: one searcher's part, or the whole.
 
-    tokens: number of tokens that the policy sampled. ref_logprob: their summed log π_ref in nats; None
-    without a reference model. score_name: the task's name for the share of correct answers. answers: a few
-    answers, by prompt. graded: number of answers with a reward. rewards, squares: sums of these rewards and
-    of their squares. cut_correct: number of correct answers that a limit of tokens or turns cut off.
+    correct, total: number of correct answers, and of all. truncated: number of answers that a limit of tokens
+    or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
+    sampled. ref_logprob: their summed log π_ref in nats; None without a reference model. graded: number of
+    answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name: the
+    task's name for the share of correct answers. answers: a few answers as text, ascending by prompt id.
     """
 
     split: Split
@@ -74,7 +76,7 @@ class Evaluation:
     cut_correct: int = 0
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """Add two parts of the same split and step."""
+        """Join two parts of the same split and step."""
         known = self.ref_logprob is not None and other.ref_logprob is not None
         answers = {answer.prompt: answer for answer in (*self.answers, *other.answers)}
         return replace(
@@ -91,19 +93,19 @@ class Evaluation:
 
     @property
     def ended_score(self) -> float:
-        """Share of answers that are correct and were not cut off by a limit; NaN for an empty split."""
+        """Share of answers that are correct and not cut off by a limit; NaN for an empty split."""
         return (self.correct - self.cut_correct) / self.total if self.total else float("nan")
 
     @property
     def is_graded(self) -> bool:
-        """True if rewards are not just 1 for correct and 0 for wrong answers."""
+        """True if there are rewards other than 1 for each correct and 0 for each wrong answer."""
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
     def perplexity(self) -> float | None:
         """Perplexity of the answers under the reference, exp(−Σ log π_ref ÷ tokens).
 
-        It grows with the KL to the reference. None without a reference model, or without tokens.
+        It grows with the policy's KL from the reference. None without a reference model, or without tokens.
         """
         if self.ref_logprob is None or self.tokens == 0:
             return None
@@ -114,24 +116,28 @@ _FILE = TypeAdapter(Evaluation)
 
 
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
-    """Publish one searcher's part of an evaluation. The last searcher merges the parts into one file."""
+    """Write one searcher's part of an evaluation. The searcher that writes the last part joins all of them.
+
+    searcher: place of the searcher among the ``searchers`` that share the evaluation, from 0. Nothing is
+    written if the joined file exists.
+    """
     folder = _folder(run, part.split, part.step)
     if _read(_whole_file(run, part.split, part.step)):
         return
     folder.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):  # another searcher has merged the parts meanwhile
+    with suppress(FileNotFoundError):  # another searcher has joined the parts meanwhile
         write_atomic(folder / _part_name(searcher, searchers), json.dumps(asdict(part)))
     if whole := _sum_of_parts(folder, searchers):
         _keep_whole(run, whole)
 
 
 def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: int) -> Evaluation | None:
-    """Read one searcher's part of an evaluation whose parts are not merged yet; None if it is missing."""
+    """Read one searcher's part of an evaluation; None if it is missing, damaged, or joined already."""
     return _read(_folder(run, split, step) / _part_name(searcher, searchers))
 
 
 def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
-    """List the missing parts of an evaluation in ``searchers`` parts, as numbers from 0."""
+    """List the places (from 0) of the ``searchers`` searchers whose parts of an evaluation are missing."""
     if _read(_whole_file(run, split, step)):
         return []
     there = _part_names(_folder(run, split, step))
@@ -143,28 +149,32 @@ def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[
 
 
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
-    """Return the sum of all parts, for any number of searchers; None while a part is missing."""
+    """Return the evaluation joined from all its parts; None while a part is missing.
+
+    The parts may be those of any number of searchers, for an earlier start may have had more or fewer.
+    """
     path, folder = _whole_file(run, split, step), _folder(run, split, step)
     if whole := _read(path):
         return whole
     counts = {int(name.removesuffix(".json").rpartition("-")[2]) for name in _part_names(folder)}
     sums = (_sum_of_parts(folder, searchers) for searchers in sorted(counts))
-    # Read again: the last searcher may have merged the parts meanwhile.
+    # Read again, since a searcher may have joined the parts and removed them meanwhile.
     return next((found for found in sums if found), None) or _read(path)
 
 
 def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
-    """Map the name of every evaluation with any file on disk to its split and step."""
+    """Map the name of every evaluation of which anything is on disk to its split and step."""
     name = re.compile(r"((test|validation)-step-(\d+))(\.json)?")
     named = (name.fullmatch(path.name) for path in run.evaluations.iterdir())
     return {found[1]: (cast(Split, found[2]), int(found[3])) for found in named if found}
 
 
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations of steps beyond ``after``, which a resume repeats, and incomplete ones.
+    """Delete evaluations that a resume from step ``after`` repeats, and join the parts of all complete ones.
 
-    Parts of the test split stay: it is evaluated again under the same weights, and each searcher continues
-    with its own part. Complete evaluations are merged into one file if they were not yet.
+    A resume repeats evaluations of later steps, and incomplete ones of the validation split. Incomplete ones
+    of the test split are completed instead: the resume evaluates the same weights again, and searchers that
+    have written their part skip it.
     """
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)
@@ -178,7 +188,7 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
 
 
 def _keep_whole(run: RunDir, whole: Evaluation) -> None:
-    """Replace the parts by one file. Two searchers may do so at once."""
+    """Replace the parts by the joined file. Two searchers may do so at once."""
     path = _whole_file(run, whole.split, whole.step)
     if not _read(path):
         write_atomic(path, json.dumps(asdict(whole)))
@@ -186,6 +196,7 @@ def _keep_whole(run: RunDir, whole: Evaluation) -> None:
 
 
 def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
+    """Return the parts of ``searchers`` searchers joined; None if one is missing or damaged."""
     names = {_part_name(searcher, searchers) for searcher in range(searchers)}
     if not names <= _part_names(folder):
         return None
@@ -211,25 +222,25 @@ def _warn_of_damage(path: Path) -> None:
 
 
 def _part_names(folder: Path) -> set[str]:
-    """List the names of all parts in one directory listing; empty if the folder is gone."""
+    """List the file names of all parts in a folder; empty if it does not exist."""
     there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
     return {path.name for path in there if PART.fullmatch(path.name)}
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server is unreachable."""
+    """Return ``read()``, or ``otherwise`` if the file or folder is missing or the file server unreachable."""
     with suppress(FileNotFoundError):
         return if_available(read, otherwise=otherwise)
     return otherwise
 
 
 def _part_name(searcher: int, searchers: int) -> str:
-    """Name of a part. It includes the number of searchers, since that number decides how the split is cut."""
+    """Return the file name of a part. The number of searchers, which decides how a split is cut, is in it."""
     return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
 
 
 def _folder(run: RunDir, split: Split, step: int) -> Path:
-    """Folder of the parts."""
+    """Return the folder of an evaluation's parts."""
     return run.evaluations / f"{split}-step-{step:06d}"
 
 

@@ -1,4 +1,4 @@
-"""Events of a run's ranks and jobs, over all its starts: one JSON line each in ``events.jsonl``."""
+"""Events of a run's ranks and jobs over all its starts, as JSON lines in ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from typing import TYPE_CHECKING, Any
 
 from tba_hpc.run.files import parse_json_lines, read_regular
 
-if TYPE_CHECKING:  # it imports the config, which batch scripts avoid
+if TYPE_CHECKING:  # its import of the config costs time, and batch scripts call this module often
     from tba_hpc.run.directory import RunDir
 
 
 def log_event(run: RunDir, event: str, **extra: object) -> None:
-    """Append a line to ``events.jsonl``: ``time`` (unix s), ``event``, ``job``, ``restarts``, and ``extra``.
+    """Append an event to ``events.jsonl``: a JSON object with the following keys, and those of ``extra``.
 
-    job: id of this process's Slurm job, or empty. restarts: how often that job was requeued.
+    time: unix seconds. event: its kind, of the table below. job: id of this process's Slurm job, or "".
+    restarts: how often that job has been requeued.
 
     ===========  ====================================================================================
-    event       when, and its extra keys
+    event       when it happens, and its extra keys
     ===========  ====================================================================================
     submitted   ``tba submit`` has submitted ``job``; ``command``: what submits the run again
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      the ranks ended badly; ``code``: exit status
-    aborted     the ranks were killed on request, by Ctrl-C twice
-    stopped     the ranks ended because they were asked to, or their time was over
+    aborted     the user had the ranks killed, by pressing Ctrl-C twice
+    stopped     the ranks ended because they were asked to, or because the job's time was over
     signal      the batch script, or ``tba run``, was asked to stop
-    requeue     the job goes back to the queue
+    requeue     the batch script puts its job back into the queue
     unreachable ``nodes`` do not answer
-    unhealthy   ``nodes`` failed the check before a start twice: the job does not get them again
-    draining    ``nodes`` are about to be drained: the job leaves them
-    hung        srun did not end with its step, and was killed
-    orphan      a step from before the last requeue was cancelled
+    unhealthy   ``nodes`` failed the check before a start twice, so the job excludes them from now on
+    draining    ``nodes`` are about to be drained, so the job leaves them
+    hung        srun did not end when its job step had ended, and was killed
+    orphan      a job step from before the last requeue still ran, and was cancelled
     finished    the run is finished
-    refused     the user must fix something; ``sentence``
+    refused     an error that only the user can fix; ``sentence``: the error
     ===========  ====================================================================================
 
-    ``job_supervisor.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.
+    ``job_supervisor.sh`` writes such lines, too. On a full disk the event is lost without an error.
     """
     append_event(run.events_file, event, **extra)
 
 
 def append_event(file: Path, event: str, **extra: object) -> None:
-    """Append an event to ``file``, in the format of ``log_event``."""
+    """Append an event to ``file`` as ``log_event`` does to a run's file."""
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     line = json.dumps({"time": time.time(), "event": event, "job": job, "restarts": restarts, **extra})
     with suppress(OSError), file.open("ab", buffering=0) as events:
@@ -55,7 +56,7 @@ def append_event(file: Path, event: str, **extra: object) -> None:
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """Read all events in order. A line torn by a crash is left out; a missing file means no events."""
+    """Read a run's events in order. A line that a crash cut short is left out; a missing file has none."""
     if not run.events_file.exists():
         return []
     return parse_json_lines(read_regular(run.events_file))

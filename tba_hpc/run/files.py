@@ -1,4 +1,4 @@
-"""Atomic, durable writes of files, retries while a disk is full or away, and files of JSON lines."""
+"""Writes files atomically and durably, retries while a disk is full or unreachable, and parses JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 log = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean that a disk or quota is full."""
+"""Error numbers that mean that a disk or quota is full, or that a file would exceed its size limit."""
 
 UNAVAILABLE = frozenset(
     {
@@ -25,7 +25,7 @@ UNAVAILABLE = frozenset(
         *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EROFS),
     }
 )
-"""Error numbers of a file system whose server is away for a while, or that is read-only until repaired."""
+"""Error numbers of a file system whose server does not answer, or that is read-only until it is repaired."""
 
 DISK_RETRY_SECONDS = 0.5
 """Pause before a retry, in seconds."""
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class DiskFullError(OSError, ValueError):
-    """Error for a file without space. Nothing of it is visible, and nothing sealed before is lost."""
+    """Error for a file that cannot be written for lack of space. No part of it is left under its name."""
 
 
-def is_for_room(error: BaseException | None) -> bool:
-    """Return whether an error, or one in its chain of causes, means that there is no room."""
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one in its chain of causes, means that a disk or quota is full."""
     while error is not None:
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
             return True
@@ -47,25 +47,24 @@ def is_for_room(error: BaseException | None) -> bool:
 
 
 def refused_file(error: OSError) -> str:
-    """Return a sentence about a file without disk space or permission; empty for other errors."""
+    """Return a sentence for the user about a file that lacks space or permission; "" for other errors."""
     name, reason = error.filename2 or error.filename, error.strerror
     if name and error.errno in FULL_DISK:
         return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
     if name and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            f"{name} is not to be used here ({reason}): ask its owner for the right to, or name another place"
-        )
+        return f"{name} cannot be used ({reason}): ask its owner for permission, or name another place"
     return ""
 
 
 def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> None:
-    """Make ``pieces`` visible as ``path``, whole and durable, or not at all.
+    """Write ``pieces``, one after another, to ``path``: whole and durable, or not at all.
 
-    Writes a temporary file, calls fsync, renames it and calls fsync on the folder. replace: whether ``path``
-    may exist. If it must not, exactly one of any number of writers on any hosts succeeds; the others get
-    FileExistsError. Raises DiskFullError if there is no room (disk, quota or file size limit).
+    Writes a temporary file beside it, calls fsync, renames the file, and calls fsync on the folder.
+
+    replace: whether ``path`` may exist. With False exactly one of any number of writers, on any hosts,
+    succeeds, and the others get FileExistsError. Raises DiskFullError if there is no space.
     """
-    # Two hosts may use the same process number.
+    # The random part is needed because two hosts may use the same process number.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -89,16 +88,16 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Link a file to its final name. Raises FileExistsError if that is taken; a rename would replace it."""
+    """Link a file to its final name. Raises FileExistsError if that exists; a rename would replace it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # otherwise the link succeeded, and NFS repeated the request
+        if temporary.stat().st_nlink != 2:  # with 2 the link was made, and NFS has sent the request twice
             raise
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and make their names durable."""
+    """Make a folder and its missing parents, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -106,18 +105,21 @@ def make_folder(path: Path) -> None:
 
 
 def listing(folder: Path) -> list[str]:
-    """List the names in a folder, in any order. Takes a tenth of the time of ``Path.glob``."""
+    """List the names in a folder, in any order, in about a tenth of the time of ``Path.glob``."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries]
 
 
 def is_temporary(error: OSError) -> bool:
-    """Return whether a retry may succeed, because the disk is full or its server is away."""
+    """Return whether a retry may succeed, because the disk is full or its server does not answer."""
     return isinstance(error, DiskFullError) or error.errno in UNAVAILABLE | FULL_DISK
 
 
 def retry(do: Callable[[], Result], *, seconds: float) -> Result:
-    """Call ``do``; retry for ``seconds`` while the disk is full or its server away. Raises the last error."""
+    """Return ``do()``, called again and again for up to ``seconds`` while it raises temporary errors.
+
+    An error is temporary if the disk is full or its server does not answer. Raises the last error.
+    """
     give_up = time.monotonic() + seconds
     warned = False
     while True:
@@ -127,13 +129,13 @@ def retry(do: Callable[[], Result], *, seconds: float) -> Result:
             if not is_temporary(error) or time.monotonic() >= give_up:
                 raise
             if not warned:
-                log.warning("%s; retried for %g s", error, seconds)
+                log.warning("%s; trying again for up to %g s", error, seconds)
             warned = True
         time.sleep(DISK_RETRY_SECONDS)
 
 
 def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
-    """Return ``do()``, or ``otherwise`` if the disk is full or its server is unreachable at the moment."""
+    """Return ``do()``, or ``otherwise`` if the disk is full or its server does not answer at the moment."""
     try:
         return do()
     except OSError as error:
@@ -143,12 +145,12 @@ def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Publish ``text`` as ``path``, see ``publish``."""
+    """Write ``text`` to ``path``, whole and durable or not at all, replacing it; see ``publish``."""
     publish(path, text.encode())
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the entries of a folder, durable."""
+    """Make the content of a file, or the list of names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +159,7 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with its contents. A link is deleted itself, not its target."""
+    """Delete a file, or a folder with its contents. Of a link only the link is deleted, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -165,23 +167,21 @@ def remove(path: Path) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Flush everything in ``folder`` to the disk."""
+    """Call fsync on everything in ``folder``, at any depth."""
     for path in folder.rglob("*"):
         fsync(path)
 
 
 def require_regular(path: Path) -> None:
-    """Raise ConfigError for a folder, a pipe or a device: opening one may fail or never return."""
+    """Raise ConfigError for a folder, a pipe or a device: opening it may fail or never return."""
     if not stat.S_ISREG(path.stat().st_mode):
-        from tba_hpc.config import (
-            ConfigError,  # imported late: batch scripts use this module and need no config
-        )
+        from tba_hpc.config import ConfigError  # slow to import, and batch scripts call this module often
 
-        raise ConfigError(f"{path} is no regular file: whoever made it, remove it")
+        raise ConfigError(f"{path} is no regular file, but a folder, pipe or device: remove it")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises ConfigError for a folder, a pipe or a device."""
+    """Open a file for reading its bytes. Raises ConfigError for a folder, a pipe or a device."""
     require_regular(path)
     return path.open("rb")
 
@@ -193,7 +193,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json_lines(data: bytes) -> list[dict[str, Any]]:
-    """Parse a file with one JSON object per line, in order. A line torn by a crash is left out."""
+    """Parse the bytes of a file with one JSON object per line. A line that a crash cut short is left out."""
     found = []
     for line in data.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Surviving history of a run's trainer: its records, without those that a resume has undone."""
+"""History of a run's training, from the trainer's metrics, without what a resume has undone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 
 class ShardSize(NamedTuple):
-    """Size of a shard: its trajectories, and the tokens of their completions."""
+    """Size of a shard: the number of its trajectories, and of the tokens of their completions."""
 
     trajectories: int
     tokens: int
@@ -23,11 +23,14 @@ EMPTY = ShardSize(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Shard that the trainer merged.
+    """The merging of a shard into the replay buffer.
 
-    step: optimizer steps done by then. sync: version of the weights published last. request_ids: positions of
-    its groups in the prompt sequence. again: trajectories left out because their request had been answered
-    before. answered: those requests.
+    key: searcher and index of the shard. step: optimizer steps done by then. sync: version of the weights
+    published last. revision: how often merges or evictions had changed the buffer, this one included.
+    trajectories, tokens: size of the shard. request_ids: requests that the shard answers or sets aside.
+    added, duplicates, evicted: trajectories that the buffer stored, dropped as duplicates, and evicted.
+    again: trajectories left out because an earlier shard had answered their requests. answered: those
+    requests.
     """
 
     key: ShardKey
@@ -45,7 +48,7 @@ class Merge:
 
     @classmethod
     def of(cls, record: Record) -> Merge:
-        """Build a merge from an event ``merged`` of the trainer's metrics."""
+        """Build from a record of the trainer's metrics with the event ``merged``."""
         counts = ("step", "sync", "revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
             key=(whole(record, "searcher"), whole(record, "shard")),
@@ -57,12 +60,12 @@ class Merge:
 
 @dataclass(slots=True)
 class History:
-    """Records of the trainer that still count.
+    """What the trainer has done, as far as no resume from an earlier checkpoint has undone it.
 
-    merges: in order. steps: the records of optimizer steps, in order. evictions: per revision, the number of
-    trajectories dropped between merges: stale, of an old reference, or used up. starts: how often a trainer
-    began its loop. redone: per resume, the number of steps that it undid. gaps: resumes from a state that is
-    not on record, a phrase each.
+    merges: merges, in order. steps: records of optimizer steps, in order. evictions: trajectories evicted
+    outside of merges (stale, of an old reference, or used up), by the buffer's revision. starts: how often a
+    trainer began its loop. redone: for each resume, the number of steps that it undid. gaps: for each resume
+    from a step or revision beyond the last on record, a phrase that says so.
     """
 
     merges: list[Merge] = field(default_factory=list)
@@ -74,12 +77,12 @@ class History:
 
     @classmethod
     def read(cls, run: RunDir) -> History:
-        """Read the history from the trainer's metrics file as it is now."""
+        """Read the history from the present metrics file of the run's trainer."""
         return cls.of(MetricsTail(run.metrics_file("trainer")).records())
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
-        """Build the history from records of the trainer's metrics."""
+        """Build the history from the records of the trainer's metrics, in order."""
         history = cls()
         for record in records:
             history._take(record)
@@ -97,7 +100,7 @@ class History:
                 self._go_back(whole(record, "step"), whole(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
-        """Drop records after ``step`` and ``revision``, where the trainer starts; both are 0 in a new run."""
+        """Note a start from ``step`` and ``revision`` (0 in a new run), and drop what came after these."""
         if step > self.last_step or revision > self.last_revision:
             self.gaps.append(
                 f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
@@ -111,34 +114,34 @@ class History:
         self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
 
     def until(self, revision: int) -> list[Merge]:
-        """List the merges up to a revision."""
+        """List the merges up to a revision of the buffer."""
         return [merge for merge in self.merges if merge.revision <= revision]
 
     def revisions(self, last: float = math.inf) -> list[int]:
-        """List the revisions of merges and evictions up to ``last``, ascending."""
+        """List the buffer's revisions up to ``last`` that merges or evictions made, ascending."""
         found = (*(merge.revision for merge in self.merges), *self.evictions)
         return sorted(revision for revision in found if revision <= last)
 
     def dropped(self, last: float = math.inf) -> int:
-        """Count the trajectories evicted between merges, up to a revision."""
+        """Count the trajectories evicted outside of merges, up to the revision ``last``."""
         return sum(count for revision, count in self.evictions.items() if revision <= last)
 
     @property
     def last_step(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of the last optimizer step on record; 0 if there is none."""
         return whole(self.steps[-1], "step") if self.steps else 0
 
     @property
     def last_revision(self) -> int:
-        """Newest revision of the buffer; 0 if there is none."""
+        """Newest revision of the buffer on record; 0 if there is none."""
         return max(self.revisions(), default=0)
 
 
 def step_records(records: Iterable[Record]) -> list[Record]:
-    """List the records of optimizer steps, ascending. A step repeated by a resume keeps the later record."""
+    """List the records of optimizer steps, ascending. A step that a resume repeated has its later record."""
     return History.of(records).steps
 
 
 def whole(record: Record, name: str) -> int:
-    """Return a field as an integer; 0 if it is missing."""
+    """Return a field of a record as an integer; 0 if it is missing."""
     return int(number(record, name, 0))

@@ -1,4 +1,4 @@
-"""Inputs that must stay the same over a run: its prompts, its model's files, and the day it began."""
+"""Inputs that must stay the same over all starts of a run: its prompts, model files, and first day."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from tba_hpc.run.files import make_folder, publish
 log = logging.getLogger(__name__)
 
 MODEL_FILES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
-"""Suffixes of the files that belong to a model and its tokenizer."""
+"""Suffixes of the files in a model's folder that belong to the model or its tokenizer."""
 
 PIECES, PIECE_BYTES = 16, 64 << 10
-"""Number and size in bytes of the pieces read from a file. They are evenly spaced and include both ends."""
+"""Number of pieces that are read of each model file, and their size in bytes. They are evenly spaced, the
+first at the beginning of the file and the last at its end."""
 
 
 def first_day(run: RunDir) -> date:
-    """Return the day on which the run began, so that chat templates that write the date do not change."""
+    """Return the day on which the run began, for chat templates that put the date into every prompt."""
     return date.fromisoformat(_noted(run.inputs / "day", date.today().isoformat().encode()).decode())
 
 
-def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
+def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
     """Record checksums of each split's prompts when a run begins, and compare them at every later start.
 
-    Added training prompts and changed held-out prompts are logged as warnings. Raises ConfigError if earlier
-    training prompts are missing, or have another text, target or position.
+    Each searcher calls it. Added training prompts and changed held-out prompts are logged as a warning, and
+    recorded. Raises ConfigError if earlier training prompts are missing, or have another text, target or
+    position.
     """
     for split, some in prompts.items():
         file = run.inputs / f"{split}.crc32"
@@ -49,20 +51,23 @@ def hold_to_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> N
         others = np.append(np.flatnonzero(before[:both] != now[:both]), np.arange(both, len(before)))
         if split == "train" and len(others):
             raise ConfigError(
-                f"{len(others)} of {len(before)} training prompts that {run.path} began with are others now, "
+                f"{len(others)} of {len(before)} training prompts that {run.path} began with have changed, "
                 f"the first of them prompt {others[0]}: put the data back, or start another run (run.name); "
-                f"to go on, delete {file}, and what answers the old ones leaves the buffer"
+                f"to go on with these, delete {file}, and completions of a new text replace those of the old"
             )
-        what = f"{added} training prompts were added" if split == "train" else f"the {split} prompts changed"
-        log.warning("%s since the run's last start: later scores are not of the same prompts", what)
+        since = "since the run's last start"
+        if split == "train":
+            log.warning("%d training prompts were added %s", added, since)
+        else:
+            log.warning("the %s prompts changed %s: later scores are of other prompts", split, since)
         publish(file, now.tobytes())
 
 
-def hold_to_model(run: RunDir, path: str, folder: Path) -> None:
+def require_same_model(run: RunDir, path: str, folder: Path) -> None:
     """Record digests of the model's files when a run begins, and compare them at every later start.
 
-    path: model.path, to which ``folder`` belongs. Raises ConfigError if a file was changed, added or removed:
-    the reference, engines and tokenizer would differ.
+    Each searcher calls it. path: model.path, for the error; folder: where that model lies. Raises ConfigError
+    if a file was changed, added or removed, since references, engines and tokenizers would no longer agree.
     """
     note = run.inputs / "model"
     files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_FILES and file.is_file())
@@ -80,7 +85,7 @@ def _checksum(prompt: Prompt) -> int:
 
 
 def _noted(file: Path, data: bytes) -> bytes:
-    """Read ``file``; create it from ``data`` first if it does not exist."""
+    """Return what ``file`` holds; write ``data`` to it first if it does not exist."""
     if not file.exists():
         make_folder(file.parent)
         with suppress(FileExistsError):  # another searcher was faster
@@ -89,7 +94,7 @@ def _noted(file: Path, data: bytes) -> bytes:
 
 
 def _sampled(file: Path) -> str:
-    """Digest of the file's PIECES, so that a large file is not read as a whole."""
+    """Return a digest of a file's PIECES, so that a large file need not be read as a whole."""
     summed, size = blake3(), file.stat().st_size
     with file.open("rb") as opened:
         for start in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():

@@ -1,7 +1,7 @@
-"""Inventory of a folder, in its last file COMPLETE: checksum, size in bytes and path of every other file.
+"""Inventory of a folder in a file COMPLETE, written last: checksum, size and path of every other file.
 
-The inventory's first line is a checksum of the others. Checksums are BLAKE3, at several GB/s; they find
-accidental damage.
+The first line of COMPLETE is a checksum of its other lines. Checksums are BLAKE3 of 128 bits; whoever can
+write the folder can also write a matching COMPLETE, so that only accidental damage is found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
 
 READ_BYTES = 8 << 20
-"""Bytes per read of a file that is checksummed: enough to keep all cores busy."""
+"""Bytes per read of a file that is checksummed, enough to keep all cores busy."""
 
 READERS = 8
 """Maximum number of files read at once."""
@@ -30,9 +30,9 @@ _LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
 
 
 class SummedFile:
-    """New file that is checksummed while it is written, so that nobody has to read it back.
+    """New file that is checksummed while it is written, so that it need not be read again for that.
 
-    Use it as a context manager: the file is durable when the block has ended. ``size`` is in bytes.
+    Use it as a context manager; the file is durable when the block has ended. ``size``: bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class SummedFile:
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``, and return its number of bytes."""
+        """Append all of ``data``, and return its number of bytes."""
         left = memoryview(data).cast("B")
         written = len(left)
         self._sum.update(left)
@@ -62,17 +62,18 @@ class SummedFile:
         return written
 
     def flush(self) -> None:
-        """Do nothing: writes are unbuffered. Libraries that write files call it."""
+        """Do nothing, because writes are unbuffered. Libraries that write to a file object call this."""
 
     def line(self, folder: Path) -> str:
-        """Return the file's line for the inventory of ``folder``."""
+        """Return the file's line in the inventory of ``folder``, which contains it."""
         return _line(_text(self._sum), self.size, str(self.path.relative_to(folder)))
 
 
 def inventory(folder: Path, *names: str, known: str = "") -> str:
-    """Return inventory lines of the named files of ``folder``, or of all but COMPLETE at any depth.
+    """Return the inventory lines of the named files of ``folder``; without names, of all at any depth.
 
-    known: lines of files with a known checksum, which are not read again.
+    COMPLETE is left out. known: lines of files whose checksums are known; they are returned first, and these
+    files are not read.
     """
     summed_up = {line.split(" ", 2)[2] for line in known.splitlines()}
     everything = (path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
@@ -85,14 +86,15 @@ def inventory(folder: Path, *names: str, known: str = "") -> str:
 
 
 def with_checksum(lines: str) -> str:
-    """Return the content of COMPLETE: a checksum of the lines, then the lines."""
+    """Return the content of COMPLETE: a line with a checksum of inventory ``lines``, then these lines."""
     return f"tba-hpc inventory blake3={_text(blake3(lines.encode()))}\n{lines}"
 
 
 def damage(folder: Path, *only: str) -> str:
-    """Describe the first fault of a folder's files, or of those in ``only``; empty if all are intact.
+    """Compare a folder's files, or only the named ones, with COMPLETE; describe the first fault.
 
-    Files that COMPLETE does not name are ignored. Raises OSError if the file system does not answer.
+    Returns "" if all are intact. Files that COMPLETE does not name are ignored. Raises OSError if the file
+    system does not answer.
     """
     try:
         if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
@@ -112,9 +114,9 @@ def damage(folder: Path, *only: str) -> str:
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
     except OSError as error:
-        if error.errno != errno.EIO:  # other errors may pass
+        if error.errno != errno.EIO:  # other errors may be temporary
             raise
-        return f"the disk cannot read it: {error}"
+        return f"a file cannot be read from the disk: {error}"
     for (path, _, checksum), now_sum in zip(files, now_sums, strict=True):
         if checksum != now_sum:
             return f"{path.relative_to(folder)} is corrupt: its checksum does not match"
@@ -126,7 +128,7 @@ def _line(checksum: str, size: int, name: str) -> str:
 
 
 def _checksums(paths: Sequence[Path]) -> list[str]:
-    """Compute a hexadecimal checksum of each file. Several files are read at once, in bounded memory."""
+    """Return the hexadecimal checksum of each file. Up to READERS files are read at once, piece by piece."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(_checksum, paths))
 

@@ -1,4 +1,4 @@
-"""Closes sockets on which a library listens without need: the kernel drops whatever arrives.
+"""Makes the kernel drop whatever arrives at sockets on which a library listens without need.
 
 Each connection that such a library accepts may cost it a file descriptor forever, so that any user of the
 machine could end the process.
@@ -21,13 +21,13 @@ SO_ATTACH_FILTER, TCP_MD5SIG_EXT = 26, 32
 """Socket options that the module ``socket`` does not name."""
 
 WITH_PREFIX = 1
-"""Flag of TCP_MD5SIG_EXT: only the given number of address bits counts."""
+"""Flag of TCP_MD5SIG_EXT: the peer address is a prefix, here one of 0 bits, which every peer has."""
 
 PIDFD_GETFD = 438
-"""System call number on every architecture, since Linux 5.6."""
+"""Number of the system call pidfd_getfd, on every architecture since Linux 5.6."""
 
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""Packet filter of one instruction, which keeps 0 bytes of each packet."""
+"""Packet filter (BPF) of one instruction, which keeps 0 bytes of each packet."""
 
 EVERYBODY = {
     socket.AF_INET: (struct.pack("H126x", socket.AF_INET),),
@@ -43,9 +43,10 @@ SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user id at the other end of an accepted IPv4 connection of this machine, as ``ss -e`` does.
+    """Return the user id of the process at the other end of an accepted IPv4 connection, as ``ss -e`` does.
 
-    None if the kernel does not say, or the other end is closed. Raises OSError if descriptors are used up.
+    The other end must be on this machine. Returns None if the kernel does not know it, or if it is closed.
+    Raises OSError if this process has no file descriptors left.
     """
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
@@ -65,9 +66,10 @@ def owner(connection: socket.socket) -> int | None:
 
 
 def drop_all(listener: socket.socket) -> None:
-    """Stop a socket from accepting connections. Raises OSError if the system does not allow it.
+    """Stop a listening socket from accepting connections; existing ones stay.
 
-    Existing connections stay. Since June 2026 (6.6.143) Linux lets only root attach a filter to TCP.
+    It attaches a packet filter. Where only root may do that to a TCP socket (Linux 6.6.143, of June 2026, and
+    later), it demands signed packets instead. Raises OSError if the system allows neither.
     """
     try:
         _attach_filter(listener)
@@ -82,7 +84,7 @@ def _attach_filter(listener: socket.socket) -> None:
 
 
 def _demand_signatures(listener: socket.socket) -> None:
-    """Have the kernel drop packets that are not signed with a key that nobody knows (RFC 2385)."""
+    """Have the kernel drop packets that are not signed (RFC 2385) with a random key that nobody knows."""
     key = os.urandom(80)
     for address in EVERYBODY[listener.family]:
         signed = address + struct.pack("BBHi", WITH_PREFIX, 0, len(key), 0) + key  # struct tcp_md5sig
@@ -90,7 +92,10 @@ def _demand_signatures(listener: socket.socket) -> None:
 
 
 def take(pid: int, descriptor: int) -> int:
-    """Copy a child's descriptor; the caller closes it. Raises OSError if the system does not allow it."""
+    """Return a copy, in this process, of a child process's file descriptor; the caller closes it.
+
+    Raises OSError if the system does not allow it.
+    """
     process = os.pidfd_open(pid)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -102,9 +107,9 @@ def take(pid: int, descriptor: int) -> int:
 
 
 def unprotected(*, mpiexec: bool) -> str:
-    """Name the ports that the system does not allow to be closed to strangers; empty if there are none.
+    """Return a phrase about ports that this system does not let a run close to other users; "" for none.
 
-    It tries the same calls as a run: on a socket and, for a run with an ``mpiexec``, on a child process.
+    It tries the calls that a run makes: on a socket of its own and, with ``mpiexec``, on a child's.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -115,7 +120,7 @@ def unprotected(*, mpiexec: bool) -> str:
 
 
 def _out_of_reach() -> str:
-    """Name mpiexec's ports if the system does not let a process copy its child's sockets."""
+    """Return a phrase about mpiexec's ports if this process may not copy its child's descriptors, or ""."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         os.close(take(child.pid, 0))
@@ -129,7 +134,7 @@ def _out_of_reach() -> str:
 def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
     """List (descriptor, address, port) of a process's listening sockets; empty if the process is gone.
 
-    loopback: include those that only this machine can reach.
+    loopback: whether to include sockets that only this machine can reach.
     """
     with suppress(psutil.Error):
         found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -144,25 +149,25 @@ def own_listeners() -> set[int]:
 
 
 def stop_listening(*, less: set[int] | None = None) -> None:
-    """Stop this process's listening sockets, except those in ``less``, from accepting connections."""
+    """Stop this process's listening sockets from accepting connections, except descriptors in ``less``."""
     for descriptor in own_listeners() - (less or set()):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             drop_all(listener)
 
 
 def calls(pid: int, ports: set[int]) -> bool:
-    """Return whether a process is connected to one of these remote ports."""
+    """Return whether a process has a connection to one of these ports of its peers."""
     with suppress(psutil.Error):
         return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
     return False
 
 
 def deafen(pid: int, *, loopback: bool = False) -> None:
-    """Stop a child's sockets that ``listeners`` names from accepting connections.
+    """Stop a child's listening sockets from accepting connections; loopback: as for ``listeners``.
 
-    mpiexec listens on every address for its peers on other nodes, although a run on one machine has none. No
-    setting prevents that (PRRTE 3.0). Sockets stay open where the system does not allow the change (a
-    hardened kernel, a container): see docs/security.md.
+    It is meant for mpiexec, which listens on every address for its peers on other nodes, although a run on
+    one machine has none. No setting of PRRTE 3.0 prevents that. Where the system does not allow the change (a
+    hardened kernel, a container), the sockets stay open without an error; see docs/security.md.
     """
     with suppress(OSError):
         for descriptor, _, _ in listeners(pid, loopback=loopback):

@@ -10,16 +10,20 @@ import psutil
 
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("", "memory.max", "memory.current", "inactive_file")
-"""Names for control groups: hierarchy folder, limit file, usage file, field of the cached files' bytes."""
+"""Names in control groups of versions 1 and 2: folder of the memory controller, file of the limit, file of
+the usage, and field of ``memory.stat`` with the bytes of cached files that can be dropped."""
 
 
 def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still allocate; cached files count as free."""
+    """Return the bytes that this process may still allocate; memory of cached files counts as free.
+
+    process: its folder below /proc. groups: folder of the control groups.
+    """
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
-    """Yield the bytes left in each of this process's groups that has a limit; Slurm sets one per job."""
+    """Yield the bytes left in each control group of the process that has a limit; Slurm sets one per job."""
     for line in listing.read_text().splitlines() if listing.exists() else []:
         _, controllers, group = line.split(":", 2)
         hierarchy, *names = V1 if controllers == "memory" else V2
@@ -29,7 +33,7 @@ def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Yield the bytes left in a group, if it has a limit."""
+    """Yield the bytes left in a control group, or nothing if it has no limit."""
     if not (group / limit).exists() or (most := (group / limit).read_text().strip()) == "max":
         return
     found = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

@@ -1,6 +1,6 @@
-"""Writes and reads metrics: a file per rank, and a JSON line per record with its ``time`` in unix seconds.
+"""Writes and reads metrics: a file per rank, with one JSON object per line.
 
-``metric_table`` gives the meaning of each name.
+Each record has its ``time`` in unix seconds. ``metric_table`` gives the meaning of all other names.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 MOST_UNWRITTEN = 64 << 20
-"""Maximum bytes of records that wait in memory on a full disk; more end the run."""
+"""Maximum number of bytes of records that wait in memory on a full disk; with more the rank fails."""
 
 CHUNK = 4 << 20
-"""Bytes of a metrics file parsed at once."""
+"""Number of bytes of a metrics file that are read and parsed at once."""
 
 RECORDS_PER_SECOND = 8
-"""Maximum rate of records over all searchers."""
+"""Maximum number of records that all searchers together write in a second."""
 
 
 def record_seconds(searchers: int) -> float:
-    """Return the seconds between two records of one of ``searchers`` searchers."""
+    """Return the seconds between two records of a searcher, in a run with ``searchers`` searchers."""
     return max(1.0, searchers / RECORDS_PER_SECOND)
 
 
 Digest = Callable[[Sequence[Record], int | None], None]
-"""Callable that summarises a file for its readers while it is written; see ``report.digest``. It takes the
-new records, and the file's length in bytes, or None if some of them are not written yet."""
+"""Callable that keeps a summary of a metrics file up to date; see ``report.digest``. It takes the new
+records, and the length of the file in bytes, which is None if some records are not written yet."""
 
 
 class MetricsWriter:
-    """Appends records to ``path``, a line each, visible to readers at once.
+    """Writer that appends records to ``path``, where readers see them at once.
 
-    On a full disk records wait in memory until there is space. digest: summarises this file, and already
-    covers its present records. ``sync`` may be called in another thread.
+    On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
+    different threads. digest: summary of this file, which must include its present records.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
@@ -65,9 +65,10 @@ class MetricsWriter:
         self._last = time.monotonic()
 
     def log(self, *records: Mapping[str, Value]) -> None:
-        """Write records with ``time`` added. None values are left out, and numpy values become plain ones.
+        """Append records, with the present ``time``. Values of None are left out.
 
-        Raises DiskFullError if more than MOST_UNWRITTEN bytes wait for space.
+        Values may be numpy scalars or arrays. Raises DiskFullError if more than MOST_UNWRITTEN bytes wait for
+        space.
         """
         self._end_if_superseded()
         now = time.time()
@@ -79,14 +80,14 @@ class MetricsWriter:
                 self._digest(parse_json_lines(lines), None if self._unwritten else self._file.tell())
 
     def _end_if_superseded(self) -> None:
-        """End this process if another replaced it while it was frozen, so that their records do not mix."""
+        """End this process if it was frozen and another has replaced it, so that their records do not mix."""
         if time.monotonic() - self._last > BEAT_SECONDS:
             with suppress(OSError):
                 end_if_superseded()
         self._last = time.monotonic()
 
     def _write(self) -> None:
-        """Write as much as there is space for. On a full disk this may end within a line."""
+        """Write as many bytes as there is space for, on a full disk perhaps only a part of a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -108,7 +109,8 @@ class MetricsWriter:
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError if some wait for space.
 
-        Any other OSError is final: a disk reports a loss only once, so that a later sync proves nothing.
+        After any other OSError records may be lost, even if a later call succeeds: a disk reports a loss only
+        once.
         """
         with self._lock:
             self._write()
@@ -119,7 +121,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Raised outside the handler, so that no caller takes it for a full disk that is worth waiting for.
+        # Raised outside the handler, else a full disk in its chain would look like one that is worth a retry.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
@@ -127,21 +129,21 @@ class MetricsWriter:
         )
 
     def close(self) -> None:
-        """Write what is left, and release the file."""
+        """Write the records that wait in memory, as far as there is space, and close the file."""
         self._write()
         self._file.close()
 
 
 def _line(record: Mapping[str, Value]) -> str:
-    """Encode a record; numpy scalars and arrays have ``tolist``."""
+    """Encode a record as a line of JSON; ``tolist`` converts numpy scalars and arrays."""
     known = {name: value for name, value in record.items() if value is not None}
     return json.dumps(known, default=lambda value: value.tolist()) + "\n"
 
 
 class MetricsTail:
-    """Reads the records added to a metrics file since the last read; a missing file counts as empty.
+    """Reader of the records that were added to a metrics file since its last read.
 
-    place: byte offset of the next record.
+    A missing file counts as empty. place: byte offset of the next record.
     """
 
     def __init__(self, path: Path, *, place: int = 0) -> None:
@@ -150,22 +152,22 @@ class MetricsTail:
 
     @classmethod
     def from_now(cls, path: Path) -> MetricsTail:
-        """Make a tail that reads only records written from now on."""
+        """Make a reader of the records that are written from now on."""
         return cls(path, place=path.stat().st_size if path.exists() else 0)
 
     def records(self) -> Iterator[Record]:
-        """Yield the records completed since the last read, in order."""
+        """Yield the records whose lines were completed since the last read, in order."""
         while whole := self._whole_lines():
             yield from parse_json_lines(whole)
 
     def new(self) -> list[Record]:
-        """Return ``records`` as a list."""
+        """Return what ``records`` yields, as a list."""
         return list(self.records())
 
     def _whole_lines(self) -> bytes:
-        """Read the next complete lines: up to CHUNK bytes, or one longer line."""
+        """Read the next complete lines of up to CHUNK bytes together, or one that is longer."""
         try:
-            file = open_regular(self._path)  # opened each time: only then does NFS show new data
+            file = open_regular(self._path)  # opened each time, since NFS shows new data only then
         except FileNotFoundError:
             return b""
         with file:
@@ -179,7 +181,7 @@ class MetricsTail:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Read all complete records of a file in order; none if it is missing. Torn lines are left out."""
+    """Read all records of a metrics file in order; none if it is missing. Incomplete lines are left out."""
     return MetricsTail(path).new()
 
 
@@ -188,13 +190,13 @@ def number(record: Mapping[str, Value], name: str) -> float | None: ...
 @overload
 def number(record: Mapping[str, Value], name: str, default: float) -> float: ...
 def number(record: Mapping[str, Value], name: str, default: float | None = None) -> float | None:
-    """Return the scalar called ``name``; ``default`` if it is missing or not a scalar."""
+    """Return the number called ``name`` in a record; ``default`` if it is missing, a text or a list."""
     value = record.get(name)
     return default if value is None or isinstance(value, str | Sequence) else float(value)
 
 
 class Clock:
-    """Clock that sums durations by name: ``with clock("learn"): …``."""
+    """Stopwatch that sums the durations of blocks by name: ``with clock("learn"): …``."""
 
     def __init__(self) -> None:
         self._total: dict[str, float] = {}
@@ -211,11 +213,11 @@ class Clock:
 
     @property
     def wall(self) -> float:
-        """Seconds since the start or the last reset."""
+        """Seconds since the clock was made, or since its last reset."""
         return time.perf_counter() - self._since
 
     def reset(self) -> dict[str, float]:
-        """Return the seconds per name since the last reset, and start over."""
+        """Return the seconds summed for each name since the last reset, and begin again at 0."""
         total, self._total = self._total, {}
         self._since = time.perf_counter()
         return total

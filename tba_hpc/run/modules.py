@@ -1,7 +1,7 @@
-"""Copies the user's code that a config names, if it lies beside the config, into the run.
+"""Copies the user's own code that a config names from the config's folder into the run.
 
-Files in the same folder that the code names, such as a word list, are copied, too. Every rank thus finds the
-same code on any machine, and later edits change no running job.
+Files of that folder that the code names, such as a word list, are copied, too. Thus every rank finds the same
+code on any machine, and later edits change no running job.
 """
 
 from __future__ import annotations
@@ -21,39 +21,43 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove
 
 LARGEST_FILE = 64 << 20
-"""Largest size of a file that is copied along with code, bytes."""
+"""Size in bytes above which a file that the code names is not copied."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+"""Selects what is not copied of a package."""
 
 
 def folder_of(config: Path) -> Path:
-    """Return the folder that holds the code of a config, or of a run."""
+    """Return the folder with the user's code: that of a config file, or the copy in a run directory."""
     return RunDir(config).modules if config.is_dir() else shipped.find(config, "configs").parent
 
 
 def use(folder: Path) -> None:
-    """Search a folder, if it exists, before all others for modules and files."""
+    """Have ``import`` and ``find_file`` look into a folder, if it exists, before all others."""
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def use_here() -> None:
-    """Search the working directory for modules last, because anybody may write in one like /tmp."""
+    """Have ``import`` and ``find_file`` look into the working directory, after all other folders.
+
+    After, because anybody may write into a working directory like /tmp.
+    """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
 
 def find_file(name: str) -> Path | None:
-    """Find a file by its relative path in the folders where modules are looked for."""
+    """Find a file by its relative path in the folders from which Python imports; None if it is in none."""
     files = (Path(folder or ".") / name for folder in sys.path)
     return next((file.absolute() for file in files if file.is_file()), None)
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Replace the run's copy of code by the code that ``config`` needs from the folder ``beside``.
+    """Replace the run's copy of code by what ``config`` needs from the folder ``beside``.
 
-    If that folder has none, the earlier copy stays. A message on stderr says if the code differs from that of
-    the run's beginning, and which files are too large to be copied.
+    If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
+    differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.
     """
     found, large = needed(config, beside)
     if not found or beside.resolve() == run.modules.resolve():
@@ -61,7 +65,7 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
     for path in large:
         print(
             f"{path.name}, which code of the run names, is {path.stat().st_size >> 20} MiB, and files beyond "
-            f"{LARGEST_FILE >> 20} MiB are not copied with the code: give it by its whole path",
+            f"{LARGEST_FILE >> 20} MiB are not copied with the code: name it there by its absolute path",
             file=sys.stderr,
         )
     kept = [(path, run.modules / path.relative_to(beside)) for path in found]
@@ -81,10 +85,10 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths in a folder that ``config`` needs, and needed files that are too large to copy.
+    """Return the paths in a folder that ``config`` needs, and apart from them the files too large to copy.
 
-    They are the modules that the config names, the modules that these import from the folder, and the files
-    in it that any of them names.
+    Needed are the modules and programs of the folder that the config names, the modules of the folder that
+    these import, and the files of the folder that any of these names.
     """
     code = set(_named(config, folder))
     files = {file for path in code for file in _files(path, folder)} - code
@@ -93,7 +97,7 @@ def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def copy(paths: Iterable[Path], folder: Path, to: Path) -> None:
-    """Copy files and packages of a folder to the same places below another."""
+    """Copy files and packages of ``folder`` to the same relative paths below ``to``."""
     for path in paths:
         target = to / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +108,7 @@ def copy(paths: Iterable[Path], folder: Path, to: Path) -> None:
 
 
 def _named(config: Config, folder: Path) -> Iterator[Path]:
+    """Yield the modules and programs of a folder that ``config`` names, and the modules that they import."""
     task = config.task
     names = [
         config.model.path,
@@ -123,7 +128,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Return the modules and packages of a folder with ``names``, and all that these import from it."""
+    """Return the modules and packages of a folder with these names, and those of it that they import."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
@@ -139,7 +144,7 @@ def _modules(names: Iterable[str], folder: Path) -> list[Path]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Return the top-level names of all that a module, or a package's modules, import."""
+    """Return the top-level names of what a module, or the modules of a package, import."""
     names: set[str] = set()
     for node in _nodes(path):
         if isinstance(node, ast.Import):
@@ -150,23 +155,24 @@ def _imports(path: Path) -> set[str]:
 
 
 def _files(path: Path, folder: Path) -> Iterator[Path]:
-    """Yield files of the folder that a module, or a package's modules, name by one or several strings.
+    """Yield the files of a folder whose relative paths a module, or a package's modules, spell in strings.
 
     Examples are ``with_name("a.txt")``, ``HERE / "lists" / "a.txt"`` and ``join(HERE, "lists", "a.txt")``.
     """
     for node in _nodes(path):
         words = _words(node)
         hidden = any(part.startswith(".") for part in Path(words).parts)
-        with suppress(OSError, ValueError):  # any string, also one longer than a name may be
+        with suppress(OSError, ValueError):  # most strings are no paths, and some are too long for one
             file = folder / words
             if not (hidden or Path(words).is_absolute()) and file.is_file() and os.access(file, os.R_OK):
                 yield file
 
 
 def _words(node: ast.AST) -> str:
-    """Return the path that a syntax node spells; "" if it spells none.
+    """Return the path that a syntax node may spell; "" if it can spell none.
 
-    It is a string constant, or the paths of the operands of ``/`` or of a call's arguments, joined by "/".
+    It is the text of a string constant. Of an expression with ``/``, and of a call, it is the paths that the
+    operands or arguments spell, joined by "/".
     """
     match node:
         case ast.Constant(value=str() as text):
@@ -179,7 +185,7 @@ def _words(node: ast.AST) -> str:
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
-    """Yield the syntax nodes of a module, or of a package's modules; none for another kind of file."""
+    """Yield the syntax nodes of a module, or of a package's modules; none of another kind of file."""
     for file in path.rglob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []:
-        with suppress(SyntaxError, ValueError):  # its import will say so
+        with suppress(SyntaxError, ValueError):  # a module with such an error fails when it is imported
             yield from ast.walk(ast.parse(file.read_text(encoding="utf-8")))

@@ -1,4 +1,7 @@
-"""Files that a rank leaves for its launcher: its log, a mark that all ranks have joined, and why it ended."""
+"""Files that ranks leave in an attempt's folder for their launcher.
+
+They are logs, notes that say why a rank failed, and a mark that all ranks have joined.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tba_hpc.run.files import write_atomic
 
-if TYPE_CHECKING:  # they import config and numpy, which batch scripts avoid
+if TYPE_CHECKING:  # slow to import, and batch scripts call this module often
     from tba_hpc.core.types import Role
     from tba_hpc.run.directory import RunDir
 
@@ -36,21 +39,21 @@ AT_WORK_FILE = "at-work"
 """Name of the file in an attempt's folder that marks that all ranks have joined."""
 
 Kind = Literal["refused", "failed"]
-"""Kind of a rank's failure: ``refused`` if only the user can fix it, otherwise ``failed``."""
+"""Kind of a rank's failure: ``refused`` if only the user can fix the cause, otherwise ``failed``."""
 
 
 def rank_name(role: Role, index: int) -> str:
-    """Return the stem of a rank's files: ``searcher-0003``."""
+    """Return the beginning of the names of a rank's files, such as ``searcher-0003``."""
     return f"{role}-{index:04d}"
 
 
 def log_file(logs: Path, name: str) -> Path:
-    """Path of the log of a rank, or of mpiexec, in an attempt's folder."""
+    """Path of a log in an attempt's folder. name: a ``rank_name``, or mpiexec."""
     return logs / f"{name}.log"
 
 
 def redirect_output(run: RunDir, role: Role, index: int) -> None:
-    """Redirect standard output and error to this rank's log of the attempt."""
+    """Redirect this process's standard output and error to the log of the rank in its attempt."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
@@ -59,28 +62,28 @@ def redirect_output(run: RunDir, role: Role, index: int) -> None:
 
 
 def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -> None:
-    """Write a rank's note, ``sentence``, which the launcher shows to the user.
+    """Write a note with the reason why a rank failed, a ``sentence`` that the launcher shows to the user.
 
-    kind: with ``refused`` the launcher does not start the rank again. If the note cannot be written, it is
+    kind: after ``refused`` the launcher does not start the ranks again. If the note cannot be written, it is
     printed on stderr.
     """
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
-    except OSError as error:  # the note may be about a full disk
+    except OSError as error:  # the disk may be full, and the note may be about that
         print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
 
 
 def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
-    """Read the earliest note in an attempt's folder, or return None; ``*`` means either kind."""
+    """Return the earliest note in an attempt's folder, None without any; ``*`` means notes of both kinds."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
 
 def note_at_work(run: RunDir) -> None:
-    """Record that all ranks of this attempt have joined; called by the leading trainer."""
+    """Record that all ranks of this attempt have joined. The leading trainer calls it."""
     (run.attempt / AT_WORK_FILE).touch()
 
 
 def at_work(logs: Path) -> bool:
-    """Return whether all ranks of an attempt have joined."""
+    """Return whether all ranks of the attempt with this folder have joined."""
     return (logs / AT_WORK_FILE).exists()

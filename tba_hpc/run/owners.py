@@ -1,17 +1,19 @@
-"""Ownership of a run: one launcher or Slurm job, and one process per rank. A second owner is refused.
+"""Ownership of a run: one launcher or Slurm job owns the run, and one process each rank's name.
 
-Kernel locks do not work across hosts on many shared file systems. A claim is therefore a file made by
-``os.link``, which succeeds for exactly one of any number of rivals. Claims of a name are numbered, and the
-highest counts. The successor of a dead owner takes the next number, so that nobody removes a file that a
-rival has just made. The newest file stays when its owner leaves, marked as nobody's, so that no number is
-used twice.
+A second owner is refused. Kernel locks do not work across hosts on many shared file systems. A claim is
+therefore a file made by ``os.link``, which succeeds for exactly one of any number of rivals.
 
-An owner keeps the run's folder open, by which other processes of its machine recognise it: in a copied run
-folder a claim names a process that is at work on another run.
+Claims to the same name are numbered, and the one with the highest number is valid. The successor of a dead
+owner makes a claim with the next number, and only then removes the old file. If it removed a file first, that
+could be the claim that a rival has just made. When an owner leaves, its file stays and names nobody, so that
+no number is used twice.
+
+An owner keeps the run's folder open. Other processes of its machine check this, because in a copied run
+folder the claims name processes that work on the original.
 
 An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_OWNER_SECONDS,
-anybody may take its claim. If it was only frozen, it ends as soon as it notices that its claim is taken. It
-checks this before anything that it writes counts (``end_if_superseded``).
+anybody may take its name. If it was only frozen, it ends as soon as it notices this, which it checks before
+anything that it writes counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -33,40 +35,42 @@ from pathlib import Path
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
-from tba_hpc.run.slurm_queue import WITH_PROCESSES, components, names
+from tba_hpc.run.slurm_queue import WITH_PROCESSES, comment_names, components
 
 LAUNCH = "launch"
-"""Name owned by ``tba run`` or a Slurm job, which starts the ranks; each rank owns its own name."""
+"""Name that ``tba run`` or a Slurm job owns, which starts the ranks. Each rank owns its ``rank_name``."""
 
 BEAT_SECONDS = 10.0
-"""Seconds between two signs of life of an owner."""
+"""Seconds after which an owner touches its claim again, as a sign of life."""
 
 SILENT_OWNER_SECONDS = 60.0
 """Seconds without a sign of life after which an owner on another host counts as dead."""
 
 EARLIER_OWNER_SECONDS = 10.0
-"""Seconds that a rank waits for an earlier one on its machine to end, before it is refused."""
+"""Seconds that a rank waits for an earlier owner of its name on the same machine to end."""
 
 CLAIM_CHECK_SECONDS = 0.2
-"""Seconds between two looks at a claim."""
+"""Seconds between two looks at a claim that is waited for."""
 
 _ours: dict[Path, int] = {}
-"""Claims of this process, each with a descriptor that keeps the run's folder open."""
+"""Claims of this process, each with the file descriptor that keeps the run's folder open."""
 
 
 class OwnedError(ValueError):
-    """Raised if another process owns a run or name; the message is one sentence."""
+    """Error if another process owns a run or a name; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner of a claim: a process or a Slurm job, or nobody if there is neither.
+    """Owner of a claim: a process, a Slurm job as a whole, or nobody (neither ``pid`` nor ``job``).
 
-    machine: scope in which process numbers are unique. pid: process number, or 0 if a Slurm job is the owner
-    through any of its processes. began: start of the process in clock ticks since boot, since its number may
-    be reused. job, restarts: Slurm's values, or empty. since: unix seconds. elastic: several such owners may
-    be at work in one job. holds: whether the process keeps the run's folder open; version 0.3.0 did not.
-    ready: whether an elastic searcher's engine has loaded weights.
+    host: name of its host. machine: identifier of the machine or container in which ``pid`` is unique. pid:
+    process number; 0 if the job as a whole is the owner. began: start of the process in clock ticks since
+    boot, which tells it from a later process with the same number. job, restarts: id of its Slurm job, and
+    how often that was requeued; empty outside Slurm. since: when it became the owner, unix seconds. elastic:
+    whether it is an elastic searcher, of which several may run in one job. holds: whether the process keeps
+    the run's folder open, as all versions after 0.3.0 do. ready: whether an elastic searcher's engine has
+    loaded weights.
     """
 
     host: str = ""
@@ -82,7 +86,7 @@ class Owner:
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
-        """Make an owner of this process, or with ``pid`` 0 of its Slurm job."""
+        """Make the owner that is this process, whose number is ``pid``; with 0 its Slurm job as a whole."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -97,11 +101,11 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the owner is a process that can be signalled from this machine."""
+        """True if the owner is a process of this machine, so that it can be signalled from here."""
         return bool(self.pid) and self.machine == _machine()
 
     def to_json(self) -> str:
-        """JSON text with all fields."""
+        """Return JSON text with all fields."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -111,12 +115,12 @@ class Owner:
 
 
 UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
-"""Owner of a damaged claim, which counts as alive while its file is touched."""
+"""Owner of a claim whose file is damaged. It counts as alive while somebody touches the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The valid claim to a name. file: None if there has been no claim yet."""
+    """Valid claim to a name. number: 0, and file: None, if nobody has claimed the name yet."""
 
     name: str
     number: int = 0
@@ -132,31 +136,34 @@ def refuse_owned(run: RunDir) -> None:
 
 
 def owner_at_work(run: RunDir) -> Owner | None:
-    """Return the run's owner if it is alive, otherwise None. Writes nothing."""
+    """Return the owner of the run if it is alive, otherwise None. Writes nothing."""
     claim = _newest(run, LAUNCH)
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
 def is_abandoned(run: RunDir) -> bool:
-    """Return whether the run's owner is dead; False if there was none, or if this is unknown."""
+    """Return whether the run's last owner is gone; False if there was none, or if this cannot be told."""
     try:
         claim = _newest(run, LAUNCH)
         return claim.file is not None and _is_free(run, claim, Owner.this(os.getpid()))
-    except OSError:  # a stranger's run, or a file server that is away
+    except OSError:  # another user's run, or a file server that does not answer
         return False
 
 
 def claim_for_job(run: RunDir) -> None:
-    """Make this process's Slurm job the owner of the run until the job has ended. Raises OwnedError."""
+    """Make this process's Slurm job the owner of the run until the job ends.
+
+    Waits for an earlier owner to end; raises OwnedError if it is at work.
+    """
     _claim(run, LAUNCH, Owner.this(0), wait=True)
 
 
 @contextmanager
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
-    """Own the run, or a rank's name, while the block runs. Raises OwnedError.
+    """Own the run, or a rank's name, while the block runs. Raises OwnedError if another process does.
 
-    A rank waits for an earlier owner of its name that may be leaving or dead. If this process was frozen and
-    another has taken over meanwhile, this one ends with Exit.FAILED.
+    A rank first waits for an earlier owner of its name, which may be about to end or be dead. If another
+    process takes over while this one is frozen, this one ends with Exit.FAILED.
     """
     lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
     try:
@@ -166,9 +173,9 @@ def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
 
 
 def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
-    """Own the first free name of ``names`` until ``release``; return None if all are taken.
+    """Own the first free name of ``names``; return None if all are taken. Does not wait for owners to leave.
 
-    Never waits; otherwise it works like ``owned``.
+    The lease ends with its ``release``, or with this process.
     """
     me = Owner.this(os.getpid(), elastic=True)
     for name in names:
@@ -178,7 +185,10 @@ def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
 
 
 class Lease:
-    """Claim of this process, with a thread that touches its file. number: claim number, never reused."""
+    """Claim of this process, kept alive by a thread that touches its file.
+
+    name: what is owned. number: number of the claim, which no other claim to this name ever gets.
+    """
 
     def __init__(self, file: Path) -> None:
         self.name, self.number = file.stem, _number(file)
@@ -187,30 +197,31 @@ class Lease:
         threading.Thread(target=self._beat, name="owner", daemon=True).start()
 
     def release(self) -> None:
-        """Give up the claim: its file stays, and names nobody."""
+        """Give up the claim. Its file stays, and names nobody."""
         self._left.set()
-        with suppress(OSError):  # a full disk: rivals will see anyway that this process is gone
+        with suppress(OSError):  # if the disk is full, others still see that this process is gone
             write_atomic(self._file, Owner().to_json())
         os.close(_ours.pop(self._file))
 
     def _beat(self) -> None:
         while not self._left.wait(BEAT_SECONDS):
-            with suppress(OSError):  # a file server that is away for a while
+            with suppress(OSError):  # a file server that does not answer may answer later
                 end_if_superseded()
                 os.utime(self._file)
 
 
 def note_ready(name: str) -> None:
     """Record in this process's claim of ``name`` that its engine has loaded weights."""
-    end_if_superseded()  # else the claim would be there again
+    end_if_superseded()  # else a claim that a successor has removed would exist again
     (mine,) = (mine for mine in _ours if mine.stem == name)
     write_atomic(mine, replace(_read(mine), ready=True).to_json())
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Claim]:
-    """Map names to claims whose owners gave a recent sign of life; those of this machine must have a process.
+    """Map each of ``names`` that has a living owner to its claim.
 
-    now: unix seconds, by default this host's clock.
+    An owner counts as living if it gave a sign of life in the last SILENT_OWNER_SECONDS and, if it is on this
+    machine, its process exists. now: unix seconds; None for this host's clock.
     """
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
     claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
@@ -220,9 +231,10 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
 
 
 def end_if_superseded() -> None:
-    """End this process if another has taken over one of its names, or if it belongs to an earlier attempt.
+    """End this process if another has taken over one of its names, or if the run has a newer attempt.
 
-    Call it before anything that this process wrote counts. Raises OSError if the file system cannot tell.
+    Call it before anything that this process has written becomes valid, such as a checkpoint. Raises OSError
+    if the file system does not answer.
     """
     for mine in list(_ours):
         run = RunDir(mine.parent.parent)
@@ -233,12 +245,12 @@ def end_if_superseded() -> None:
 
 
 def _exists(owner: Owner) -> bool:
-    """Return whether the process of an owner on this machine exists."""
+    """Return whether the process of an owner, which is on this machine, exists."""
     return _began(owner.pid) == owner.began
 
 
 def keeps_open(run: RunDir, pid: int) -> bool | None:
-    """Return whether a process of this machine has the run's folder open; None if this user may not look."""
+    """Return whether a process of this machine keeps the run's folder open; None if this user may not ask."""
     folder = run.path.resolve()
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
@@ -250,14 +262,17 @@ def keeps_open(run: RunDir, pid: int) -> bool | None:
 
 
 def _leads_to(link: Path, folder: Path) -> bool:
-    """Return whether a link leads to ``folder``. Names are compared first, as a file's server may be away."""
-    with suppress(OSError):  # the descriptor was closed just now
+    """Return whether a link of /proc leads to ``folder``.
+
+    Names are compared first, because a look at an open file whose server does not answer may never return.
+    """
+    with suppress(OSError):  # the descriptor has just been closed
         return link.readlink().name == folder.name and link.samefile(folder)
     return False
 
 
 def clock(run: RunDir) -> float:
-    """Return unix seconds by the clock that timestamps the files of all hosts."""
+    """Return unix seconds by the clock of the run's file system, with which claims are timestamped."""
     file = run.owners / f".{secrets.token_hex(8)}.tmp"
     file.touch()
     try:
@@ -267,7 +282,7 @@ def clock(run: RunDir) -> float:
 
 
 def _end(sentence: str) -> None:
-    """End this process at once, even if its standard error is closed, broken or a full pipe."""
+    """Print a sentence and end this process at once; skip the sentence if standard error takes none."""
     try:
         if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
             os.write(sys.stderr.fileno(), sentence.encode())
@@ -279,9 +294,10 @@ def _end(sentence: str) -> None:
 
 
 def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
-    """Make ``me`` the owner, and return the claim's file. Raises OwnedError or ConfigError.
+    """Make ``me`` the owner of a name, and return the claim's file. Sets the process's umask to 077.
 
-    wait: wait for an owner to leave, long enough that one still there must be at work. Sets the umask to 077.
+    wait: whether to wait for an owner to leave. The wait is long enough for a dead one to be recognised.
+    Raises OwnedError if the name has a living owner, ConfigError if the run directory cannot be written.
     """
     os.umask(0o077)
     with run.writing():
@@ -301,9 +317,9 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim with that number, and remove earlier ones; return None if a rival was faster."""
+    """Make the claim with this number, and remove earlier ones; return None if a rival was faster."""
     mine, taken = run.owners / f"{name}.{number:06d}", False
-    folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # opened before anybody sees the claim
+    folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # before others can see the claim
     try:
         taken = _publish(mine, me)
     finally:
@@ -315,12 +331,12 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
 
 
 def _publish(mine: Path, me: Owner) -> bool:
-    """Write a claim and remove earlier ones; return False if a rival was faster."""
+    """Write a claim's file and remove earlier ones; return False if a rival was faster."""
     try:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:
         return False
-    if _highest(mine) > _number(mine):  # a rival has removed the claim that had this number
+    if _highest(mine) > _number(mine):  # this number was free only because rivals had used and removed it
         mine.unlink(missing_ok=True)
         return False
     for file in mine.parent.glob(f"{mine.stem}.*"):
@@ -330,7 +346,7 @@ def _publish(mine: Path, me: Owner) -> bool:
 
 
 def _newest(run: RunDir, name: str) -> Claim:
-    """Read the valid claim to a name. On NFS a listing may still show one that was removed."""
+    """Read the valid claim to a name. Tries again if NFS lists a file that was removed."""
     give_up = time.monotonic() + SILENT_OWNER_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
         try:
@@ -348,12 +364,12 @@ def _read(file: Path) -> Owner:
     """Read the owner from a claim's file; UNKNOWN if it is damaged. Raises OSError."""
     try:
         return Owner(**json.loads(read_regular(file)))
-    except (ValueError, TypeError):  # truncated or corrupted by a crash or a disk
+    except (ValueError, TypeError):  # a crash or a bad disk has damaged it
         return UNKNOWN
 
 
 def _highest(claim: Path) -> int:
-    """Return the highest number among the claims to the same name."""
+    """Return the highest number of any claim to the same name."""
     return max(map(_number, claim.parent.glob(f"{claim.stem}.*")), default=0)
 
 
@@ -362,7 +378,7 @@ def _number(file: Path) -> int:
 
 
 def _last_sign(file: Path | None) -> float:
-    """Return when a claim was last touched, by the file system's clock; 0 if it is gone."""
+    """Return when a claim's file was last touched, by the file system's clock; 0 if it does not exist."""
     try:
         return file.stat().st_mtime if file else 0.0
     except OSError as error:
@@ -376,8 +392,8 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     what = str(run.path) if claim.name == LAUNCH else f"{claim.name} of {run.path}"
     if owner == UNKNOWN:
         return (
-            f"{what} may be in use: {claim.file} is damaged and does not tell by whom; if nobody "
-            f"is, try again in {SILENT_OWNER_SECONDS:.0f} s"
+            f"{what} may be in use: {claim.file} is damaged and does not say by whom; if nobody uses it, "
+            f"try again in {SILENT_OWNER_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
     unseen = owner.machine != _machine() and not owner.job
@@ -394,11 +410,11 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
     if not (owner.pid or owner.job):
         return True
     if owner.pid and owner.machine == me.machine:
-        left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a claim short
+        left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error interrupted ``_take``
         return left_by_us or not _exists(owner) or (owner.holds and keeps_open(run, owner.pid) is False)
     if _is_of_an_earlier_start(claim, me):
         return True
-    # An MPI rank starts no processes, and its launcher has asked Slurm already.
+    # A rank does not ask Slurm: under MPI it must not start processes, and its launcher has asked already.
     at_work = _is_at_work(run, owner) if owner.job and claim.name == LAUNCH else None
     if at_work is False or (at_work and not owner.pid):
         return not at_work
@@ -406,13 +422,13 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Return whether an owner has stopped giving signs of life.
+    """Return whether an owner has given no sign of life for SILENT_OWNER_SECONDS.
 
-    A sign from the future was made by another clock: a client's, or one that was set. In that case the owner
-    is watched for longer than the time between two signs.
+    A sign with a time in the future was made by another clock, or before a clock was set back. Then the owner
+    is watched for one and a half times BEAT_SECONDS.
     """
 
-    def sign() -> float:  # a job's launcher gives no signs, but its ranks do
+    def sign() -> float:  # a job that owns a run as a whole gives no signs, but its trainer ranks do
         files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
         return max(map(_last_sign, files), default=0.0)
 
@@ -428,10 +444,10 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Return whether the owner belongs to an earlier start of this process's Slurm job, so must be gone.
+    """Return whether the owner belongs to an earlier start within this process's Slurm job, so must be gone.
 
-    A requeued job restarts all its processes, and a job starts its ranks in one Slurm step after another. But
-    two ``tba run`` or two elastic searchers may be at work in one job at the same time.
+    A requeue ends all processes of a job, and a job starts its ranks by one Slurm step after another. But two
+    ``tba run``, or two elastic searchers, may be at work in one job at the same time.
     """
     owner = claim.owner
     several = owner.elastic or (claim.name == LAUNCH and owner.pid)
@@ -439,7 +455,7 @@ def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
 
 
 def _began(pid: int) -> int | None:
-    """Return when a process of this machine began, in clock ticks since boot; None if it is gone."""
+    """Return when a process of this machine began, in clock ticks since boot; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -448,7 +464,7 @@ def _began(pid: int) -> int | None:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine or container, as host names need not be unique."""
+    """Return a unique identifier of this machine or container since its boot; host names may be alike."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -457,9 +473,9 @@ def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
     """Ask Slurm whether the owner's job has processes; None if it cannot be asked."""
     if (rows := components(owner.job)) is None:
         return None
-    # Slurm reuses ids of jobs; the comment, if there is one, tells whose this is.
+    # Slurm reuses the ids of jobs. A job's comment, if it has one, tells to which run it belongs.
     return any(
         row["state"] in WITH_PROCESSES
-        and (owner.pid or row["comment"] in ("", "(null)") or names(row["comment"], run))
+        and (owner.pid or row["comment"] in ("", "(null)") or comment_names(row["comment"], run))
         for row in rows
     )

@@ -1,6 +1,6 @@
 """Deletes shards that no resume needs any more, except a share that is kept for inspection.
 
-Searcher and index alone decide which shards are kept, evenly over the run.
+Which shards are kept depends only on their searcher and index. They are spread evenly over the run.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from tba_hpc.run.files import make_folder
 log = logging.getLogger(__name__)
 
 GOLDEN, PLASTIC = 0.6180339887498949, 0.7548776662466927
-"""Numbers whose multiples modulo 1 are spread evenly over 0…1, for any count."""
+"""Numbers whose first n multiples, modulo 1, are spread evenly over 0…1 for every n."""
 
 
-def place_of(key: ShardKey) -> float:
-    """Return a shard's place in 0…1: it is kept if that lies below the share. A run's first shard is at 0."""
+def position(key: ShardKey) -> float:
+    """Return a number in 0…1 for a shard, which is kept if the number is below the share to keep.
+
+    It is 0 for the first shard of searcher 0, so that a share above 0 keeps at least that one.
+    """
     searcher, index = key
     return (index * GOLDEN + searcher * PLASTIC) % 1.0
 
 
 def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
-    """Drop each searcher's shards before its cursor, in ascending order of index; refused files stay.
+    """Delete or keep each searcher's shards before its cursor, in ascending order of index.
 
-    share: the share of all shards that is kept, 0…1. Shards that cannot be dropped are left to the next call,
-    perhaps that of the next start.
+    share: share of all shards to keep, 0…1. Shards that were set aside stay where they are. Shards that
+    cannot be deleted now are left to a later call, with a warning.
     """
     errors: list[OSError] = []
     for searcher, end in cursors.items():
@@ -38,7 +41,7 @@ def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
             continue
         for index in (index for index in indices if index < end):
             try:
-                _drop(run, (searcher, index), share)
+                _delete_or_keep(run, (searcher, index), share)
             except OSError as error:
                 errors.append(error)
     if errors:
@@ -49,10 +52,10 @@ def prune(run: RunDir, cursors: Mapping[int, int], share: float = 0.0) -> None:
         )
 
 
-def _drop(run: RunDir, key: ShardKey, share: float) -> None:
-    """Move a shard's file to RUN/kept if it is in the kept share, or delete it."""
+def _delete_or_keep(run: RunDir, key: ShardKey, share: float) -> None:
+    """Move a shard's file to RUN/kept if it belongs to the share to keep; otherwise delete it."""
     file, kept = run.shard_file(*key), run.kept_file(*key)
-    if place_of(key) < share:
+    if position(key) < share:
         if not kept.parent.is_dir():
             make_folder(kept.parent)
         file.rename(kept)

@@ -1,4 +1,4 @@
-"""Signals: a flag for stop requests, and ways to end processes with their parent or session."""
+"""Signals: a flag for requests to stop, and ways to end a process with its parent or its session."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from types import FrameType
 import psutil
 
 PR_SET_PDEATHSIG = 1
+"""Option of prctl that names the signal a process gets when its parent ends."""
 
 KILL_ROUNDS = 3
-"""Maximum number of searches for remaining processes of a session that is killed."""
+"""Maximum number of times that the machine's processes are searched for members of a killed session."""
 
 _libc = ctypes.CDLL(None)
 
 
 class StopFlag:
-    """``with StopFlag() as stop``: SIGTERM, SIGUSR1 and SIGINT set a flag that loops read at safe points.
+    """Flag ``is_set`` that SIGTERM, SIGUSR1 and SIGINT set within ``with StopFlag() as stop``.
 
-    The handler does nothing else, since saving inside a handler could interrupt a save. Before the block
-    these signals end the process at once. That is right while there is nothing to save, since no flag is read
-    during a slow import or the start of MPI. After the block they are ignored: the process is about to exit.
-    Use it in the main thread only.
+    Loops read it where they can stop safely. The signal handler does nothing else, since saving inside a
+    handler could interrupt a save. Before the block the signals end the process at once, as is right while it
+    has nothing to save and is busy with imports or the start of MPI. After the block they are ignored,
+    because the process is about to exit. Use it in the main thread only.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -46,9 +47,10 @@ class StopFlag:
 
 
 def kill_session(leader: int) -> None:
-    """Kill all processes of the session that ``leader`` began, including its other process groups.
+    """Kill all processes of the session that process ``leader`` began, in all of its process groups.
 
-    Its own group is killed at once, so that none escapes by forking; then other groups, while some are found.
+    The leader's own group is killed by one call, so that no process escapes by forking. Processes of other
+    groups are then searched for and killed, at most KILL_ROUNDS times.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
@@ -58,7 +60,7 @@ def kill_session(leader: int) -> None:
 
 
 def _kill_if_of(session: int, pid: int) -> bool:
-    """Kill a process if it belongs to the session and still runs; return whether it was killed."""
+    """Kill a process if it belongs to the session and still runs; return whether that was so."""
     with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)
@@ -67,9 +69,9 @@ def _kill_if_of(session: int, pid: int) -> bool:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send this new process signal ``number`` once its ``parent`` is gone, however it ended.
+    """Have the kernel send signal ``number`` to this new process once its ``parent`` has ended, in any way.
 
-    A process whose parent is already gone exits here.
+    If the parent has ended already, this process exits here. parent: process number.
     """
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

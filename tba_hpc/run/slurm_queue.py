@@ -1,4 +1,4 @@
-"""Queries Slurm, and parses the output of squeue and scontrol about a run's job."""
+"""Asks Slurm about a run's job, by squeue and scontrol."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from tba_hpc.run.directory import RunDir
 
 QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
-"""States of a job that waits for nodes, for the first time or again."""
+"""States of a job that waits for nodes, for the first time or after a requeue."""
 
 WITH_PROCESSES = frozenset({"RUNNING", "SUSPENDED", "STOPPED"})
-"""States of a job whose processes may write."""
+"""States of a job that has processes, which may write files."""
 
 WITH_NODES = WITH_PROCESSES | {"CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING"}
 """States of a job that has nodes."""
 
 NO_ANSWER = "UNKNOWN"
-"""State of a job if Slurm cannot be asked, or does not answer."""
+"""State that is reported for a job if Slurm is not installed here or does not answer."""
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows."""
+"""State that is reported for a job that Slurm no longer knows."""
 
 ANSWER_SECONDS = 30.0
-"""Timeout of a Slurm command, in seconds."""
+"""Timeout of all Slurm commands but squeue, in seconds."""
 
 SQUEUE_SECONDS = 5.0
 """Timeout of squeue, in seconds."""
 
 JOB_CHECK_SECONDS = 10.0
-"""Seconds between two looks at a job."""
+"""Seconds between two looks at a job whose end is awaited."""
 
 SQUEUE_FIELDS = {
     "id": "%i",
@@ -45,27 +45,30 @@ SQUEUE_FIELDS = {
     "left": "%L",
     "comment": "%k",
 }
-"""squeue's codes of a job component's fields. ``start`` may be estimated; ``left``: wall time left."""
+"""Fields of a job component (a het job has several), with squeue's format code of each.
+
+``start`` is an estimate while the job waits. ``left`` is the remaining wall time.
+"""
 
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
-"""Units of ``--mem``, in MiB."""
+"""Units of ``sbatch --mem``, in MiB."""
 
 
 class SlurmError(RuntimeError):
-    """Error if Slurm does not answer or refuses; the message is one sentence with Slurm's own words."""
+    """Error if a Slurm command gets no answer or fails; the message is one sentence with Slurm's words."""
 
 
 def ask(*command: str) -> str:
-    """Run a Slurm command and return its output. Raises SlurmError."""
+    """Run a Slurm command and return its output. Raises SlurmError if it fails or does not answer."""
     done = _run(command, ANSWER_SECONDS)
     if done.returncode:
         raise SlurmError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
-    return done.stdout or done.stderr  # old versions print the list of plugins on standard error
+    return done.stdout or done.stderr  # old versions print lists of plugins on standard error
 
 
 def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises SlurmError if there is no answer."""
-    # The user's own formats would change what is printed.
+    """Run a Slurm command for at most ``seconds``. Raises SlurmError if it cannot start or does not end."""
+    # Without variables in which users set their own output formats.
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SINFO_"))}
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=plain)
@@ -74,25 +77,28 @@ def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProces
 
 
 def fields(line: str) -> dict[str, str]:
-    """Parse a record of ``scontrol --oneliner``, ``Key=Value Key=Value …``; a value ends at a blank."""
+    """Parse a line of ``scontrol --oneliner``, such as ``JobId=7 JobName=tba``; values end at a space."""
     return dict(re.findall(r"(\S+?)=(\S*)", line))
 
 
 def mebibytes(memory: str) -> float:
-    """Convert a size of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is no size."""
+    """Convert a size as of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is no size."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Read ``scontrol show job`` for a job, or a het job's leader; empty once Slurm has forgotten it."""
+    """Return what ``scontrol show job`` says of a job, or of a het job's first component.
+
+    Empty once Slurm has forgotten the job. Raises SlurmError.
+    """
     shown = _run(("scontrol", "--oneliner", "show", "job", job), ANSWER_SECONDS)
     return fields(shown.stdout.partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveJob:
-    """Slurm job that is queued or has nodes."""
+    """Slurm job that is queued or has nodes. number: its id. state: Slurm's word, such as RUNNING."""
 
     number: str
     state: str
@@ -107,12 +113,15 @@ class ActiveJob:
 
 
 def active_job(run: RunDir) -> ActiveJob | None:
-    """Return the run's job while it is queued or running, or None."""
+    """Return the run's job if it is queued or has nodes, otherwise None."""
     return active(job_states(run))
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """Return the job with these components, None if it has ended. Components with nodes decide its state."""
+    """Return the job with these components, as of ``job_states``; None if all of them have ended.
+
+    If some components have nodes and others are queued, the job counts as having nodes.
+    """
     for states in (WITH_NODES, QUEUED):
         for row in components:
             if row["state"] in states:
@@ -121,9 +130,9 @@ def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
 
 
 def await_job(run: RunDir) -> str:
-    """Wait until the run's job is neither queued nor running; return the state in which it ended.
+    """Wait until the run's job has ended; return its last state, such as COMPLETED or FORGOTTEN.
 
-    If Slurm does not answer, the wait goes on.
+    Waits without a limit, also while Slurm does not answer.
     """
     while True:
         states = [row["state"] for row in job_states(run)]
@@ -133,7 +142,10 @@ def await_job(run: RunDir) -> str:
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """List the ids of the run's job and of its successors in the chain; empty if it was never submitted."""
+    """List the ids of the run's job and, if it was submitted as a chain, of the jobs that follow it.
+
+    Empty if the run was never submitted.
+    """
     job, chain = (
         file.read_text().split() if file.exists() else []
         for file in (run.path / "slurm/job", run.path / "slurm/chain")
@@ -142,10 +154,11 @@ def jobs_of(run: RunDir) -> list[str]:
 
 
 def job_states(run: RunDir) -> list[dict[str, str]]:
-    """List the components of the run's job as squeue sees them; empty if it was never submitted.
+    """List the components of the run's job as squeue sees them; empty if the run was never submitted.
 
-    Each has the keys ``job`` and SQUEUE_FIELDS. In a chain it is the first job that is queued or running.
-    ``state`` is NO_ANSWER if squeue is missing or silent, and FORGOTTEN if Slurm no longer knows the job.
+    Each has the keys ``job`` (its id) and SQUEUE_FIELDS. Of a chain the first job that is queued or has nodes
+    is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and FORGOTTEN if Slurm no
+    longer knows the job.
     """
     jobs = jobs_of(run)
     if not jobs:
@@ -155,13 +168,13 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
         return [{**nothing, "state": NO_ANSWER}]
     by_job = [[row for row in rows if row["job"] == job] for job in jobs]
     own = next(filter(active, by_job), by_job[0])
-    if any(names(row["comment"], run) for row in own):  # Slurm reuses ids after years
+    if any(comment_names(row["comment"], run) for row in own):  # an id may be reused after years
         return own
     return [{**nothing, "state": FORGOTTEN}]
 
 
 def components(*jobs: str) -> list[dict[str, str]] | None:
-    """List the components of these jobs, as ``job_states`` does; None if Slurm does not answer."""
+    """List the components of the jobs with these ids, as ``job_states`` does; None without an answer."""
     layout = "|".join(SQUEUE_FIELDS.values())
     command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
     try:
@@ -175,6 +188,6 @@ def components(*jobs: str) -> list[dict[str, str]] | None:
     return [{"job": row["id"].partition("+")[0], **row} for row in rows]
 
 
-def names(comment: str, run: RunDir) -> bool:
-    """Return whether a job's comment names the run, by any path."""
+def comment_names(comment: str, run: RunDir) -> bool:
+    """Return whether a job's comment is the path of the run, in any spelling."""
     return Path(comment).exists() and run.path.samefile(comment)

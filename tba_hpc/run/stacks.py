@@ -1,6 +1,6 @@
-"""Stacks of a rank's threads in its log, written when it hangs, when it dies, or on request.
+"""Call stacks of a rank's threads, written to its log if the rank hangs, crashes, or is asked for them.
 
-``kill -USR2 PID`` writes the stacks of a running rank.
+``kill -USR2 PID`` asks a running rank.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HEADER = b"Timeout ("
-"""First bytes that ``faulthandler`` writes about a process that is late."""
+"""First bytes that ``faulthandler`` writes when its timer runs out, because the rank is late."""
 
 THREAD = "Thread 0x"
-"""First words of each thread's stack; the main thread's stack is the last."""
+"""Beginning of the first line of each thread's stack. The main thread's stack is the last."""
 
 WENT_ON = "reached a safe point again"
-"""Words in the log of a rank that was late but continued."""
+"""Words that a rank logs if it was late but has continued."""
 
 FRAMES = 8
-"""Number of innermost frames of the main thread that are reported."""
+"""Number of frames of the main thread that are reported, the innermost ones."""
 
 TAIL_BYTES = 1 << 18
-"""Bytes at the end of a log that are searched."""
+"""Number of bytes at the end of a log that are searched for stacks."""
 
 
 def write_stacks_to_log() -> None:
-    """Have fatal signals, such as SIGSEGV, and SIGUSR2 write the stacks of all threads to standard error."""
+    """Have SIGUSR2, and fatal signals such as SIGSEGV, write the stacks of all threads to standard error."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
 
 
 def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool]:
-    """Wrap ``stop_asked``, which a loop calls at every safe point, so that a hanging loop is noticed.
+    """Wrap a function that a loop calls once per iteration, so that a hanging loop shows in the log.
 
-    Call the returned function instead. If from now on it is not called for ``seconds``, the stacks of all
-    threads go to standard error, even while the main thread holds Python's lock.
+    The loop calls the returned function instead of ``stop_asked``, which asks whether it must stop. If the
+    function is not called for ``seconds``, the stacks of all threads go to standard error, even if the main
+    thread holds Python's lock.
     """
     armed = time.monotonic()
     faulthandler.dump_traceback_later(seconds)
@@ -51,7 +52,7 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
         nonlocal armed
         if (passed := time.monotonic() - armed) > seconds:
             _say_that_it_went_on(passed)
-        if passed > seconds / 100:  # arming starts a thread
+        if passed > seconds / 100:  # not at each call, since setting the timer starts a thread
             faulthandler.dump_traceback_later(seconds)
             armed = time.monotonic()
         return stop_asked()
@@ -77,7 +78,10 @@ def _say_that_it_went_on(seconds: float) -> None:
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and innermost frames of each rank whose log says that it is late and has not continued."""
+    """Yield the name and the innermost frames of each rank that its log shows as late.
+
+    A rank that has continued since is left out. logs: folder of an attempt.
+    """
     for file in sorted(logs.glob("*-[0-9]*.log")):
         _, found, stacks = _tail(file).rpartition(HEADER)
         lines = stacks.decode(errors="replace").splitlines()

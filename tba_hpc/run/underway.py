@@ -1,8 +1,9 @@
-"""A file that names the call of a task's code under way in a searcher, in case the process ends in it.
+"""A file that names the call of a task's code that a searcher is making, in case the call ends the process.
 
-``os._exit`` and a segmentation fault leave no message. Ends that announce themselves clear the file: errors,
-and signals that ask to stop. A kill from outside looks like a crash. So a call is blamed only after the
-process has ended in it twice. Once the process survives such a call, its earlier ends are forgotten.
+If a task's code calls ``os._exit`` or has a segmentation fault, nothing else says where. The file is cleared
+when a call returns, and when the process ends by an error or on request. A kill from outside cannot be told
+from a crash, so a call is blamed only after the searcher's process has ended in it twice. If the call
+returns at a later attempt, its earlier ends are forgotten.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from tba_hpc.run.notes import rank_name
 log = logging.getLogger(__name__)
 
 HEAD = 256
-"""Number of bytes at the beginning of the file that hold the call under way. After them comes a line for each
-earlier end of the process in a call."""
+"""Number of bytes at the beginning of the file that hold the attempt and the present call. After them comes a
+line for each earlier end of the process in a call, with the attempt and the call."""
 
 MOST_BYTES = 1 << 16
 """Largest number of bytes that are read from the file."""
 
 MOST_ENDS = 2
-"""Number of times that the process may end in the same call; at this number the run ends."""
+"""Number of ends in the same call after which the run ends with an error, instead of starting again."""
 
 
 class Underway:
-    """The file in which a searcher names the call under way.
+    """File in which a searcher names the call of a task's code that it is making.
 
-    ends: for each call in which the searcher has ended, the names of the attempts in which it did so. The
-    constructor logs a warning for each of these calls. It raises ConfigError if the searcher has ended in one
-    of them MOST_ENDS times. It then also empties the file, because the user has to start the run again.
+    ends: for each call in which the searcher's process has ended, the numbers of these attempts.
+
+    The constructor logs a warning for each such call. If the process has ended in one of them MOST_ENDS
+    times, the constructor empties the file, since the user is to start the run again, and raises ConfigError.
     """
 
     def __init__(self, run: RunDir, searcher: int) -> None:
@@ -56,7 +58,7 @@ class Underway:
 
     @contextmanager
     def __call__(self, call: str) -> Iterator[None]:
-        """Keep ``call`` in the file as the call under way while the block runs."""
+        """Keep ``call`` in the file while the block, which makes the call, runs."""
         self._note(f"{self._attempt} {call}")
         yield
         self._note("")
@@ -64,18 +66,18 @@ class Underway:
             self._write(self.ends)
 
     def close(self) -> None:
-        """Clear the call under way, and keep no later one, because the process is about to end."""
+        """Clear the present call and write no further one, because the process is about to end."""
         if self._open:
             self._note("")
             self._open = False
 
     def _note(self, text: str) -> None:
         if self._open:
-            with suppress(OSError):  # a full disk costs no reward
+            with suppress(OSError):  # on a full disk the call is made all the same
                 os.pwrite(self._file, text.encode()[: HEAD - 1].ljust(HEAD - 1) + b"\n", 0)
 
     def _write(self, ends: dict[str, list[str]]) -> None:
-        """Write earlier ends to the file, with no call under way."""
+        """Write earlier ends to the file, and no present call."""
         lines = "".join(f"{attempt} {call}\n" for call, attempts in ends.items() for attempt in attempts)
         self._note("")
         with suppress(OSError):
@@ -84,12 +86,12 @@ class Underway:
 
 
 def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None:
-    """Warn of a call in which the searcher ended, or return the error if it did so too often."""
-    found = f"searcher {searcher} ended without a word during {call}, in attempt"
+    """Log a warning about a call in which the searcher ended; or return the error if that was too often."""
+    found = f"searcher {searcher} ended without an error message during {call}, in attempt"
     if len(attempts) < MOST_ENDS:
-        log.warning("%s %s: if it does so again, the run ends", found, attempts[0])
+        log.warning("%s %s: if that happens again, the run ends", found, attempts[0])
         return None
     return ConfigError(
-        f"{found}s {' and '.join(attempts)}: see that the task's code neither ends nor crashes its process "
-        "there, nor takes all memory, and start from the config again (the run keeps a copy of the code)"
+        f"{found}s {' and '.join(attempts)}: mend the task's code, which there may end or crash its process, "
+        "or take all memory, and start from the config again (the run keeps a copy of the code)"
     )

@@ -84,7 +84,9 @@ def test_what_lies_in_the_place_of_a_file_is_named(
         reader.progress()
         reader.poll()
 
-    with pytest.raises(ConfigError, match=f"{name} is no regular file: whoever made it, remove it"):
+    with pytest.raises(
+        ConfigError, match=f"{name} is no regular file, but a folder, pipe or device: remove it"
+    ):
         join()
 
 

@@ -210,8 +210,8 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     go_on = ["run", run.path.name, "--set", "train.steps=50", "--set", "checkpoint.every=3"]
     code, out, err = finish(tba(*go_on, "--dry-run", folder=tmp_path))
     sentence = (
-        "resuming with train.steps=50 (was 40), checkpoint.every=3 (was 4); the learning rate (linear) is "
-        "laid out for 50 steps from here on, no more for 40: at step 40 it is "
+        "resuming with train.steps=50 (was 40), checkpoint.every=3 (was 4); the learning rate (linear) "
+        "now decays until step 50 instead of 40: at step 40 it is "
     )
     assert code == 0 and f"# {sentence}" in out and run.finished, out + err
 
@@ -227,7 +227,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     assert kinds == ["start", "finished", "changed", "start", "finished"]
 
     code, _, err = finish(tba("run", run.path.name, "--set", "train.steps=49", folder=tmp_path))
-    assert code == 2 and "train.steps=49 lies behind step 50, which" in err, err
+    assert code == 2 and "train.steps=49 is less than the 50 steps that" in err, err
 
 
 @pytest.mark.nightly
@@ -332,7 +332,7 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     assert_whole(run, steps)
     assert not [*run.logs.glob("*/refused-*"), *run.logs.glob("*/failed-*")]
     code, out, err = finish(join())
-    assert code == 0 and "is finished: there is nothing to search for" in out + err
+    assert code == 0 and "is finished: no searcher is needed" in out + err
 
 
 @pytest.fixture
