@@ -39,12 +39,12 @@ def odd_ends(
 ) -> Iterator[str]:
     """Yield the predicate of a sentence about each problem of a chat template.
 
-    There are two problems. A completion would not end, because neither a token of ``ends`` nor a text of
-    ``stop`` follows an answer; in some templates the end is the beginning of the next message. Or a prompt
-    would not lead to an answer, because the template ignores add_generation_prompt.
+    A completion must end: after an answer, the template must have a token of ``ends`` or a text of ``stop``,
+    or begin the next message with one. A prompt must lead to an answer: the template must obey
+    add_generation_prompt. A template that omits answers is not judged.
 
     ends: ids of the tokens at which the engine ends completions. stop: texts at which it ends them. options:
-    variables of the template. A template that omits answers is not judged.
+    variables of the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:

@@ -99,7 +99,10 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:
-    """Check that the learning rate is not too high for the age of the data, by the shipped configs."""
+    """Check that the learning rate is not too high for the age of the data.
+
+    The limit is the largest product of rate and age among similar shipped configs (``core/tuned.py``).
+    """
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
 

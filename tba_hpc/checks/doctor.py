@@ -44,9 +44,9 @@ SLURM = "Slurm"
 def examine(site: Site | None, root: Path, model: str | None, *, seconds: float | None) -> list[Finding]:
     """Return all findings.
 
-    site: cluster to check. None checks this machine, or if it has Slurm, this cluster. root: folder of runs.
-    model: path or name of the policy, or None to check no model. seconds: longest wait for a trial job; None
-    submits no trial job.
+    site: cluster to check. None checks this machine or, if it has Slurm, its cluster without a site file.
+    root: folder of runs. model: path or name of the policy, or None to check no model. seconds: longest wait
+    for a trial job; None submits no trial job.
     """
     if site is None and shutil.which("sbatch") is None:
         alone = "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"
@@ -103,7 +103,7 @@ def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) ->
 
 
 def _check_request(site: Site, root: Path) -> Finding:
-    """Return the finding whether Slurm would accept a job of ``trial.NODES`` nodes."""
+    """Return the finding on whether Slurm would accept a job of ``trial.NODES`` nodes."""
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
     except LaunchError as error:

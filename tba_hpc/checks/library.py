@@ -1,7 +1,7 @@
 """Describes the MPI library that a process has loaded.
 
-Ranks call ``describe``. Other processes run the program LOOK, as this module must not load the library
-itself.
+A rank, which has loaded the library, calls ``describe``. Other processes run the program LOOK instead, so
+that they do not load the library themselves.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks
 """Checks of what any job requests."""
 
 CONFIG = (config_checks.check_resources, config_checks.check_rate)
-"""Checks of a config that need no model."""
+"""Checks of a config's models, data and learning rate."""
 
 DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 """Checks that ``tba doctor --config`` makes of the config."""

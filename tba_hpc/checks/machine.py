@@ -55,7 +55,7 @@ CLOCKS = "clocks"
 LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
 """Largest safe difference between the clocks of two nodes, s.
 
-If it is larger, a rank may seem dead to another one between two of its heartbeats."""
+If it is larger, ranks may seem dead to other nodes although they send heartbeats."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
@@ -130,10 +130,10 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 def judge_gpus(
     expected: int, names: tuple[str, ...], driver: str, newest: str, error: str, torch: str, built: str
 ) -> Finding:
-    """Return the finding about GPUs. The arguments are versions, except:
+    """Return the finding about GPUs.
 
-    expected: gpus_per_node. names: names of the GPUs. newest: newest CUDA that the driver supports. error:
-    why nvidia-smi lists no GPU. built: CUDA for which torch was built, "" for none.
+    expected: the site's gpus_per_node. names, driver, newest, error: as ``nvidia_smi`` returns them. torch,
+    built: as ``installed_torch`` returns them.
     """
     if expected and "rocm" in torch:
         return ok(GPUS, f"torch {torch}; AMD GPUs are not checked")
@@ -278,7 +278,7 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
-    """Return the finding whether the file system of ``root`` is persistent, and may be seen by all nodes.
+    """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
     shared: whether other nodes must see it.
     """
@@ -413,7 +413,10 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
 
 
 def check_registered_memory(facts: Facts) -> Iterator[Finding]:
-    """Check that CUDA can register shared memory, through which weights are copied; in a separate process."""
+    """Check, in a separate process, that CUDA can register (page-lock) shared memory.
+
+    Weights are copied through such memory.
+    """
     if nvidia_smi()[0] and installed_torch()[1]:
         program = "from tba_hpc.learner.registered_memory import try_a_page; print(try_a_page())"
         yield judge_registered_memory(_output(sys.executable, "-c", program))

@@ -65,8 +65,9 @@ def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | N
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
     """Return the resources on the hub that a config names and that the ranks could not load.
 
-    That are those outside the cache, if ``environment`` forbids access to the hub. The list is also empty if
-    the path of the cache contains variables that only the nodes know. of_custom_task: as for ``resources``.
+    These are the ones outside the cache, if ``environment`` forbids access to the hub. The list is also empty
+    if the path of the cache contains variables that only the nodes know. of_custom_task: as for
+    ``resources``.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []

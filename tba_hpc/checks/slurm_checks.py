@@ -110,7 +110,7 @@ def check_job_requeue(facts: Facts) -> Iterator[Finding]:
 
 
 def check_partitions(facts: Facts) -> Iterator[Finding]:
-    """Check that partitions allow the site's time and memory. Slurm would queue larger jobs for ever."""
+    """Check that partitions allow the site's time and memory. Larger jobs would stay queued for ever."""
     site = facts.site
     for partition in facts.partitions:
         name, longest = partition["PartitionName"], partition.get("MaxTime", "UNLIMITED")
@@ -131,7 +131,7 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_nodes(facts: Facts) -> Iterator[Finding]:
-    """Check that partitions have enough nodes. Slurm would queue a het job that is too large for ever."""
+    """Check that partitions have enough nodes. A het job that is too large would stay queued for ever."""
     asked, split, site = facts.slurm, facts.split, facts.site
     if asked is None or split is None:
         return

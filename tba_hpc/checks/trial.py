@@ -199,7 +199,7 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
 
 
 def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
-    """Return the findings whether the ranks of a trial that has ended formed one MPI world.
+    """Return the findings on whether the ranks of a trial that has ended formed one MPI world.
 
     hosts: nodes that have written findings. joined: whether the ranks also exchanged messages.
     """

@@ -86,7 +86,7 @@ def stoppable() -> Iterator[StopFlag]:
         except ExchangeError as error:
             if not stop.is_set:
                 raise
-            log.info("asked to stop, and so were the others: %s", error)
+            log.info("stopped on request, as other ranks were: %s", error)
 
 
 @contextmanager

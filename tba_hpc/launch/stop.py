@@ -125,7 +125,7 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _staying(run: RunDir) -> str:
-    """Return words on the elastic searchers, which keep their nodes, and on how to end them; "" for none."""
+    """Return a clause on the elastic searchers, which keep their nodes, and how to end them; "" for none."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
     jobs = sorted({owner.job for owner in there if owner.job}, key=int)

@@ -257,7 +257,6 @@ def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
 
 def _go(job: JobState, nodes: int, searchers: int) -> str:
     """Write the numbers of ranks to the run's config, begin an attempt with its logs, and return ``go``."""
-    from tba_hpc.core.wording import count
     from tba_hpc.run.directory import RunDir
 
     run = RunDir.open(job.run)

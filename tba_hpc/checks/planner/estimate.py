@@ -23,7 +23,7 @@ class Device:
     """A number of GPUs that all hold the same ranks.
 
     count: number of these GPUs. ranks: names of the ranks on each. bytes: memory that is needed on each.
-    problem: a sentence why the ranks do not fit, or "".
+    problem: why the ranks do not fit, in a sentence, or "".
     """
 
     count: int
@@ -120,7 +120,7 @@ def _require(config: Config, gpu: Gpu) -> None:
 def _placed(trainers: int, engines: int, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
     """Return the number of GPUs that hold each combination of ranks.
 
-    gpus: number of GPUs of the node. Each GPU of an engine counts as a searcher's fullest.
+    gpus: number of GPUs of the node. Each GPU of an engine counts like the fullest one.
     """
     ranks = [TRAINER] * trainers + [SEARCHER] * engines
     if spread:

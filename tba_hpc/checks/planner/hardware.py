@@ -54,9 +54,9 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpus_named(text: str) -> list[Gpu]:
-    """Return the GPUs whose kind is a word of ``text``, the name by a driver or a request to Slurm.
+    """Return the GPUs whose kind is a word of ``text``: "a100" does not name an A10.
 
-    Only whole words count: "a100" does not name an A10.
+    text: name of a GPU as its driver gives it, or an option that requests GPUs.
     """
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=rtx) |(?<=6000) (?=ada)", "", text.lower()))
     return [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
