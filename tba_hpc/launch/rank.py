@@ -74,7 +74,7 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 
 @contextmanager
 def stoppable() -> Iterator[StopFlag]:
-    """Run the block, the work of any rank but the leading trainer, with a flag that signals to stop set.
+    """Run the block, the work of any rank but the leading trainer. A signal to stop sets its StopFlag.
 
     After a stop request, an ExchangeError about missing ranks is not raised: these were still starting when
     they were stopped, and had nothing to save.
